@@ -1,0 +1,118 @@
+"""A small detection set that needs no download, written as a Pascal VOC tree.
+
+Real handwritten digits (`sklearn.datasets.load_digits`, 1,797 images of 8×8 pixels) at random sizes, places and
+colours on crops of the two photographs that scikit-learn ships. Held-out images share neither digits nor parts of the
+photographs with the training images: the digits are split in two, and so is each photograph, left from right.
+"""
+
+from pathlib import Path
+from typing import List, Tuple
+from xml.etree import ElementTree
+
+import numpy as np
+from gluoncv.data import VOCDetection
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+
+CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+IMAGE_SIZE = 128
+DIGIT_SIZES = (28, 64)
+DIGITS_PER_IMAGE = (1, 5)
+HELD_OUT_SHARE = 0.25
+YEAR = 2007
+
+
+class DigitsDetection(VOCDetection):
+    """gluoncv's Pascal VOC loader with this set's classes."""
+
+    CLASSES = CLASSES
+
+
+def write_digits_voc(root: Path, train: int = 1200, test: int = 200, seed: int = 0) -> Path:
+    """Write the set below ``root`` unless it is there already; return ``root``.
+
+    Parameters
+    ----------
+    root : Path
+        Gets ``VOC2007/{JPEGImages,Annotations,ImageSets}``.
+    train, test : int
+        Numbers of images in the lists ``trainval`` and ``test``.
+    seed : int
+        The same seed writes the same images.
+    """
+    lists = root / f"VOC{YEAR}" / "ImageSets" / "Main"
+    wanted = {"trainval": train, "test": test}
+    if all(_count_lines(lists / f"{name}.txt") == count for name, count in wanted.items()):
+        return root
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (root / f"VOC{YEAR}" / folder).mkdir(parents=True, exist_ok=True)
+    rng = np.random.RandomState(seed)
+    digits = load_digits()
+    order = rng.permutation(len(digits.target))
+    held_out = int(len(order) * HELD_OUT_SHARE)
+    choice = {"trainval": order[held_out:], "test": order[:held_out]}
+    number = 0
+    for name, count in wanted.items():
+        photographs = [_part(photograph, name) for photograph in load_sample_images().images]
+        names = []
+        for _ in range(count):
+            picture, objects = _compose(rng, photographs, digits.images, digits.target, choice[name])
+            names.append(f"{number:06d}")
+            _write_image(root / f"VOC{YEAR}", names[-1], picture, objects)
+            number += 1
+        (lists / f"{name}.txt").write_text("\n".join(names) + "\n")
+    return root
+
+
+def _count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else -1
+
+
+def _part(photograph: np.ndarray, name: str) -> np.ndarray:
+    border = int(photograph.shape[1] * (1 - HELD_OUT_SHARE))
+    return photograph[:, :border] if name == "trainval" else photograph[:, border:]
+
+
+def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List[tuple]]:
+    photograph = photographs[rng.randint(len(photographs))]
+    side = rng.randint(IMAGE_SIZE // 2, min(photograph.shape[:2]))
+    top, left = (rng.randint(extent - side + 1) for extent in photograph.shape[:2])
+    crop = Image.fromarray(photograph[top : top + side, left : left + side])
+    picture = np.asarray(crop.resize((IMAGE_SIZE, IMAGE_SIZE), Image.BILINEAR), dtype=np.float64)
+    objects = []
+    for _ in range(rng.randint(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)):
+        size = rng.randint(*DIGIT_SIZES)
+        x, y = rng.randint(IMAGE_SIZE - size, size=2)
+        if any(_overlap((x, y, x + size, y + size), other[1]) for other in objects):
+            continue
+        digit = choice[rng.randint(len(choice))]
+        ink = np.asarray(Image.fromarray(images[digit] / 16).resize((size, size), Image.BICUBIC)).clip(0, 1)
+        patch = picture[y : y + size, x : x + size]
+        # Ink that stands out from what is under it, as handwriting does.
+        colour = rng.uniform(160, 255, size=3) if patch.mean() < 128 else rng.uniform(0, 96, size=3)
+        patch += ink[..., None] * (colour - patch)
+        rows, columns = (np.flatnonzero(ink.max(axis=axis) > 0.3) for axis in (1, 0))
+        box = (x + columns[0], y + rows[0], x + columns[-1] + 1, y + rows[-1] + 1)
+        objects.append((CLASSES[labels[digit]], box))
+    return picture.astype(np.uint8), objects
+
+
+def _overlap(a, b) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _write_image(folder: Path, name: str, picture: np.ndarray, objects: List[tuple]) -> None:
+    Image.fromarray(picture).save(folder / "JPEGImages" / f"{name}.jpg", quality=95)
+    annotation = ElementTree.Element("annotation")
+    size = ElementTree.SubElement(annotation, "size")
+    for tag, extent in zip(("width", "height", "depth"), (IMAGE_SIZE, IMAGE_SIZE, 3)):
+        ElementTree.SubElement(size, tag).text = str(extent)
+    for label, box in objects:
+        item = ElementTree.SubElement(annotation, "object")
+        ElementTree.SubElement(item, "name").text = label
+        ElementTree.SubElement(item, "difficult").text = "0"
+        corners = ElementTree.SubElement(item, "bndbox")
+        # Pascal VOC counts pixels from 1 and includes the last one.
+        for tag, value in zip(("xmin", "ymin", "xmax", "ymax"), (box[0] + 1, box[1] + 1, box[2], box[3])):
+            ElementTree.SubElement(corners, tag).text = str(value)
+    ElementTree.ElementTree(annotation).write(folder / "Annotations" / f"{name}.xml")

@@ -1,0 +1,224 @@
+"""Train a GluonCV detector (YOLOv3 with a small MobileNet) on several devices of one host.
+
+    python examples/train_detection.py --norm syncbn --devices cpu:4 --batch-per-device 1
+
+Without ``--dataset voc --root DIR`` it makes itself a data set: see digits_voc.py. Writes to ``--output``: last.params,
+a curve of loss and mAP, held-out images with detections, and history.json.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import gluon_syncbn  # first, so that it can prepare the engine for several CPU devices
+import matplotlib
+import mxnet as mx
+import numpy as np
+from digits_voc import DigitsDetection, write_digits_voc
+from gluoncv import model_zoo
+from gluoncv.data import VOCDetection
+from gluoncv.data.batchify import Pad, Stack, Tuple
+from gluoncv.data.transforms import experimental
+from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform, YOLO3DefaultValTransform
+from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
+from gluoncv.utils.viz import plot_bbox
+from mxnet import autograd, gluon
+from tqdm import tqdm
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+MODEL = "yolo3_mobilenet0.25_custom"
+WARM_UP_STEPS = 50
+
+
+def parse_arguments(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--norm", choices=["syncbn", "bn"], default="syncbn", help="normalization layer")
+    parser.add_argument(
+        "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
+    )
+    parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
+    parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
+    parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
+    parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
+    parser.add_argument("--output", type=Path, default=Path("runs/detection"))
+    parser.add_argument("--resume", action="store_true", help="go on from --output after an interruption")
+    options = parser.parse_args(arguments)
+    if options.dataset == "voc" and options.root is None:
+        parser.error("--dataset voc needs --root, the folder that holds VOC2007")
+    return options
+
+
+def parse_devices(text: str) -> list:
+    """``cpu:4`` is cpu(0) to cpu(3); ``cpu:0,2`` and ``gpu:0,1`` list devices."""
+    kind, _, numbers = text.partition(":")
+    try:
+        make = {"cpu": mx.cpu, "gpu": mx.gpu}[kind]
+        ids = [int(number) for number in numbers.split(",")]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1")
+    return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
+
+
+def load_datasets(options):
+    if options.dataset == "voc":
+        years = [year for year in (2007, 2012) if (options.root / f"VOC{year}").is_dir()]
+        train = VOCDetection(str(options.root), splits=[(year, "trainval") for year in years])
+        return train, VOCDetection(str(options.root), splits=[(2007, "test")])
+    root = str(write_digits_voc(options.root or Path("runs/digits_voc")))
+    return DigitsDetection(root, splits=[(2007, "trainval")]), DigitsDetection(root, splits=[(2007, "test")])
+
+
+class DigitsTrainTransform(YOLO3DefaultTrainTransform):
+    """gluoncv's transform without flips, crops and shrinking: a mirrored digit is another digit."""
+
+    def __call__(self, src, label):
+        image = experimental.image.random_color_distort(src)
+        image = mx.nd.image.normalize(mx.nd.image.to_tensor(image), mean=self._mean, std=self._std)
+        boxes, ids = mx.nd.array(label[None, :, :4]), mx.nd.array(label[None, :, 4:5])
+        targets = self._target_generator(
+            self._fake_x, self._feat_maps, self._anchors, self._offsets, boxes, ids, None
+        )
+        return (image, *(target[0] for target in targets), boxes[0])
+
+
+def make_loaders(net, train, test, options):
+    side = options.data_shape
+    transform = DigitsTrainTransform if options.dataset == "digits" else YOLO3DefaultTrainTransform
+    batch = options.batch_per_device * len(options.devices)
+    targets = Tuple(*[Stack() for _ in range(6)], Pad(axis=0, pad_val=-1))
+    return (
+        gluon.data.DataLoader(
+            train.transform(transform(side, side, net)), batch, shuffle=True, batchify_fn=targets, last_batch="discard"
+        ),
+        gluon.data.DataLoader(
+            test.transform(YOLO3DefaultValTransform(side, side)), 10, batchify_fn=Tuple(Stack(), Pad(pad_val=-1))
+        ),
+    )
+
+
+def build_net(classes, norm: str, devices):
+    net = model_zoo.get_model(MODEL, classes=classes, pretrained_base=False)
+    if norm == "syncbn":
+        gluon_syncbn.convert_sync_batchnorm(net)
+    net.initialize(mx.init.Xavier(magnitude=2.24), ctx=devices)
+    return net
+
+
+def train_epoch(net, loader, trainer, devices, label: str) -> float:
+    """One pass over the training images; returns the mean loss per image."""
+    total, images, waiting = 0.0, 0, []
+    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
+        for batch in loader:
+            size = batch[0].shape[0]
+            shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
+            with autograd.record():
+                losses = [sum(net(image, boxes, *targets)) for image, *targets, boxes in shards]
+            autograd.backward(losses)
+            trainer.step(size)
+            # Read the loss one step late, so that MXNet always has the next step at hand.
+            waiting.append(losses)
+            if len(waiting) > 1:
+                total += sum(float(loss.sum().asscalar()) for loss in waiting.pop(0))
+                images += size
+                bar.set_postfix(loss=f"{total / images:.2f}", refresh=False)
+            bar.update(size)
+        total += sum(float(loss.sum().asscalar()) for losses in waiting for loss in losses)
+        images += sum(batch_losses and size for batch_losses in waiting)
+    return total / max(images, 1)
+
+
+def evaluate(net, loader, classes, device) -> float:
+    """VOC07 mAP at IoU 0.5 on held-out images."""
+    metric = VOC07MApMetric(iou_thresh=0.5, class_names=classes)
+    for images, labels in loader:
+        ids, scores, boxes = net(images.as_in_context(device))
+        boxes = boxes.clip(0, images.shape[2])
+        metric.update(
+            [boxes], [ids], [scores], [labels[:, :, :4]], [labels[:, :, 4:5]], [labels[:, :, 5:6]]
+        )
+    return float(metric.get()[1][-1])
+
+
+def draw_curve(history, path: Path) -> None:
+    epochs = range(1, len(history) + 1)
+    figure, left = plt.subplots(figsize=(6, 4))
+    left.plot(epochs, [entry["loss"] for entry in history], color="tab:blue", marker="o")
+    left.set(xlabel="epoch", title="training loss and mAP on held-out images")
+    left.set_ylabel("loss per image", color="tab:blue")
+    right = left.twinx()
+    right.plot(epochs, [entry["map"] for entry in history], color="tab:orange", marker="s")
+    right.set_ylabel("VOC07 mAP", color="tab:orange")
+    right.set_ylim(0, 1)
+    left.xaxis.get_major_locator().set_params(integer=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: int = 4) -> None:
+    transform = YOLO3DefaultValTransform(options.data_shape, options.data_shape)
+    figure, axes = plt.subplots(rows, columns, figsize=(3 * columns, 3 * rows))
+    for axis, (picture, label) in zip(axes.flat, (dataset[i] for i in range(rows * columns))):
+        image, _ = transform(picture, label)
+        ids, scores, boxes = (item[0].asnumpy() for item in net(image.expand_dims(0).as_in_context(options.devices[0])))
+        boxes = boxes * np.tile([picture.shape[1], picture.shape[0]], 2) / options.data_shape
+        plot_bbox(picture, boxes, scores, ids, class_names=dataset.classes, ax=axis, linewidth=1.5, fontsize=7)
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def train(options) -> list:
+    """Run the whole training; returns one dict per epoch with loss, mAP and seconds."""
+    for seed in (random.seed, np.random.seed, mx.random.seed):
+        seed(options.seed)
+    options.output.mkdir(parents=True, exist_ok=True)
+    parameters, states = options.output / "last.params", options.output / "last.states"
+    log = options.output / "history.json"
+    train_set, test_set = load_datasets(options)
+
+    net = build_net(train_set.classes, options.norm, options.devices)
+    train_loader, test_loader = make_loaders(net, train_set, test_set, options)
+    steps = options.epochs * len(train_loader)
+    schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
+    net.hybridize(static_alloc=True, static_shape=True)
+    # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
+    plain = model_zoo.get_model(MODEL, classes=train_set.classes, pretrained_base=False)
+    plain.hybridize()
+
+    history = []
+    if options.resume and log.exists():
+        history = json.loads(log.read_text())
+        net.load_parameters(str(parameters), ctx=options.devices)
+        trainer.load_states(str(states))
+        random.seed(options.seed + len(history))
+        np.random.seed(options.seed + len(history))
+    while len(history) < options.epochs:
+        started = time.perf_counter()
+        loss = train_epoch(net, train_loader, trainer, options.devices, f"epoch {len(history) + 1}/{options.epochs}")
+        seconds = time.perf_counter() - started
+        net.save_parameters(str(parameters))
+        trainer.save_states(str(states))
+        plain.load_parameters(str(parameters), ctx=options.devices[0])
+        score = evaluate(plain, test_loader, test_set.classes, options.devices[0])
+        history.append({"loss": loss, "map": score, "seconds": seconds})
+        log.write_text(json.dumps(history, indent=1))
+        print(f"epoch {len(history)}: loss {loss:.3f}, VOC07 mAP {score:.3f}, {seconds:.0f} s", flush=True)
+        draw_curve(history, options.output / "curve.png")
+    plain.load_parameters(str(parameters), ctx=options.devices[0])
+    draw_detections(plain, test_set, options, options.output / "detections.png")
+    print(f"wrote {parameters}, curve.png and detections.png in {options.output}")
+    return history
+
+
+if __name__ == "__main__":
+    train(parse_arguments())

@@ -1,0 +1,179 @@
+"""The group of devices that share one layer's statistics: who they are, how long they wait, what they exchange."""
+
+import itertools
+import os
+import threading
+import weakref
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from gluon_syncbn._engine import slots_in_force
+from gluon_syncbn._rendezvous import Rendezvous
+from gluon_syncbn._statistics import Moments, add_ranks, merge
+from gluon_syncbn._transport import KVStoreTransport
+
+DEFAULT_TIMEOUT = 60.0
+
+_numbers = itertools.count()
+_groups = weakref.WeakValueDictionary()
+
+
+def default_timeout() -> float:
+    """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
+    return check_timeout(os.environ.get("GLUON_SYNCBN_TIMEOUT", DEFAULT_TIMEOUT), "GLUON_SYNCBN_TIMEOUT")
+
+
+def check_timeout(value, where: str) -> float:
+    """``value`` as seconds; ValueError, starting with ``where``, unless it is a positive finite number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = float("nan")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"{where}: the timeout must be a positive number of seconds, not {value!r}.")
+    return seconds
+
+
+class Options(NamedTuple):
+    """What a layer's user chose; together with its devices it makes a group."""
+
+    num_devices: Optional[int]
+    group_size: Optional[int]
+    timeout: Optional[float]
+    kvstore: object
+
+
+class Group:
+    """The synchronization of one layer over its devices.
+
+    Parameters
+    ----------
+    name : str
+        The layer's name, for errors.
+    devices : sequence of mx.Context
+        In rank order: the order in which the parameters were initialised.
+    options : Options
+        ``group_size`` splits the devices into neighbours that synchronize among themselves.
+    dtype : str
+        Of statistics and parameters.
+    momentum, epsilon, scale :
+        As in `nn.BatchNorm`.
+
+    Raises
+    ------
+    ValueError
+        A device is given twice, their number is not ``num_devices``, or ``group_size`` does not divide it.
+    RuntimeError
+        MXNet runs on its NaiveEngine, where no device could ever wait for another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[mx.Context],
+        options: Options,
+        dtype: str,
+        momentum: float,
+        epsilon: float,
+        scale: bool,
+    ):
+        check_devices(name, devices, options)
+        self.name = name
+        self.devices = list(devices)
+        self.dtype = dtype
+        self.momentum = momentum
+        self.epsilon = epsilon
+        self.scale = scale
+        self.number = next(_numbers)
+        timeout = default_timeout() if options.timeout is None else options.timeout
+        size = options.group_size or len(self.devices)
+        self._ranks = {}
+        for start in range(0, len(self.devices), size):
+            members = self.devices[start : start + size]
+            transport = KVStoreTransport(members, options.kvstore)
+            forward = self._rendezvous("forward", members, timeout, transport, merge)
+            backward = self._rendezvous("backward", members, timeout, transport, add_ranks)
+            for rank, device in enumerate(members):
+                self._ranks[device] = (rank, forward, backward)
+        _groups[self.number] = self
+
+    def _rendezvous(
+        self,
+        direction: str,
+        members: List[mx.Context],
+        timeout: float,
+        transport: KVStoreTransport,
+        reduce: Callable[[np.ndarray], Any],
+    ) -> Rendezvous:
+        ranks = [str(device) for device in members]
+        key = f"{self.name}{self.number}/{ranks[0]}/{direction}"
+        what = f"SyncBatchNorm '{self.name}': {direction} pass"
+        return Rendezvous(
+            what, ranks, timeout, lambda vectors: reduce(transport.all_gather(key, vectors)), usual_reasons
+        )
+
+    def meet_forward(self, device: mx.Context, moments: Moments) -> Tuple[Moments, int]:
+        """The moments of the whole mini-batch, and the number of this forward pass."""
+        rank, forward, _ = self._ranks[device]
+        meeting = forward.meet(rank, moments.pack())
+        return meeting.result, meeting.number
+
+    def meet_backward(self, device: mx.Context, sums: np.ndarray, number: int) -> np.ndarray:
+        """The sum of ``sums`` over the backward passes that answer forward pass ``number``."""
+        rank, _, backward = self._ranks[device]
+        return backward.meet(rank, sums, key=number).result
+
+
+def find_group(number: int) -> Group:
+    """The group that a graph names by its number.
+
+    Raises
+    ------
+    KeyError
+        Its layer is gone, or lives in another process (a graph that was saved while it was synchronized).
+    """
+    group = _groups.get(number)
+    if group is None:
+        raise KeyError(
+            f"no SyncBatchNorm layer number {number} in this process. Its layer was dropped, or this graph was "
+            f"exported from a synchronized net: call convert_batchnorm(net) before you export."
+        )
+    return group
+
+
+def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
+    """Refuse a group that could never meet; see `Group` for the errors."""
+    shown = ", ".join(str(device) for device in devices)
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"SyncBatchNorm '{name}': its parameters name one device twice ({shown}).")
+    if options.num_devices is not None and options.num_devices != len(devices):
+        raise ValueError(
+            f"SyncBatchNorm '{name}': num_devices={options.num_devices}, but its parameters live on {len(devices)} "
+            f"({shown}). Initialize the net on the devices that train, or leave num_devices out."
+        )
+    if options.group_size is not None and len(devices) % options.group_size:
+        raise ValueError(
+            f"SyncBatchNorm '{name}': group_size={options.group_size} does not divide its {len(devices)} devices "
+            f"({shown})."
+        )
+    if len(devices) > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+        raise RuntimeError(
+            f"SyncBatchNorm '{name}': MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time, so {len(devices)} "
+            f"devices could never meet. Unset it, or debug on one device."
+        )
+
+
+def usual_reasons() -> str:
+    """The end of every error about a missing device."""
+    reasons = (
+        "Usual reasons: (1) not every device ran this layer in this step (a last batch with fewer images than "
+        "devices, a branch or an exception on one device, an output read before all devices were started); "
+        "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
+        "(timeout=, GLUON_SYNCBN_TIMEOUT)"
+    )
+    slots = slots_in_force()
+    if slots is None:
+        return reasons + "."
+    return reasons + f"; (4) several CPU contexts ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now {slots})."

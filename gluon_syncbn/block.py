@@ -1,0 +1,210 @@
+"""SyncBatchNorm, the block that a user sees."""
+
+import threading
+from typing import List, Optional, Union
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import nn
+
+from gluon_syncbn import portable
+from gluon_syncbn._group import Group, Options, check_devices, check_timeout
+from gluon_syncbn._transport import check_kvstore
+
+_BACKENDS = ("auto", "portable")
+
+
+class SyncBatchNorm(nn.BatchNorm):
+    r"""Batch Normalization with the statistics of the whole mini-batch, over all devices of a host.
+
+    With :math:`N` values per channel on all devices together,
+
+    .. math::
+        y = \gamma\,\frac{x - \mathrm{mean}}{\sqrt{\mathrm{var} + \epsilon}} + \beta, \qquad
+        \mathrm{mean} = \tfrac1N \sum x, \quad \mathrm{var} = \tfrac1N \sum (x - \mathrm{mean})^2
+
+    and the backward pass sends the gradient through mean and variance to every device (Ioffe and Szegedy, 2015,
+    equations of algorithm 1, summed over devices). Takes the place of `mxnet.gluon.nn.BatchNorm`: same parameter names, same
+    ``.params`` files, same gradients as one device would compute on the concatenated batch. In prediction mode, with
+    ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and meets no one.
+
+    Every device must run the layer the same number of times per step. One that does not come ends in an error on
+    all devices that wait (see ``timeout``); after you have caught it, call ``mx.nd.waitall()`` before the next step.
+
+    Parameters
+    ----------
+    axis : int, default 1
+        The axis of the channels; 1 for NCHW, -1 or 3 for NHWC.
+    momentum : float, default 0.9
+        Share of the old value that the running statistics keep at each training step.
+    epsilon : float, default 1e-5
+        Added to the variance.
+    center, scale : bool, default True
+        Whether :math:`\beta` and :math:`\gamma` are learned.
+    use_global_stats : bool, default False
+        Normalize with the running statistics in training too (frozen BatchNorm).
+    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer : str or Initializer
+        As in `nn.BatchNorm`.
+    in_channels : int, default 0
+        Channels of the input; 0 finds out at the first call.
+    num_devices : int, optional
+        How many devices the parameters must be initialised on; anything else is an error at the first call. By
+        default the layer takes the contexts that its parameters were initialised on.
+    group_size : int, optional
+        Synchronize neighbours in groups of this many devices instead of all. Running statistics then differ from
+        group to group.
+    timeout : float, optional
+        Seconds that devices wait for one that does not come. Default: the environment variable
+        ``GLUON_SYNCBN_TIMEOUT``, or 60.
+    backend : {'auto', 'portable'}
+        'portable' is made of MXNet's own operators, and the only one so far.
+    kvstore : str or mx.kv.KVStore, optional
+        Carries the per-channel vectors: 'local' (default with a CPU context) or 'device' (default on GPUs), or a
+        store made with ``mx.kv.create`` that has no optimizer.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For options that cannot work, when the layer is made; for devices, channels or a dtype that do not fit, at the
+        first call that shows them. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
+    RuntimeError
+        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``.
+    MXNetError
+        Where an output is read, if a device did not come. The reason, a `SyncBatchNormError` that names the layer, the
+        direction, who arrived and who did not, is printed by the operator that failed.
+
+    Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 with
+    parameters and statistics in float32.
+
+    Outputs: **out**, shape and dtype of data.
+
+    Notes
+    -----
+    Running statistics are updated in the forward pass in training mode, and only there. `nn.BatchNorm` on a CPU
+    updates them in the backward pass, which differs for a layer that is called several times in a step.
+
+    Examples
+    --------
+    >>> net = nn.HybridSequential()
+    >>> net.add(nn.Conv2D(16, 3), SyncBatchNorm(), nn.Activation('relu'))
+    >>> net.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
+    """
+
+    def __init__(
+        self,
+        axis: int = 1,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        running_mean_initializer="zeros",
+        running_variance_initializer="ones",
+        in_channels: int = 0,
+        num_devices: Optional[int] = None,
+        group_size: Optional[int] = None,
+        timeout: Optional[float] = None,
+        backend: str = "auto",
+        kvstore: Union[str, mx.kv.KVStore, None] = None,
+        **kwargs,
+    ):
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            **kwargs,
+        )
+        self._synchronize(num_devices, group_size, timeout, backend, kvstore)
+
+    def _synchronize(self, num_devices=None, group_size=None, timeout=None, backend="auto", kvstore=None) -> None:
+        """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
+        where = f"SyncBatchNorm '{self.name}'"
+        for option, value in (("num_devices", num_devices), ("group_size", group_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{where}: {option} must be a positive integer or None, not {value!r}.")
+        if timeout is not None:
+            timeout = check_timeout(timeout, where)
+        if backend not in _BACKENDS:
+            raise ValueError(f"{where}: backend must be one of {', '.join(_BACKENDS)}, not {backend!r}.")
+        check_kvstore(kvstore, where)
+        self._options = Options(num_devices, group_size, timeout, kvstore)
+        self._group = None
+        self._group_lock = threading.Lock()
+
+    @property
+    def backend(self) -> str:
+        """The back end in use: 'portable'."""
+        return "portable"
+
+    def _alias(self):
+        # Files written by collect_params().save() carry full names: keep those of nn.BatchNorm.
+        return "batchnorm"
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        devices = self._devices()
+        is_array = F is mx.nd
+        if is_array:
+            self._check_input(x)
+        if devices:
+            check_devices(self.name, devices, self._options)
+        alone = len(devices) <= 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
+        if alone or (is_array and not mx.autograd.is_training()):
+            return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        group = self._group_on(devices)
+        cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
+        axis = self._kwargs["axis"]
+        return portable.normalize(F, x, gamma, beta, running_mean, running_var, group, axis, cast_input)
+
+    def _devices(self) -> List[mx.Context]:
+        """The contexts of the parameters in rank order; none before ``initialize``."""
+        parameter = self.running_mean
+        initialized = parameter._data is not None or parameter._deferred_init
+        return parameter.list_ctx() if initialized else []
+
+    def _group_on(self, devices: List[mx.Context]) -> Group:
+        with self._group_lock:  # threads of several devices may come here for the first time together
+            dtype = np.dtype(self.running_mean.dtype).name
+            if self._group is None or (self._group.devices, self._group.dtype) != (devices, dtype):
+                self._group = Group(
+                    self.name,
+                    devices,
+                    self._options,
+                    dtype,
+                    momentum=self._kwargs["momentum"],
+                    epsilon=self._kwargs["eps"],
+                    scale=not self._kwargs["fix_gamma"],
+                )
+            return self._group
+
+    def _check_input(self, x) -> None:
+        where = f"SyncBatchNorm '{self.name}'"
+        axis = self._kwargs["axis"]
+        if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
+            raise ValueError(f"{where}: axis={axis} does not fit an input of shape {x.shape}; it takes 2 or more axes.")
+        channels = self.gamma.shape[0]
+        if channels > 0 and x.shape[axis] != channels:
+            raise ValueError(
+                f"{where}: it has {channels} channels, but axis {axis} of the input of shape {x.shape} has "
+                f"{x.shape[axis]}."
+            )
+        dtype = np.dtype(x.dtype).name
+        expected = np.dtype(self.running_mean.dtype).name
+        if dtype != expected and not (dtype == "float16" and expected == "float32"):
+            raise ValueError(
+                f"{where}: the input is {dtype}, parameters and statistics are {expected}; "
+                f"call cast({dtype!r}) on the net."
+            )
+
+    def __repr__(self):
+        chosen = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items() if value is not None)
+        return super().__repr__()[:-1] + (f", {chosen})" if chosen else ")")

@@ -1,0 +1,144 @@
+"""Turns the BatchNorm layers of a whole net into SyncBatchNorm, and back.
+
+A layer is converted in place: the object stays, and becomes one of the other class. So every reference to it stays
+right, whether it is a child, an attribute, an element of a list, or held by a closure; and its Parameters, hooks,
+names and position in ``.params`` files are the same as before.
+"""
+
+import json
+import logging
+from typing import Iterator, List
+
+from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
+from mxnet.gluon.contrib import nn as contrib_nn
+
+from gluon_syncbn.block import SyncBatchNorm
+
+_log = logging.getLogger(__name__)
+
+
+def convert_sync_batchnorm(block: Block, num_devices: int = None, **options) -> Block:
+    """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
+
+    Converts `nn.BatchNorm`, its subclasses that only choose options, and ``contrib.nn.SyncBatchNorm``, wherever they
+    hang in the net; before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and
+    built anew with the same flags). Layers that are `SyncBatchNorm` already take over the new options. Logs at level
+    INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of BatchNorm that it cannot reach,
+    inside a SymbolBlock.
+
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+    num_devices : int, optional
+        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``kvstore``.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block, or an option is unknown.
+    ValueError
+        An option has an impossible value; nothing has been converted then.
+
+    Examples
+    --------
+    >>> net = gluoncv.model_zoo.get_model('resnet50_v1b')
+    >>> convert_sync_batchnorm(net)
+    >>> net.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
+    """
+    blocks = _all_blocks(block)
+    SyncBatchNorm(num_devices=num_devices, **options)  # refuses wrong options before anything has changed
+    layers = [item for item in blocks if _is_batchnorm(item)]
+    for layer in layers:
+        if not isinstance(layer, SyncBatchNorm):
+            layer._converted_from = type(layer)
+            layer.__class__ = SyncBatchNorm
+            if layer._converted_from is contrib_nn.SyncBatchNorm:
+                _restore_axis(layer)
+        layer._synchronize(num_devices=num_devices, **options)
+    _drop_cached_graphs(blocks)
+    _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
+    _warn_of_unreachable(blocks)
+    return block
+
+
+def convert_batchnorm(block: Block) -> Block:
+    """The way back: every `SyncBatchNorm` of a net becomes the plain BatchNorm that it was, for deployment.
+
+    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`. Parameters stay the same objects; cached graphs are
+    dropped. Do this before ``export``, so that the exported graph loads where this package is not installed.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block.
+    """
+    blocks = _all_blocks(block)
+    layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
+    for layer in layers:
+        original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
+        layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
+        for name in ("_options", "_group", "_group_lock"):
+            del layer.__dict__[name]
+    _drop_cached_graphs(blocks)
+    _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
+    return block
+
+
+def _is_batchnorm(block: Block) -> bool:
+    return isinstance(block, nn.BatchNorm)
+
+
+def _restore_axis(layer: SyncBatchNorm) -> None:
+    """contrib's layer keeps other operator options than `nn.BatchNorm`, which always has an axis."""
+    for name in ("ndev", "key"):
+        layer._kwargs.pop(name)
+    layer._kwargs["axis"] = 1
+
+
+def _all_blocks(root: Block) -> List[Block]:
+    """Every block that can be reached from ``root``, once."""
+    if not isinstance(root, Block):
+        raise TypeError(f"expected a Gluon block, not {type(root).__name__}.")
+    found, waiting = {}, [root]
+    while waiting:
+        block = waiting.pop()
+        if id(block) not in found:
+            found[id(block)] = block
+            waiting.extend(_blocks_in(vars(block), set()))
+    return list(found.values())
+
+
+def _blocks_in(value, seen: set) -> Iterator[Block]:
+    """The blocks that an attribute holds: itself, or what lies in nested lists, tuples, sets and dicts."""
+    if isinstance(value, Block):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _blocks_in(item, seen)
+
+
+def _drop_cached_graphs(blocks: List[Block]) -> None:
+    for block in blocks:
+        if isinstance(block, HybridBlock) and not isinstance(block, SymbolBlock):
+            block._clear_cached_op()
+
+
+def _warn_of_unreachable(blocks: List[Block]) -> None:
+    for block in blocks:
+        if isinstance(block, SymbolBlock):
+            nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+            count = sum(node["op"] == "BatchNorm" for node in nodes)
+            if count:
+                _log.warning(
+                    "%d BatchNorm nodes inside SymbolBlock '%s' stay unsynchronized: a graph that is already "
+                    "symbolic cannot be converted yet. Build the net from blocks, or train it with these frozen.",
+                    count,
+                    block.name,
+                )
