@@ -16,8 +16,9 @@ from sklearn.datasets import load_digits, load_sample_images
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 IMAGE_SIZE = 128
-DIGIT_SIZES = (28, 64)
-DIGITS_PER_IMAGE = (1, 5)
+DIGIT_SIZES = (24, 56)
+DIGITS_PER_IMAGE = (2, 6)
+PLACES_TO_TRY = 20
 HELD_OUT_SHARE = 0.25
 YEAR = 2007
 
@@ -80,11 +81,14 @@ def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List
     crop = Image.fromarray(photograph[top : top + side, left : left + side])
     picture = np.asarray(crop.resize((IMAGE_SIZE, IMAGE_SIZE), Image.BILINEAR), dtype=np.float64)
     objects = []
-    for _ in range(rng.randint(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)):
+    taken, wanted = [], rng.randint(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
+    for _ in range(PLACES_TO_TRY):
         size = rng.randint(*DIGIT_SIZES)
         x, y = rng.randint(IMAGE_SIZE - size, size=2)
-        if any(_overlap((x, y, x + size, y + size), other[1]) for other in objects):
+        place = (x, y, x + size, y + size)
+        if len(taken) == wanted or any(_overlap(place, other) for other in taken):
             continue
+        taken.append(place)
         digit = choice[rng.randint(len(choice))]
         ink = np.asarray(Image.fromarray(images[digit] / 16).resize((size, size), Image.BICUBIC)).clip(0, 1)
         patch = picture[y : y + size, x : x + size]

@@ -30,7 +30,6 @@ from tqdm import tqdm
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-MODEL = "yolo3_mobilenet0.25_custom"
 WARM_UP_STEPS = 50
 
 
@@ -42,6 +41,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--model", default="yolo3_mobilenet0.25_custom", help="a YOLOv3 of gluoncv's model zoo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
@@ -103,8 +103,8 @@ def make_loaders(net, train, test, options):
     )
 
 
-def build_net(classes, norm: str, devices):
-    net = model_zoo.get_model(MODEL, classes=classes, pretrained_base=False)
+def build_net(model: str, classes, norm: str, devices):
+    net = model_zoo.get_model(model, classes=classes, pretrained_base=False)
     if norm == "syncbn":
         gluon_syncbn.convert_sync_batchnorm(net)
     net.initialize(mx.init.Xavier(magnitude=2.24), ctx=devices)
@@ -185,14 +185,14 @@ def train(options) -> list:
     log = options.output / "history.json"
     train_set, test_set = load_datasets(options)
 
-    net = build_net(train_set.classes, options.norm, options.devices)
+    net = build_net(options.model, train_set.classes, options.norm, options.devices)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options)
     steps = options.epochs * len(train_loader)
     schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
     trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
     net.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
-    plain = model_zoo.get_model(MODEL, classes=train_set.classes, pretrained_base=False)
+    plain = model_zoo.get_model(options.model, classes=train_set.classes, pretrained_base=False)
     plain.hybridize()
 
     history = []

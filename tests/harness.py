@@ -1,0 +1,88 @@
+"""Runs layers and nets over several CPU devices the way a Gluon user does."""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+MODES = {
+    "imperative": None,
+    "hybridize": {},
+    "static": {"static_alloc": True, "static_shape": True},
+}
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Observed(NamedTuple):
+    outputs: list
+    input_gradients: list
+    gamma_gradient: np.ndarray
+    beta_gradient: np.ndarray
+
+
+def cpus(count: int) -> list:
+    return [mx.cpu(i) for i in range(count)]
+
+
+def set_mode(block, mode: str):
+    if MODES[mode] is not None:
+        block.hybridize(**MODES[mode])
+    return block
+
+
+def random_shards(shapes, dtype="float32", seed=0, mean=1.5, std=2.0) -> list:
+    rng = np.random.RandomState(seed)
+    return [(rng.standard_normal(shape) * std + mean).astype(dtype) for shape in shapes]
+
+
+def random_affine(layer, channels: int, seed=1):
+    """Give γ and β values that a mistake could not hide behind; returns them."""
+    rng = np.random.RandomState(seed)
+    gamma, beta = rng.uniform(0.5, 2, channels), rng.uniform(-1, 1, channels)
+    layer.gamma.set_data(mx.nd.array(gamma, dtype=layer.gamma.dtype))
+    layer.beta.set_data(mx.nd.array(beta, dtype=layer.beta.dtype))
+    return [layer.gamma.data(layer.gamma.list_ctx()[0]).asnumpy(), layer.beta.data(layer.beta.list_ctx()[0]).asnumpy()]
+
+
+def step(block, shards, heads, devices) -> list:
+    """Forward and backward in training mode; returns outputs and inputs as NDArrays, inputs with gradients."""
+    inputs = [mx.nd.array(shard, ctx=device, dtype=shard.dtype) for shard, device in zip(shards, devices)]
+    for item in inputs:
+        item.attach_grad()
+    with autograd.record():
+        outputs = [block(item) for item in inputs]
+    autograd.backward(
+        outputs, [mx.nd.array(head, ctx=device, dtype=head.dtype) for head, device in zip(heads, devices)]
+    )
+    return outputs, inputs
+
+
+def observe(layer, shards, heads, devices) -> Observed:
+    """One training step of one layer; parameter gradients are added over devices, as Trainer does."""
+    outputs, inputs = step(layer, shards, heads, devices)
+    return Observed(
+        [item.asnumpy() for item in outputs],
+        [item.grad.asnumpy() for item in inputs],
+        sum(layer.gamma.grad(device).asnumpy().astype(np.float64) for device in devices),
+        sum(layer.beta.grad(device).asnumpy().astype(np.float64) for device in devices),
+    )
+
+
+def run_python(code: str, seconds: float = 120, **environment) -> subprocess.CompletedProcess:
+    """Run ``code`` in a process of its own with a hard limit, so that a hang is a failed test."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    variables.pop("MXNET_CPU_TEMP_COPY", None)
+    variables.update({name: str(value) for name, value in environment.items()})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables,
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        universal_newlines=True,
+    )

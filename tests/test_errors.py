@@ -1,0 +1,151 @@
+"""Bad input gets a clear error, at the earliest point that can know, with the layer's name."""
+
+import mxnet as mx
+import pytest
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
+from harness import cpus, run_python
+from mxnet import autograd
+from mxnet.gluon import nn
+
+
+def train_on(layer, *shapes, dtype="float32"):
+    with autograd.record():
+        outputs = [layer(mx.nd.ones(shape, ctx=mx.cpu(i), dtype=dtype)) for i, shape in enumerate(shapes)]
+    mx.nd.waitall()
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"num_devices": 0}, ValueError, "num_devices must be a positive integer"),
+        ({"num_devices": 2.0}, ValueError, "num_devices must be a positive integer"),
+        ({"num_devices": True}, ValueError, "num_devices must be a positive integer"),
+        ({"group_size": -1}, ValueError, "group_size must be a positive integer"),
+        ({"timeout": 0}, ValueError, "positive number of seconds"),
+        ({"timeout": "soon"}, ValueError, "positive number of seconds"),
+        ({"timeout": float("nan")}, ValueError, "positive number of seconds"),
+        ({"backend": "native"}, ValueError, "backend must be one of"),
+        ({"kvstore": "dist_sync"}, ValueError, "'dist_sync' is not supported"),
+        ({"kvstore": 3}, TypeError, "kvstore must be a name or an mxnet KVStore"),
+    ],
+)
+def test_options(options, error, words):
+    with pytest.raises(error, match=words) as caught:
+        SyncBatchNorm(prefix="stem_", **options)
+    assert "SyncBatchNorm 'stem'" in str(caught.value)
+    net = nn.BatchNorm()
+    with pytest.raises(error, match=words):
+        convert_sync_batchnorm(net, **options)
+    assert type(net) is nn.BatchNorm
+
+
+def test_kvstore_with_an_optimizer():
+    store = mx.kv.create("local")
+    store.set_optimizer(mx.optimizer.SGD())
+    with pytest.raises(ValueError, match="has an optimizer"):
+        SyncBatchNorm(kvstore=store)
+
+
+def test_unknown_option():
+    with pytest.raises(TypeError):
+        SyncBatchNorm(devices=2)
+    with pytest.raises(TypeError):
+        convert_sync_batchnorm(nn.BatchNorm(), devices=2)
+    for convert in (convert_sync_batchnorm, convert_batchnorm):
+        with pytest.raises(TypeError, match="expected a Gluon block"):
+            convert("net")
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_num_devices_that_disagrees_with_the_parameters(num_devices, hybridize):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(SyncBatchNorm(num_devices=num_devices))
+    net.initialize(ctx=cpus(2))
+    if hybridize:
+        net.hybridize()
+    with pytest.raises(ValueError, match=rf"'net_batchnorm0'.*num_devices={num_devices}.*cpu\(0\), cpu\(1\)"):
+        train_on(net, (2, 3, 4, 4), (2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_one_context_given_twice(hybridize):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=[mx.cpu(0), mx.cpu(0)])
+    if hybridize:
+        layer.hybridize()
+    with pytest.raises(ValueError, match=r"one device twice \(cpu\(0\), cpu\(0\)\)"):
+        train_on(layer, (2, 3, 4, 4))
+
+
+def test_group_size_that_does_not_divide():
+    layer = SyncBatchNorm(group_size=2)
+    layer.initialize(ctx=cpus(3))
+    with pytest.raises(ValueError, match="group_size=2 does not divide its 3 devices"):
+        train_on(layer, (2, 3, 4, 4))
+
+
+def test_wrong_channel_count():
+    layer = SyncBatchNorm(in_channels=5, prefix="stem_")
+    layer.initialize(ctx=cpus(2))
+    with pytest.raises(ValueError, match="'stem': it has 5 channels, but axis 1 of the input of shape"):
+        train_on(layer, (2, 3, 4, 4))
+
+
+def test_wrong_channel_count_in_a_graph(capfd):
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=5, prefix="stem_"))
+    net.initialize(ctx=cpus(2))
+    net.hybridize()
+    with pytest.raises(mx.MXNetError, match="stem"):
+        train_on(net, (2, 3, 4, 4))
+    assert "'stem': the input has 3 channels, gamma has 5" in capfd.readouterr().out
+
+
+def test_wrong_dtype():
+    layer = SyncBatchNorm(in_channels=3, prefix="stem_")
+    layer.initialize(ctx=cpus(2))
+    with pytest.raises(ValueError, match=r"'stem': the input is float64.*call cast\('float64'\)"):
+        train_on(layer, (2, 3, 4, 4), dtype="float64")
+
+
+@pytest.mark.parametrize("shape, axis", [((4,), 1), ((4, 3), 2), ((4, 3), -3)])
+def test_wrong_rank(shape, axis):
+    layer = SyncBatchNorm(in_channels=3, axis=axis)
+    layer.initialize(ctx=cpus(2))
+    with pytest.raises(ValueError, match=f"axis={axis} does not fit"):
+        train_on(layer, shape)
+
+
+def test_naive_engine():
+    code = """
+import gluon_syncbn, mxnet as mx
+def forward(count):
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='stem_')
+    layer.initialize(ctx=[mx.cpu(i) for i in range(count)])
+    with mx.autograd.record():
+        layer(mx.nd.ones((2, 3))).wait_to_read()
+forward(1)
+try:
+    forward(2)
+except RuntimeError as error:
+    print(error)
+"""
+    done = run_python(code, MXNET_ENGINE_TYPE="NaiveEngine")
+    assert done.returncode == 0, done.stderr
+    assert "SyncBatchNorm 'stem': MXNET_ENGINE_TYPE=NaiveEngine" in done.stdout
+
+
+def test_timeout_from_the_environment():
+    code = """
+import gluon_syncbn, mxnet as mx
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+layer.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+with mx.autograd.record():
+    layer(mx.nd.ones((2, 3)))
+"""
+    done = run_python(code, GLUON_SYNCBN_TIMEOUT="tomorrow")
+    assert done.returncode == 1
+    assert "GLUON_SYNCBN_TIMEOUT: the timeout must be a positive number of seconds, not 'tomorrow'" in done.stderr

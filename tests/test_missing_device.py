@@ -1,0 +1,86 @@
+"""A device that never arrives ends in an error on all that wait, in time; afterwards a full step is right."""
+
+import textwrap
+
+import pytest
+from harness import MODES, run_python
+
+PROLOGUE = """
+import time, warnings
+import numpy as np
+import oracle
+from harness import *
+from gluon_syncbn import SyncBatchNorm
+
+mode, count = {mode!r}, {count}
+devices = cpus(count)
+layer = SyncBatchNorm(in_channels=3, timeout=3, prefix='stem_')
+layer.initialize(ctx=devices)
+net = mx.gluon.nn.HybridSequential()
+net.add(layer)
+set_mode(net, mode)
+shapes = [(2, 3, 4, 4)] * count
+shards, heads = random_shards(shapes), random_shards(shapes, seed=1)
+inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, devices)]
+for item in inputs:
+    item.attach_grad()
+
+def failures(arrays):
+    count = 0
+    for array in arrays:
+        try:
+            array.asnumpy()
+        except mx.MXNetError:
+            count += 1
+    return count
+"""
+
+EPILOGUE = """
+seconds = time.perf_counter() - started
+try:
+    mx.nd.waitall()
+except mx.MXNetError:
+    pass
+outputs, inputs = step(net, shards, heads, devices)
+expected = oracle.batch_norm(shards, np.ones(3), np.zeros(3), heads=heads)
+assert oracle.distance([item.asnumpy() for item in outputs], expected.outputs) < 1e-5
+assert oracle.distance([item.grad.asnumpy() for item in inputs], expected.input_gradients) < 1e-4
+print(f'RIGHT AFTERWARDS; WAITED {{seconds:.2f}}')
+"""
+
+MISSING_IN_FORWARD = """
+started = time.perf_counter()
+with autograd.record():
+    outputs = [net(item) for item in inputs[:-1]]
+assert failures(outputs) == count - 1
+"""
+
+MISSING_IN_BACKWARD = """
+with autograd.record():
+    outputs = [net(item) for item in inputs]
+mx.nd.waitall()
+started = time.perf_counter()
+autograd.backward(outputs[:-1], [mx.nd.array(h, ctx=d) for h, d in zip(heads[:-1], devices)])
+assert failures([item.grad for item in inputs[:-1]]) == count - 1
+"""
+
+
+def run(body, mode, count):
+    code = textwrap.dedent((PROLOGUE + body + EPILOGUE).format(mode=mode, count=count))
+    return run_python(code, seconds=60)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("body, direction", [(MISSING_IN_FORWARD, "forward"), (MISSING_IN_BACKWARD, "backward")])
+def test_a_device_never_arrives(body, direction, mode, count):
+    done = run(body, mode, count)
+    assert done.returncode == 0, done.stdout + done.stderr
+    waited = float(done.stdout.split("RIGHT AFTERWARDS; WAITED")[1])
+    assert 2.5 < waited < 6
+    arrived = ", ".join(f"cpu({i})" for i in range(count - 1))
+    message = (
+        f"SyncBatchNorm 'stem': {direction} pass waited 3 s for 1 of {count} devices. "
+        f"Arrived: {arrived}. Missing: cpu({count - 1}). Usual reasons:"
+    )
+    assert done.stdout.count(message) == count - 1
