@@ -16,7 +16,9 @@ from sklearn.datasets import load_digits, load_sample_images
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 IMAGE_SIZE = 128
-DIGIT_SIZES = (24, 56)
+DIGIT_SIZES = (28, 64)
+BACKGROUND_BRIGHTNESS = 0.5  # of the photograph; the ink is bright, so that an hour's training is not needed
+INK = (200, 255)
 DIGITS_PER_IMAGE = (2, 6)
 PLACES_TO_TRY = 20
 HELD_OUT_SHARE = 0.25
@@ -79,7 +81,7 @@ def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List
     side = rng.randint(IMAGE_SIZE // 2, min(photograph.shape[:2]))
     top, left = (rng.randint(extent - side + 1) for extent in photograph.shape[:2])
     crop = Image.fromarray(photograph[top : top + side, left : left + side])
-    picture = np.asarray(crop.resize((IMAGE_SIZE, IMAGE_SIZE), Image.BILINEAR), dtype=np.float64)
+    picture = np.asarray(crop.resize((IMAGE_SIZE, IMAGE_SIZE), Image.BILINEAR)) * BACKGROUND_BRIGHTNESS
     objects = []
     taken, wanted = [], rng.randint(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
     for _ in range(PLACES_TO_TRY):
@@ -92,9 +94,7 @@ def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List
         digit = choice[rng.randint(len(choice))]
         ink = np.asarray(Image.fromarray(images[digit] / 16).resize((size, size), Image.BICUBIC)).clip(0, 1)
         patch = picture[y : y + size, x : x + size]
-        # Ink that stands out from what is under it, as handwriting does.
-        colour = rng.uniform(160, 255, size=3) if patch.mean() < 128 else rng.uniform(0, 96, size=3)
-        patch += ink[..., None] * (colour - patch)
+        patch += ink[..., None] * (rng.uniform(*INK, size=3) - patch)
         rows, columns = (np.flatnonzero(ink.max(axis=axis) > 0.3) for axis in (1, 0))
         box = (x + columns[0], y + rows[0], x + columns[-1] + 1, y + rows[-1] + 1)
         objects.append((CLASSES[labels[digit]], box))

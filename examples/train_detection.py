@@ -1,4 +1,4 @@
-"""Train a GluonCV detector (YOLOv3 with a small MobileNet) on several devices of one host.
+"""Train a GluonCV detector (YOLOv3 on ResNet-18) on several devices of one host.
 
     python examples/train_detection.py --norm syncbn --devices cpu:4 --batch-per-device 1
 
@@ -12,7 +12,6 @@ import random
 import time
 from pathlib import Path
 
-import gluon_syncbn  # first, so that it can prepare the engine for several CPU devices
 import matplotlib
 import mxnet as mx
 import numpy as np
@@ -20,17 +19,24 @@ from digits_voc import DigitsDetection, write_digits_voc
 from gluoncv import model_zoo
 from gluoncv.data import VOCDetection
 from gluoncv.data.batchify import Pad, Stack, Tuple
-from gluoncv.data.transforms import experimental
 from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform, YOLO3DefaultValTransform
+from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
 from mxnet import autograd, gluon
 from tqdm import tqdm
 
+import gluon_syncbn  # first, so that it can prepare the engine for several CPU devices
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 WARM_UP_STEPS = 50
+MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
+# The anchors of gluoncv's YOLOv3, width and height in pixels, for strides 8, 16 and 32.
+ANCHORS = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]]
+STRIDES = [8, 16, 32]
+ANCHORS_PER_CELL, OBJECTNESS = 3, 4  # the layout of gluoncv's YOLOv3 output: x, y, w, h, objectness, classes
 
 
 def parse_arguments(arguments=None) -> argparse.Namespace:
@@ -40,11 +46,11 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
         "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
     )
     parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--model", default="yolo3_mobilenet0.25_custom", help="a YOLOv3 of gluoncv's model zoo")
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
+    parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
     parser.add_argument("--output", type=Path, default=Path("runs/detection"))
@@ -62,7 +68,7 @@ def parse_devices(text: str) -> list:
         make = {"cpu": mx.cpu, "gpu": mx.gpu}[kind]
         ids = [int(number) for number in numbers.split(",")]
     except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1") from None
     return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
 
 
@@ -76,26 +82,46 @@ def load_datasets(options):
 
 
 class DigitsTrainTransform(YOLO3DefaultTrainTransform):
-    """gluoncv's transform without flips, crops and shrinking: a mirrored digit is another digit."""
+    """gluoncv's transform without its random changes: a mirrored digit is another, a shrunk one cannot be read."""
 
     def __call__(self, src, label):
-        image = experimental.image.random_color_distort(src)
-        image = mx.nd.image.normalize(mx.nd.image.to_tensor(image), mean=self._mean, std=self._std)
+        image = mx.nd.image.normalize(mx.nd.image.to_tensor(src), mean=self._mean, std=self._std)
         boxes, ids = mx.nd.array(label[None, :, :4]), mx.nd.array(label[None, :, 4:5])
-        targets = self._target_generator(
-            self._fake_x, self._feat_maps, self._anchors, self._offsets, boxes, ids, None
-        )
+        targets = self._target_generator(self._fake_x, self._feat_maps, self._anchors, self._offsets, boxes, ids, None)
         return (image, *(target[0] for target in targets), boxes[0])
+
+
+class PadBoxes:
+    """Stacks boxes of shape (n, 4) as (images, count, 4), filled with -1.
+
+    A fixed count, not the largest n of the batch: each new shape makes MXNet set up a static graph anew.
+    """
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __call__(self, boxes):
+        padded = np.full((len(boxes), self._count, 4), -1, dtype="float32")
+        for row, box in zip(padded, boxes):
+            if len(box) > self._count:
+                raise ValueError(f"an image has {len(box)} objects, more than {self._count}; raise MOST_OBJECTS.")
+            row[: len(box)] = box.asnumpy()
+        return mx.nd.array(padded, ctx=mx.Context("cpu_shared", 0))
 
 
 def make_loaders(net, train, test, options):
     side = options.data_shape
     transform = DigitsTrainTransform if options.dataset == "digits" else YOLO3DefaultTrainTransform
     batch = options.batch_per_device * len(options.devices)
-    targets = Tuple(*[Stack() for _ in range(6)], Pad(axis=0, pad_val=-1))
+    targets = Tuple(*[Stack() for _ in range(6)], PadBoxes(MOST_OBJECTS[options.dataset]))
     return (
         gluon.data.DataLoader(
-            train.transform(transform(side, side, net)), batch, shuffle=True, batchify_fn=targets, last_batch="discard"
+            train.transform(transform(side, side, net)),
+            batch,
+            shuffle=True,
+            batchify_fn=targets,
+            last_batch="discard",
+            num_workers=options.workers,
         ),
         gluon.data.DataLoader(
             test.transform(YOLO3DefaultValTransform(side, side)), 10, batchify_fn=Tuple(Stack(), Pad(pad_val=-1))
@@ -103,15 +129,66 @@ def make_loaders(net, train, test, options):
     )
 
 
-def build_net(model: str, classes, norm: str, devices):
-    net = model_zoo.get_model(model, classes=classes, pretrained_base=False)
-    if norm == "syncbn":
-        gluon_syncbn.convert_sync_batchnorm(net)
-    net.initialize(mx.init.Xavier(magnitude=2.24), ctx=devices)
+def make_detector(classes):
+    """gluoncv's YOLOv3 on its ResNet-18, which learns from scratch in far fewer steps than a small MobileNet."""
+    base = model_zoo.get_model("resnet18_v1b", pretrained=False)
+    stem = gluon.nn.HybridSequential()
+    stem.add(base.conv1, base.bn1, base.relu, base.maxpool, base.layer1, base.layer2)
+    stages = [stem, base.layer3, base.layer4]
+    net = get_yolov3("resnet18", stages, [256, 128, 64], ANCHORS, STRIDES, classes, dataset="")
+    for output in net.yolo_outputs:
+        output.__class__ = OutputOfConstants
     return net
 
 
-def train_epoch(net, loader, trainer, devices, label: str) -> float:
+class OutputOfConstants(YOLOOutputV3):
+    """gluoncv's output layer with a stop before its constants.
+
+    They have no gradient, but the way to them makes MXNet set up the backward graph anew at each step, which costs time
+    and, with several CPU devices, memory.
+    """
+
+    def hybrid_forward(self, F, x, anchors, offsets):
+        return super().hybrid_forward(F, x, F.BlockGrad(anchors), F.BlockGrad(offsets))
+
+
+def build_net(classes, norm: str, devices):
+    net = make_detector(classes)
+    if norm == "syncbn":
+        gluon_syncbn.convert_sync_batchnorm(net)
+    net.initialize(mx.init.Xavier(magnitude=2.24), ctx=devices)
+    for output in net.yolo_outputs:
+        start_without_objects(output.prediction)
+    return net
+
+
+def start_without_objects(prediction) -> None:
+    """Let every anchor begin at 1% objectness, so that the first steps are not spent on unlearning 50% everywhere.
+
+    The prior of RetinaNet (Lin et al., "Focal Loss for Dense Object Detection", 2017, section 4.1).
+    """
+    bias = np.zeros((ANCHORS_PER_CELL, prediction.bias.shape[0] // ANCHORS_PER_CELL))
+    bias[:, OBJECTNESS] = -np.log(99)
+    prediction.bias.set_data(mx.nd.array(bias.ravel()))
+
+
+class TrainingLoss(gluon.HybridBlock):
+    """The detector's four losses added up, one number per device.
+
+    Hybridized as one graph with the net: operators outside of it would cost several CPU devices memory at every step
+    (see gluon_syncbn's README on MXNET_CPU_TEMP_COPY).
+    """
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def hybrid_forward(self, F, image, boxes, *targets):
+        inputs = [F.identity(item) for item in (image, boxes, *targets)]
+        return F.sum(F.add_n(*self.net(*inputs)))
+
+
+def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
     """One pass over the training images; returns the mean loss per image."""
     total, images, waiting = 0.0, 0, []
     with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
@@ -119,30 +196,31 @@ def train_epoch(net, loader, trainer, devices, label: str) -> float:
             size = batch[0].shape[0]
             shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
             with autograd.record():
-                losses = [sum(net(image, boxes, *targets)) for image, *targets, boxes in shards]
+                losses = [loss_of(image, boxes, *targets) for image, *targets, boxes in shards]
             autograd.backward(losses)
             trainer.step(size)
-            # Read the loss one step late, so that MXNet always has the next step at hand.
-            waiting.append(losses)
-            if len(waiting) > 1:
-                total += sum(float(loss.sum().asscalar()) for loss in waiting.pop(0))
-                images += size
+            waiting.append((losses, size))
+            if len(waiting) > 1:  # read one step late, so that MXNet always has the next step at hand
+                total, images = add_loss(total, images, *waiting.pop(0))
                 bar.set_postfix(loss=f"{total / images:.2f}", refresh=False)
             bar.update(size)
-        total += sum(float(loss.sum().asscalar()) for losses in waiting for loss in losses)
-        images += sum(batch_losses and size for batch_losses in waiting)
-    return total / max(images, 1)
+    for step in waiting:
+        total, images = add_loss(total, images, *step)
+    return total / images
+
+
+def add_loss(total: float, images: int, losses, size: int):
+    return total + sum(float(loss.asnumpy()) for loss in losses), images + size
 
 
 def evaluate(net, loader, classes, device) -> float:
     """VOC07 mAP at IoU 0.5 on held-out images."""
     metric = VOC07MApMetric(iou_thresh=0.5, class_names=classes)
     for images, labels in loader:
-        ids, scores, boxes = net(images.as_in_context(device))
+        ids, scores, boxes = (item.asnumpy() for item in net(images.as_in_context(device)))
+        labels = labels.asnumpy()
         boxes = boxes.clip(0, images.shape[2])
-        metric.update(
-            [boxes], [ids], [scores], [labels[:, :, :4]], [labels[:, :, 4:5]], [labels[:, :, 5:6]]
-        )
+        metric.update(boxes, ids, scores, labels[:, :, :4], labels[:, :, 4:5], labels[:, :, 5:6])
     return float(metric.get()[1][-1])
 
 
@@ -165,7 +243,7 @@ def draw_curve(history, path: Path) -> None:
 def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: int = 4) -> None:
     transform = YOLO3DefaultValTransform(options.data_shape, options.data_shape)
     figure, axes = plt.subplots(rows, columns, figsize=(3 * columns, 3 * rows))
-    for axis, (picture, label) in zip(axes.flat, (dataset[i] for i in range(rows * columns))):
+    for axis, (picture, label) in zip(axes.flat, (dataset[i] for i in range(min(len(dataset), rows * columns)))):
         image, _ = transform(picture, label)
         ids, scores, boxes = (item[0].asnumpy() for item in net(image.expand_dims(0).as_in_context(options.devices[0])))
         boxes = boxes * np.tile([picture.shape[1], picture.shape[0]], 2) / options.data_shape
@@ -185,15 +263,16 @@ def train(options) -> list:
     log = options.output / "history.json"
     train_set, test_set = load_datasets(options)
 
-    net = build_net(options.model, train_set.classes, options.norm, options.devices)
+    net = build_net(train_set.classes, options.norm, options.devices)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options)
     steps = options.epochs * len(train_loader)
     schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
     trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
-    net.hybridize(static_alloc=True, static_shape=True)
+    loss_of = TrainingLoss(net)
+    loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
-    plain = model_zoo.get_model(options.model, classes=train_set.classes, pretrained_base=False)
-    plain.hybridize()
+    plain = make_detector(train_set.classes)
+    plain.hybridize(static_alloc=True, static_shape=True)
 
     history = []
     if options.resume and log.exists():
@@ -204,7 +283,9 @@ def train(options) -> list:
         np.random.seed(options.seed + len(history))
     while len(history) < options.epochs:
         started = time.perf_counter()
-        loss = train_epoch(net, train_loader, trainer, options.devices, f"epoch {len(history) + 1}/{options.epochs}")
+        loss = train_epoch(
+            loss_of, train_loader, trainer, options.devices, f"epoch {len(history) + 1}/{options.epochs}"
+        )
         seconds = time.perf_counter() - started
         net.save_parameters(str(parameters))
         trainer.save_states(str(states))

@@ -8,7 +8,7 @@ fast even without synchronization.
 The price is memory: every slot keeps the largest buffer that it ever held. With ``hybridize(static_alloc=True,
 static_shape=True)`` each operator stays with one slot, and memory settles after the first step. Operators outside such
 a graph walk through the slots until all of them have been used: an imperative ResNet-18 can take up to slots × its
-largest buffer (over 15 GB with 4096). So hybridize what trains on several CPU contexts, the loss included, or set
+largest buffer (over 15 GB with 4096 slots). So hybridize what trains on several CPU contexts, the loss included, or set
 ``MXNET_CPU_TEMP_COPY`` yourself before the program starts. GPUs have a pool each and need none of this.
 """
 
@@ -18,7 +18,7 @@ from typing import Optional
 
 import mxnet as mx
 
-CPU_TEMP_SLOTS = 4096
+CPU_TEMP_SLOTS = 16384
 _VARIABLE = "MXNET_CPU_TEMP_COPY"
 _MXNET_DEFAULT = 4
 

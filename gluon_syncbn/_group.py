@@ -1,5 +1,8 @@
 """The group of devices that share one layer's statistics: who they are, how long they wait, what they exchange."""
 
+import atexit
+import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -98,6 +101,7 @@ class Group:
             for rank, device in enumerate(members):
                 self._ranks[device] = (rank, forward, backward)
         _groups[self.number] = self
+        _finish_before_exit()
 
     def _rendezvous(
         self,
@@ -124,6 +128,23 @@ class Group:
         """The sum of ``sums`` over the backward passes that answer forward pass ``number``."""
         rank, _, backward = self._ranks[device]
         return backward.meet(rank, sums, key=number).result
+
+
+@functools.lru_cache(maxsize=None)
+def _finish_before_exit() -> None:
+    """Register, once, a wait for pending work that runs before MXNet's own exit handler.
+
+    That one stops the threads of custom operators as they become idle; a device that came to a rendezvous afterwards
+    would find no thread, and the exit would take two timeouts. A script that ends without having read its last
+    gradients must end well.
+    """
+
+    def wait() -> None:
+        # An error here belongs to work that no one asked for; the operator has printed it.
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.waitall()
+
+    atexit.register(wait)
 
 
 def find_group(number: int) -> Group:

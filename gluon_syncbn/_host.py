@@ -12,7 +12,6 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB, check_call
 
-
 # The same library, called without letting go of the interpreter lock: to take it back costs more than the call.
 _LIB_LOCKED = ctypes.PyDLL(None, handle=_LIB._handle)
 

@@ -24,7 +24,7 @@ class SyncBatchNorm(nn.BatchNorm):
         \mathrm{mean} = \tfrac1N \sum x, \quad \mathrm{var} = \tfrac1N \sum (x - \mathrm{mean})^2
 
     and the backward pass sends the gradient through mean and variance to every device (Ioffe and Szegedy, 2015,
-    equations of algorithm 1, summed over devices). Takes the place of `mxnet.gluon.nn.BatchNorm`: same parameter names, same
+    algorithm 1, summed over devices). Takes the place of `mxnet.gluon.nn.BatchNorm`: same parameter names, same
     ``.params`` files, same gradients as one device would compute on the concatenated batch. In prediction mode, with
     ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and meets no one.
 

@@ -105,7 +105,7 @@ def _as_rows(F, x, axis: int):
 
 
 def _centre(F, rows, on_gpu: bool):
-    """How to sum (O, C, I) to (C,), the mean of ``rows`` as (1, C, 1) without gradient, and ``rows`` minus that mean."""
+    """How to sum (O, C, I) to (C,); the mean of ``rows``, (1, C, 1), without gradient; and ``rows`` minus that mean."""
     if on_gpu:
         # Not as products: cuBLAS may round the factors to TF32.
         shift = F.BlockGrad(F.mean(rows, axis=(0, 2), keepdims=True))
@@ -114,7 +114,9 @@ def _centre(F, rows, on_gpu: bool):
     ones = F.reshape(F.ones_like(one_row), shape=(-1, 1))
     row_means = F.dot(rows, F.broadcast_div(ones, F.sum(ones, axis=0, keepdims=True)))
     shift = F.BlockGrad(F.mean(row_means, axis=(0, 2), keepdims=True))
-    shifts = F.BlockGrad(F.dot(F.broadcast_like(shift, row_means, lhs_axes=(0,), rhs_axes=(0,)), ones, transpose_b=True))
+    shifts = F.BlockGrad(
+        F.dot(F.broadcast_like(shift, row_means, lhs_axes=(0,), rhs_axes=(0,)), ones, transpose_b=True)
+    )
     return (lambda a: F.sum(F.dot(a, ones), axis=(0, 2))), shift, F.elemwise_sub(rows, shifts)
 
 

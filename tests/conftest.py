@@ -1,6 +1,7 @@
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "examples")]
 
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)

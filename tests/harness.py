@@ -5,10 +5,11 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
+
+import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
 
 MODES = {
     "imperative": None,
@@ -75,14 +76,9 @@ def observe(layer, shards, heads, devices) -> Observed:
 
 def run_python(code: str, seconds: float = 120, **environment) -> subprocess.CompletedProcess:
     """Run ``code`` in a process of its own with a hard limit, so that a hang is a failed test."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    variables = {"OMP_NUM_THREADS": "1", **os.environ}
+    variables["PYTHONPATH"] = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])
     variables.pop("MXNET_CPU_TEMP_COPY", None)
     variables.update({name: str(value) for name, value in environment.items()})
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=variables,
-        timeout=seconds,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        universal_newlines=True,
-    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env=variables, timeout=seconds, capture_output=True, text=True)

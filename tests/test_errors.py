@@ -2,10 +2,11 @@
 
 import mxnet as mx
 import pytest
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 from harness import cpus, run_python
 from mxnet import autograd
 from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
 
 def train_on(layer, *shapes, dtype="float32"):

@@ -1,6 +1,7 @@
 """A device that never arrives ends in an error on all that wait, in time; afterwards a full step is right."""
 
 import textwrap
+import time
 
 import pytest
 from harness import MODES, run_python
@@ -84,3 +85,24 @@ def test_a_device_never_arrives(body, direction, mode, count):
         f"Arrived: {arrived}. Missing: cpu({count - 1}). Usual reasons:"
     )
     assert done.stdout.count(message) == count - 1
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_script_may_end_without_reading_its_last_gradients(mode):
+    """MXNet stops the threads of custom operators at exit; what is pending must have ended before."""
+    code = """
+from harness import *
+from gluon_syncbn import SyncBatchNorm
+net = mx.gluon.nn.HybridSequential()
+for _ in range(20):
+    net.add(SyncBatchNorm(in_channels=64, timeout=30))
+net.initialize(ctx=cpus(4))
+set_mode(net, {mode!r})
+shards = random_shards([(2, 64, 32, 32)] * 4)
+step(net, shards, shards, cpus(4))
+"""
+    started = time.perf_counter()
+    done = run_python(code.format(mode=mode))
+    assert done.returncode == 0
+    assert "Error" not in done.stdout + done.stderr
+    assert time.perf_counter() - started < 25

@@ -4,10 +4,11 @@ import mxnet as mx
 import numpy as np
 import oracle
 import pytest
-from gluon_syncbn import SyncBatchNorm
 from harness import MODES, cpus, observe, random_affine, random_shards, set_mode, step
 from mxnet import autograd
 from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm
 
 SHAPES = [(3, 5, 4, 6), (1, 5, 4, 6)]
 

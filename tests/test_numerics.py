@@ -4,9 +4,10 @@ import mxnet as mx
 import numpy as np
 import oracle
 import pytest
-from gluon_syncbn import SyncBatchNorm, portable
 from harness import MODES, cpus, observe, random_affine, random_shards, set_mode, step
 from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, portable
 
 # float32 as promised; float64 and float16 by their own precision.
 TOLERANCES = {"float32": (1e-5, 1e-4), "float64": (1e-12, 1e-11), "float16": (2e-3, 4e-3)}
@@ -68,9 +69,7 @@ def test_against_numpy(case, mode, dtype):
         expected = oracle.batch_norm(flatten(shards, axis), gamma, beta, -1, heads=flatten(heads, axis))
         assert [item.dtype for item in observed.outputs] == [np.dtype(dtype)] * len(shapes)
         assert oracle.distance(flatten(observed.outputs, axis), expected.outputs) < forward_tolerance
-        assert (
-            oracle.distance(flatten(observed.input_gradients, axis), expected.input_gradients) < backward_tolerance
-        )
+        assert oracle.distance(flatten(observed.input_gradients, axis), expected.input_gradients) < backward_tolerance
         assert oracle.distance([observed.gamma_gradient], [expected.gamma_gradient]) < backward_tolerance
         assert oracle.distance([observed.beta_gradient], [expected.beta_gradient]) < backward_tolerance
         mean, var = 0.9 * mean + 0.1 * expected.mean, 0.9 * var + 0.1 * expected.var
@@ -82,7 +81,9 @@ def test_against_numpy(case, mode, dtype):
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("case", [name for name, (shapes, axis) in CASES.items() if same_size_except_batch(shapes, axis)])
+@pytest.mark.parametrize(
+    "case", [name for name, (shapes, axis) in CASES.items() if same_size_except_batch(shapes, axis)]
+)
 def test_against_batchnorm_on_the_concatenated_batch(case, mode):
     shapes, axis = CASES[case]
     layer, devices, (gamma, beta) = make_layer(shapes, axis, mode=mode)

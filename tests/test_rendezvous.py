@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+
 from gluon_syncbn._rendezvous import Rendezvous, SyncBatchNormError
 
 LIMIT = 20  # seconds after which a wait in these tests counts as a hang

@@ -1,0 +1,26 @@
+# make train | test | lint: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
+	&& echo $$p && break; done)
+BIN := .venv/bin
+# Several CPU devices on a few cores: one thread each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test lint
+train: .venv/installed
+	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/installed: setup.py
+	@test -n "$(PYTHON)" || { echo "This needs Python 3.8, 3.9, 3.10 or 3.11 with venv; none was found." >&2; exit 1; }
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[cpu,examples,test]'
+	touch $@

@@ -1,0 +1,156 @@
+"""Conversion reaches every BatchNorm of a net, keeps its Parameters, and can be undone."""
+
+import logging
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluoncv import model_zoo
+from gluoncv.nn import BatchNormCudnnOff
+from harness import MODES, cpus, random_shards, set_mode, step
+from mxnet.gluon import contrib, nn
+
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
+
+
+class Nested(mx.gluon.HybridBlock):
+    """BatchNorm as a child, twice; as an attribute; in lists, dicts and tuples; held by a function."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.first = nn.BatchNorm(in_channels=2)
+            self.inner = nn.HybridSequential()
+            self.inner.add(nn.BatchNorm(in_channels=2, epsilon=1e-3, momentum=0.5, scale=False), self.first)
+            self.lists = [nn.BatchNorm(in_channels=2), {"a": (nn.BatchNorm(in_channels=2), "text")}]
+        self.lists.append(self.lists)
+        self.function = lambda x: self.first(x)
+
+
+def norms(net):
+    return [net.first, *net.inner, net.lists[0], net.lists[1]["a"][0]]
+
+
+def test_finds_everything_once_and_says_so(caplog):
+    net = Nested()
+    before = norms(net)
+    with caplog.at_level(logging.INFO, "gluon_syncbn"):
+        assert convert_sync_batchnorm(net, num_devices=2, timeout=9) is net
+    assert caplog.messages == ["4 BatchNorm layers converted to SyncBatchNorm."]
+    assert all(type(layer) is SyncBatchNorm for layer in norms(net))
+    assert all(a is b for a, b in zip(before, norms(net)))
+    assert net.inner[0]._kwargs["eps"] == 1e-3 and net.inner[0]._kwargs["fix_gamma"]
+    assert "num_devices=2" in repr(net.first) and "timeout=9.0" in repr(net.first)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "gluon_syncbn"):
+        assert convert_batchnorm(net) is net
+    assert caplog.messages == ["4 SyncBatchNorm layers converted back to BatchNorm."]
+    assert all(type(layer) is nn.BatchNorm for layer in norms(net))
+    assert repr(net) == repr(Nested()).replace("nested1", "nested0")
+    assert set(vars(net.first)) == set(vars(nn.BatchNorm(in_channels=2)))
+
+
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm, BatchNormCudnnOff, contrib.nn.SyncBatchNorm, SyncBatchNorm])
+def test_a_net_that_is_one_layer(layer_class):
+    options = {"num_devices": 4} if layer_class is contrib.nn.SyncBatchNorm else {}
+    layer = layer_class(in_channels=3, **options)
+    assert convert_sync_batchnorm(layer) is layer
+    layer.initialize(ctx=cpus(2))
+    shards = random_shards([(2, 3, 2, 2)] * 2)
+    step(layer, shards, shards, cpus(2))
+    mx.nd.waitall()
+    means = [layer.running_mean.data(device).asnumpy() for device in cpus(2)]
+    np.testing.assert_array_equal(*means)
+    np.testing.assert_allclose(means[0], 0.1 * np.concatenate(shards).mean(axis=(0, 2, 3)), rtol=1e-5)
+    convert_batchnorm(layer)
+    assert type(layer) is (layer_class if layer_class is BatchNormCudnnOff else nn.BatchNorm)
+    layer(mx.nd.ones((2, 3, 2, 2))).wait_to_read()
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("moment", ["before initialize", "after initialize", "after a forward pass"])
+def test_when_it_is_converted_does_not_matter(moment, mode):
+    devices = cpus(2)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"))
+    set_mode(net, mode)
+    if moment == "before initialize":
+        convert_sync_batchnorm(net)
+    net.initialize(ctx=devices)
+    if moment == "after a forward pass":
+        for device in devices:
+            net(mx.nd.ones((1, 3, 5, 5), ctx=device)).wait_to_read()
+    if moment != "before initialize":
+        convert_sync_batchnorm(net)
+    shards = random_shards([(2, 3, 5, 5), (1, 3, 5, 5)])
+    heads = random_shards([(2, 4, 3, 3), (1, 4, 3, 3)], seed=2)
+    step(net, shards, heads, devices)
+    mx.nd.waitall()
+    variances = [net[1].running_var.data(device).asnumpy() for device in devices]
+    np.testing.assert_array_equal(*variances)
+    assert not np.allclose(variances[0], 1)
+    convert_batchnorm(net)  # drops the graph again: from here on each device is on its own
+    step(net, shards, heads, devices)
+    mx.nd.waitall()
+    assert not np.allclose(*[net[1].running_var.data(device).asnumpy() for device in devices])
+
+
+def test_keeps_parameters_and_their_names():
+    net = model_zoo.get_model("resnet18_v1b", pretrained=False)
+    before = dict(net.collect_params().items())
+    convert_sync_batchnorm(net)
+    after = dict(net.collect_params().items())
+    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
+
+
+@pytest.mark.parametrize("full_names", [False, True])
+def test_params_files_move_both_ways(tmp_path, full_names):
+    def build(layer_class):
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(nn.Conv2D(4, 3, in_channels=3), layer_class(in_channels=4), layer_class(in_channels=4))
+        net.initialize(mx.init.Uniform(), ctx=mx.cpu(0), force_reinit=True)
+        return net
+
+    file = str(tmp_path / "net.params")
+    for source, target in ((nn.BatchNorm, SyncBatchNorm), (SyncBatchNorm, nn.BatchNorm)):
+        one, other = build(source), build(target)
+        if full_names:
+            one.collect_params().save(file)
+            other.collect_params().load(file)
+        else:
+            one.save_parameters(file)
+            other.load_parameters(file)
+        for a, b in zip(one.collect_params().values(), other.collect_params().values()):
+            assert a.name == b.name
+            np.testing.assert_array_equal(a.data().asnumpy(), b.data().asnumpy())
+
+
+def test_accepts_what_gluoncv_passes_to_the_contrib_layer():
+    net = model_zoo.get_model(
+        "resnet18_v1b", pretrained=False, norm_layer=SyncBatchNorm, norm_kwargs={"num_devices": 2}
+    )
+    assert type(net.bn1) is SyncBatchNorm and net.bn1._options.num_devices == 2
+
+
+def test_warns_of_batchnorm_inside_a_symbol(caplog):
+    net = model_zoo.get_model("ssd_300_mobilenet0.25_custom", classes=["a"], pretrained_base=False)
+    convert_sync_batchnorm(net)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "BatchNorm nodes inside SymbolBlock" in warning and "stay unsynchronized" in warning
+
+
+def test_export_after_converting_back_needs_nothing_of_ours(tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), SyncBatchNorm())
+    net.initialize(ctx=cpus(2))
+    net.hybridize()
+    shards = random_shards([(2, 3, 5, 5)] * 2)
+    step(net, shards, random_shards([(2, 4, 3, 3)] * 2), cpus(2))
+    x = mx.nd.array(shards[0])
+    expected = net(x).asnumpy()
+    convert_batchnorm(net)
+    net.hybridize()
+    np.testing.assert_array_equal(net(x).asnumpy(), expected)
+    net.export(str(tmp_path / "net"))
+    assert "Custom" not in (tmp_path / "net-symbol.json").read_text()

@@ -1,0 +1,62 @@
+"""What several CPU contexts need from MXNet's engine is set at import, and only where it should be."""
+
+import pytest
+from harness import run_python
+
+from gluon_syncbn._engine import CPU_TEMP_SLOTS
+
+SHOW = "import os; print(os.environ.get('MXNET_CPU_TEMP_COPY'))"
+
+
+def test_import_sets_the_slots():
+    done = run_python("import gluon_syncbn\n" + SHOW)
+    assert done.stdout.strip() == str(CPU_TEMP_SLOTS)
+    assert "UserWarning" not in done.stderr
+
+
+def test_import_after_mxnet_alone_is_early_enough():
+    done = run_python("import mxnet, gluon_syncbn\n" + SHOW)
+    assert done.stdout.strip() == str(CPU_TEMP_SLOTS)
+    assert "UserWarning" not in done.stderr
+
+
+def test_a_value_of_the_user_is_left_alone():
+    done = run_python("import gluon_syncbn\n" + SHOW, MXNET_CPU_TEMP_COPY=7)
+    assert done.stdout.strip() == "7"
+
+
+def test_nothing_is_set_where_there_is_a_gpu():
+    code = "import mxnet\nmxnet.context.num_gpus = lambda: 2\nimport gluon_syncbn\n" + SHOW
+    assert run_python(code).stdout.strip() == "None"
+
+
+@pytest.mark.parametrize("early", ["mxnet.nd.ones(1).wait_to_read()", "mxnet.random.seed(1)"])
+def test_import_after_the_engine_has_started_warns(early):
+    done = run_python(f"import mxnet\n{early}\nimport gluon_syncbn\n" + SHOW)
+    assert "UserWarning: gluon_syncbn was imported after MXNet had begun to compute" in done.stderr
+    assert f"set MXNET_CPU_TEMP_COPY={CPU_TEMP_SLOTS} before the program starts" in done.stderr
+
+
+def test_the_slots_prevent_the_deadlock_that_mxnet_has_by_default():
+    """The reason for all of this: with MXNet's 4 slots this net cannot run, and says so; with ours it does."""
+    code = """
+import gluon_syncbn
+from harness import *
+net = mx.gluon.nn.HybridSequential()
+for _ in range(4):
+    net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
+net.initialize(ctx=cpus(2))
+set_mode(net, 'static')
+shards = random_shards([(1, 8, 8, 8)] * 2)
+try:
+    for _ in range(5):
+        outputs, inputs = step(net, shards, shards, cpus(2))
+        mx.nd.waitall()
+    print('RAN')
+except mx.MXNetError:
+    print('FAILED')
+"""
+    assert run_python(code).stdout.strip().endswith("RAN")
+    starved = run_python(code, MXNET_CPU_TEMP_COPY=1)
+    assert starved.stdout.strip().endswith("FAILED")
+    assert "ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now 1)" in starved.stdout

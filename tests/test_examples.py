@@ -1,0 +1,109 @@
+"""The examples do what the README says, at the smallest size that shows it."""
+
+import json
+
+import mxnet as mx
+import numpy as np
+import pytest
+from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, write_digits_voc
+from harness import run_python
+from PIL import Image
+from train_detection import PadBoxes, parse_arguments
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return write_digits_voc(tmp_path_factory.mktemp("digits"), train=8, test=10)
+
+
+# Runs the example in a process of its own, on a set that is small enough for a test.
+CODE = """
+import sys
+sys.path.insert(0, 'examples')
+import digits_voc
+digits_voc.write_digits_voc.__defaults__ = (8, 10, 0)
+import train_detection
+train_detection.train(train_detection.parse_arguments({arguments}))
+"""
+
+
+def test_the_tree_is_pascal_voc_for_gluoncv(tree):
+    train = DigitsDetection(str(tree), splits=[(2007, "trainval")])
+    test = DigitsDetection(str(tree), splits=[(2007, "test")])
+    assert (len(train), len(test)) == (8, 10)
+    for image, label in [*train, *test]:
+        assert image.shape == (IMAGE_SIZE, IMAGE_SIZE, 3)
+        assert len(label) >= 1
+        assert (label[:, :2] >= 0).all() and (label[:, 2:4] < IMAGE_SIZE).all()
+        assert (label[:, 2:4] - label[:, :2] >= 4).all()
+        assert set(label[:, 4]) <= set(range(len(CLASSES)))
+
+
+def test_boxes_lie_around_the_bright_ink(tree):
+    """Twice as bright inside as outside: boxes and pixels agree."""
+    dataset = DigitsDetection(str(tree), splits=[(2007, "trainval")])
+    for image, label in dataset:
+        brightness = image.asnumpy().mean(axis=2)
+        inside = np.zeros_like(brightness, dtype=bool)
+        for x1, y1, x2, y2 in label[:, :4].astype(int):
+            inside[y1 : y2 + 1, x1 : x2 + 1] = True
+            assert brightness[y1 : y2 + 1, x1 : x2 + 1].max() > 150
+        assert brightness[~inside].max() < brightness[inside].max()
+
+
+def test_the_same_seed_writes_the_same_images(tree, tmp_path):
+    again = write_digits_voc(tmp_path, train=8, test=10)
+    for file in sorted(tree.rglob("*.jpg")):
+        assert file.read_bytes() == (again / file.relative_to(tree)).read_bytes()
+
+
+def test_it_is_written_once(tree):
+    file = next(tree.rglob("*.jpg"))
+    stamp = file.stat().st_mtime_ns
+    write_digits_voc(tree, train=8, test=10)
+    assert file.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("cpu:2", ["cpu(0)", "cpu(1)"]),
+        ("cpu:1,3", ["cpu(1)", "cpu(3)"]),
+        ("gpu:0", ["gpu(0)"]),
+        ("gpu:2,0", ["gpu(2)", "gpu(0)"]),
+    ],
+)
+def test_devices(text, devices):
+    assert [str(device) for device in parse_arguments(["--devices", text]).devices] == devices
+
+
+@pytest.mark.parametrize("arguments", [["--devices", "tpu:1"], ["--devices", "cpu"], ["--dataset", "voc"]])
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_too_many_boxes_are_not_dropped():
+    with pytest.raises(ValueError, match="has 3 objects, more than 2"):
+        PadBoxes(2)([mx.nd.ones((3, 4))])
+
+
+@pytest.mark.parametrize("norm", ["syncbn", "bn"])
+def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
+    root, output = tmp_path / "digits", tmp_path / "run"
+    arguments = ["--norm", norm, "--devices", "cpu:2", "--root", str(root), "--output", str(output)]
+    for epochs, resume in ((1, []), (2, ["--resume"])):
+        code = CODE.format(arguments=[*arguments, "--epochs", str(epochs), *resume])
+        done = run_python(code, seconds=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"epoch {epochs}: loss" in done.stdout
+        assert f"epoch {epochs}/{epochs}: 100%" in done.stderr
+        assert "img/s, loss=" in done.stderr
+    assert "epoch 1:" not in done.stdout  # resumed, not repeated
+    history = json.loads((output / "history.json").read_text())
+    assert len(history) == 2
+    assert all(np.isfinite(entry["loss"]) and 0 <= entry["map"] <= 1 for entry in history)
+    for name in ("curve.png", "detections.png"):
+        assert np.asarray(Image.open(output / name)).std() > 5
+    assert (output / "last.params").stat().st_size > 1e6

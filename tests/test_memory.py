@@ -1,0 +1,82 @@
+"""Memory after 200 steps equals memory after 50 steps within 2%, in the mode that the example trains in."""
+
+import pytest
+from harness import run_python
+
+DETECTOR = """
+import sys
+sys.path.insert(0, 'examples')
+import gluon_syncbn
+import mxnet as mx, numpy as np, psutil
+from train_detection import TrainingLoss, build_net, DigitsTrainTransform
+
+devices = [mx.cpu(0), mx.cpu(1)]
+side = 64
+net = build_net(['a', 'b'], 'syncbn', devices)
+transform = DigitsTrainTransform(side, side, net)
+loss_of = TrainingLoss(net)
+loss_of.hybridize(static_alloc=True, static_shape=True)
+trainer = mx.gluon.Trainer(net.collect_params(), 'adam')
+image = mx.nd.array(np.random.RandomState(0).randint(0, 255, (side, side, 3)), dtype='uint8')
+image, *targets, boxes = transform(image, np.array([[10, 10, 40, 50, 1]], dtype='float32'))
+
+def step():
+    batches = [[item.expand_dims(0).as_in_context(device) for item in (image, boxes, *targets)] for device in devices]
+    with mx.autograd.record():
+        losses = [loss_of(*batch) for batch in batches]
+    mx.autograd.backward(losses)
+    trainer.step(2)
+    return sum(float(loss.asnumpy()) for loss in losses)
+"""
+
+SMALL = """
+from harness import *
+from gluon_syncbn import SyncBatchNorm
+import psutil
+devices = cpus(2)
+net = mx.gluon.nn.HybridSequential()
+for _ in range(3):
+    net.add(SyncBatchNorm(in_channels=4, timeout=30))
+net.initialize(ctx=devices)
+set_mode(net, {mode!r})
+shards = random_shards([(2, 4, 3, 3)] * 2)
+
+def step():
+    globals()['step_'](net, shards, shards, devices)
+    mx.nd.waitall()
+
+from harness import step as step_
+"""
+
+MEASURE = """
+import threading, os
+def resident():
+    return psutil.Process().memory_info().rss, len(os.listdir('/proc/self/task'))
+
+for number in range(1, 201):
+    step()
+    if number == 50:
+        before = resident()
+after = resident()
+print('MEMORY', *before, *after)
+"""
+
+
+def measure(code):
+    done = run_python(code + MEASURE, seconds=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [int(number) for number in done.stdout.split("MEMORY")[1].splitlines()[0].split()]
+
+
+def test_the_example():
+    before, threads_before, after, threads_after = measure(DETECTOR)
+    assert after <= 1.02 * before
+    assert threads_after == threads_before
+
+
+@pytest.mark.parametrize("mode", ["imperative", "hybridize", "static"])
+def test_the_layer_alone_in_every_mode(mode):
+    """Arrays of a few bytes: what grows here is what the layer itself leaves behind at each call."""
+    before, threads_before, after, threads_after = measure(SMALL.format(mode=mode))
+    assert after <= 1.02 * before
+    assert threads_after <= threads_before + 1
