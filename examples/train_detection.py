@@ -173,10 +173,10 @@ def start_without_objects(prediction) -> None:
 
 
 class TrainingLoss(gluon.HybridBlock):
-    """The detector's four losses added up, one number per device.
+    """The detector's four losses added up, one number per device, as one graph with the net.
 
-    Hybridized as one graph with the net: operators outside of it would cost several CPU devices memory at every step
-    (see gluon_syncbn's README on MXNET_CPU_TEMP_COPY).
+    Casts, here from float32 to itself, stand at the graph's borders, and nothing is computed outside of it: what
+    several CPU devices need to train for long (gluon_syncbn's README, "Several CPU devices").
     """
 
     def __init__(self, net):
@@ -184,8 +184,8 @@ class TrainingLoss(gluon.HybridBlock):
         self.net = net
 
     def hybrid_forward(self, F, image, boxes, *targets):
-        inputs = [F.identity(item) for item in (image, boxes, *targets)]
-        return F.sum(F.add_n(*self.net(*inputs)))
+        inputs = [F.cast(item, dtype="float32") for item in (image, boxes, *targets)]
+        return F.cast(F.sum(F.add_n(*self.net(*inputs))), dtype="float32")
 
 
 def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:

@@ -1,15 +1,20 @@
 """What several CPU contexts need from MXNet's engine, set in one place when the package is imported.
 
-All contexts ``mx.cpu(i)`` draw temporary space from one pool of ``MXNET_CPU_TEMP_COPY`` slots (4 by default). An
+All contexts ``mx.cpu(i)`` draw temporary space from one ring of ``MXNET_CPU_TEMP_COPY`` slots (4 by default). An
 operator of cpu(0) that waits *behind* a synchronized layer can hold the slot that cpu(1) needs to *reach* that layer:
-the two wait for each other for ever. With many slots this does not happen, and several CPU contexts run about twice as
-fast even without synchronization.
+the two wait for each other until the timeout. This module makes the ring long. Two things remain to the user:
 
-The price is memory: every slot keeps the largest buffer that it ever held. With ``hybridize(static_alloc=True,
-static_shape=True)`` each operator stays with one slot, and memory settles after the first step. Operators outside such
-a graph walk through the slots until all of them have been used: an imperative ResNet-18 can take up to slots × its
-largest buffer (over 15 GB with 4096 slots). So hybridize what trains on several CPU contexts, the loss included, or set
-``MXNET_CPU_TEMP_COPY`` yourself before the program starts. GPUs have a pool each and need none of this.
+Memory. Every slot keeps the largest buffer that it ever held. Operators outside a static graph take the next slot each
+time they run, until all have been used: an imperative ResNet-18 can take over 15 GB with 4096 slots.
+
+Long runs with ``hybridize(static_alloc=True, static_shape=True)``. There each operator stays with the slot that it
+drew first, except those that read an input or write an output of the graph, or run outside of it: these go round the
+ring, and after thousands of steps one meets the slot of an operator that another device needs. Operators that need no
+temporary space do not take part, so the remedy is to put such ones at the borders and to compute nothing outside:
+``F.cast(x, dtype='float32')`` on every input and output, with the loss in the graph. (``F.identity`` will not do, it
+asks for space.) Then no slot is ever shared, and memory is constant from the first step.
+
+GPUs have a pool each and need none of this.
 """
 
 import os

@@ -60,3 +60,45 @@ except mx.MXNetError:
     starved = run_python(code, MXNET_CPU_TEMP_COPY=1)
     assert starved.stdout.strip().endswith("FAILED")
     assert "ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now 1)" in starved.stdout
+
+
+BORDERS = """
+import gluon_syncbn
+from harness import *
+
+class Net(mx.gluon.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.body = mx.gluon.nn.HybridSequential()
+        for _ in range(2):
+            self.body.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8),
+                          gluon_syncbn.SyncBatchNorm(timeout=5, in_channels=8))
+
+    def hybrid_forward(self, F, x):
+        copy = (lambda x: F.cast(x, 'float32')) if {copies} else (lambda x: x)
+        return copy(F.sum(self.body(copy(x))))
+
+net = Net()
+net.initialize(ctx=cpus(2))
+set_mode(net, 'static')
+inputs = [mx.nd.ones((1, 8, 8, 8), ctx=device) for device in cpus(2)]
+try:
+    for number in range(400):
+        with autograd.record():
+            losses = [net(item) for item in inputs]
+        autograd.backward(losses)
+        mx.nd.waitall()
+    print('RAN')
+except mx.MXNetError:
+    print('FAILED')
+"""
+
+
+def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator():
+    """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times."""
+    assert run_python(BORDERS.format(copies=True), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("RAN")
+
+
+def test_without_them_the_pool_is_gone_round_and_devices_meet_in_a_slot():
+    """Why the recipe exists; if this ever runs through, the README may drop it."""
+    assert run_python(BORDERS.format(copies=False), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("FAILED")
