@@ -34,7 +34,8 @@ class HostAccess:
     def write(self, array: mx.nd.NDArray, shape: Tuple[int, ...], dtype, value, add: bool = False) -> None:
         """Store ``value``, or add it to what is there."""
         if not self._direct:
-            array[:] = array.asnumpy() + value if add else value
+            value = np.broadcast_to(np.asarray(value, dtype=np.float64), shape)
+            array[:] = (array.asnumpy() + value if add else value).astype(dtype)
         elif add:
             _memory(array, shape, dtype)[...] += value
         else:

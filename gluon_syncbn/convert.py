@@ -11,6 +11,7 @@ from typing import Iterator, List
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib import nn as contrib_nn
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from gluon_syncbn.block import SyncBatchNorm
 
@@ -23,8 +24,8 @@ def convert_sync_batchnorm(block: Block, num_devices: int = None, **options) -> 
     Converts `nn.BatchNorm`, its subclasses that only choose options, and ``contrib.nn.SyncBatchNorm``, wherever they
     hang in the net; before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and
     built anew with the same flags). Layers that are `SyncBatchNorm` already take over the new options. Logs at level
-    INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of BatchNorm that it cannot reach,
-    inside a SymbolBlock.
+    INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves alone: inside
+    a SymbolBlock, or with a forward pass of their own, as `nn.BatchNormReLU`.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def convert_sync_batchnorm(block: Block, num_devices: int = None, **options) -> 
     """
     blocks = _all_blocks(block)
     SyncBatchNorm(num_devices=num_devices, **options)  # refuses wrong options before anything has changed
-    layers = [item for item in blocks if _is_batchnorm(item)]
+    layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm):
             layer._converted_from = type(layer)
@@ -63,7 +64,7 @@ def convert_sync_batchnorm(block: Block, num_devices: int = None, **options) -> 
         layer._synchronize(num_devices=num_devices, **options)
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
-    _warn_of_unreachable(blocks)
+    _warn_of_others(blocks)
     return block
 
 
@@ -90,8 +91,15 @@ def convert_batchnorm(block: Block) -> Block:
     return block
 
 
-def _is_batchnorm(block: Block) -> bool:
-    return isinstance(block, nn.BatchNorm)
+def _can_convert(block: Block) -> bool:
+    """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can tell."""
+    if isinstance(block, (SyncBatchNorm, contrib_nn.SyncBatchNorm)):
+        return True
+    if not isinstance(block, nn.BatchNorm):
+        return False
+    kind = type(block)
+    inherits = all(getattr(kind, name) is getattr(nn.BatchNorm, name) for name in ("forward", "hybrid_forward"))
+    return inherits or kind.__name__ == "BatchNormCudnnOff"  # gluoncv's, which only turns cuDNN off
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
@@ -130,7 +138,8 @@ def _drop_cached_graphs(blocks: List[Block]) -> None:
             block._clear_cached_op()
 
 
-def _warn_of_unreachable(blocks: List[Block]) -> None:
+def _warn_of_others(blocks: List[Block]) -> None:
+    """Say which BatchNorm of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
             nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
@@ -142,3 +151,7 @@ def _warn_of_unreachable(blocks: List[Block]) -> None:
                     count,
                     block.name,
                 )
+        elif isinstance(block, _BatchNorm) and not _can_convert(block):
+            _log.warning(
+                "%s '%s' stays unsynchronized: it has a forward pass of its own.", type(block).__name__, block.name
+            )

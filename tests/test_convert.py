@@ -154,3 +154,18 @@ def test_export_after_converting_back_needs_nothing_of_ours(tmp_path):
     np.testing.assert_array_equal(net(x).asnumpy(), expected)
     net.export(str(tmp_path / "net"))
     assert "Custom" not in (tmp_path / "net-symbol.json").read_text()
+
+
+class DoubledBatchNorm(nn.BatchNorm):
+    def hybrid_forward(self, F, x, **parameters):
+        return 2 * super().hybrid_forward(F, x, **parameters)
+
+
+@pytest.mark.parametrize("layer_class", [nn.BatchNormReLU, DoubledBatchNorm])
+def test_leaves_layers_with_a_forward_pass_of_their_own_alone_and_says_so(layer_class, caplog):
+    net = nn.HybridSequential()
+    net.add(layer_class(in_channels=2, prefix="stem_"), nn.BatchNorm(in_channels=2))
+    convert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [layer_class, SyncBatchNorm]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == f"{layer_class.__name__} 'stem' stays unsynchronized: it has a forward pass of its own."

@@ -8,6 +8,7 @@ from harness import MODES, cpus, observe, random_affine, random_shards, set_mode
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm, portable
+from gluon_syncbn._host import HostAccess
 
 # float32 as promised; float64 and float16 by their own precision.
 TOLERANCES = {"float32": (1e-5, 1e-4), "float64": (1e-12, 1e-11), "float16": (2e-3, 4e-3)}
@@ -118,6 +119,22 @@ def test_the_operators_chosen_for_gpus_are_right_too(case, monkeypatch):
     expected = oracle.batch_norm(flatten(shards, axis), gamma, beta, -1, heads=flatten(heads, axis))
     assert oracle.distance(flatten(observed.outputs, axis), expected.outputs) < 1e-5
     assert oracle.distance(flatten(observed.input_gradients, axis), expected.input_gradients) < 1e-4
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_the_way_vectors_leave_a_gpu_is_right_too(mode, monkeypatch):
+    """Through NDArray's own interface instead of its memory; that works on a CPU device as well."""
+    monkeypatch.setattr(HostAccess, "__init__", lambda self, device: setattr(self, "_direct", False))
+    shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
+    layer, devices, (gamma, beta) = make_layer(shapes, 1, mode=mode)
+    layer.gamma.grad_req = "add"
+    shards, heads = random_shards(shapes), random_shards(shapes, seed=5)
+    expected = oracle.batch_norm(shards, gamma, beta, heads=heads)
+    for times in (1, 2):
+        observed = observe(layer, shards, heads, devices)
+        assert oracle.distance(observed.outputs, expected.outputs) < 1e-5
+        assert oracle.distance(observed.input_gradients, expected.input_gradients) < 1e-4
+        assert oracle.distance([observed.gamma_gradient], [times * expected.gamma_gradient]) < 1e-4
 
 
 @pytest.mark.parametrize("mode", list(MODES))
