@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -101,7 +100,6 @@ class Group:
             for rank, device in enumerate(members):
                 self._ranks[device] = (rank, forward, backward)
         _groups[self.number] = self
-        _finish_before_exit()
 
     def _rendezvous(
         self,
@@ -120,31 +118,23 @@ class Group:
 
     def meet_forward(self, device: mx.Context, moments: Moments) -> Tuple[Moments, int]:
         """The moments of the whole mini-batch, and the number of this forward pass."""
-        rank, forward, _ = self._ranks[device]
+        rank, forward, _ = self._place_of(device)
         meeting = forward.meet(rank, moments.pack())
         return meeting.result, meeting.number
 
     def meet_backward(self, device: mx.Context, sums: np.ndarray, number: int) -> np.ndarray:
         """The sum of ``sums`` over the backward passes that answer forward pass ``number``."""
-        rank, _, backward = self._ranks[device]
+        rank, _, backward = self._place_of(device)
         return backward.meet(rank, sums, key=number).result
 
-
-@functools.lru_cache(maxsize=None)
-def _finish_before_exit() -> None:
-    """Register, once, a wait for pending work that runs before MXNet's own exit handler.
-
-    That one stops the threads of custom operators as they become idle; a device that came to a rendezvous afterwards
-    would find no thread, and the exit would take two timeouts. A script that ends without having read its last
-    gradients must end well.
-    """
-
-    def wait() -> None:
-        # An error here belongs to work that no one asked for; the operator has printed it.
-        with contextlib.suppress(mx.MXNetError):
-            mx.nd.waitall()
-
-    atexit.register(wait)
+    def _place_of(self, device: mx.Context) -> Tuple[int, Rendezvous, Rendezvous]:
+        if device not in self._ranks:
+            shown = ", ".join(str(item) for item in self.devices)
+            raise ValueError(
+                f"SyncBatchNorm '{self.name}': its graph was built for {shown}, and now runs on {device}. "
+                f"Call hybridize() again after the parameters have moved to other devices."
+            )
+        return self._ranks[device]
 
 
 def find_group(number: int) -> Group:
@@ -198,3 +188,16 @@ def usual_reasons() -> str:
     if slots is None:
         return reasons + "."
     return reasons + f"; (4) several CPU contexts ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now {slots})."
+
+
+def _finish_pending_work() -> None:
+    """Runs at exit before MXNet's own handler, which stops the threads of custom operators as they become idle.
+
+    A device that came to a rendezvous after that would find no thread, and the exit would take two timeouts. So a
+    script that ends without having read its last gradients waits for them here.
+    """
+    with contextlib.suppress(mx.MXNetError):  # of work that no one asked for; the operator has printed it
+        mx.nd.waitall()
+
+
+atexit.register(_finish_pending_work)

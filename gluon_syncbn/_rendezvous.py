@@ -17,8 +17,8 @@ Ranks meet in *rounds*. A round has a key, and is in one of three states:
     the same for every rank. Everyone is woken, and takes it home.
 
 What ends every wait: the last arrival; the deadline, which fails the round for all ranks that wait and removes it
-from the table, so that the next step starts clean; an error in the exchange; or ``abort``. A leader that does not come
-back from its exchange releases the sleepers after one more timeout.
+from the table, so that the next step starts clean; or an error in the exchange. A leader that does not come back from
+its exchange releases the sleepers after one more timeout.
 
 Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 running statistics), so all of them share one key, and the n-th round holds the n-th call of every device. Backward
@@ -111,7 +111,7 @@ class Rendezvous:
         ------
         SyncBatchNormError
             The same text on every rank that took part: a rank did not arrive within the timeout, a rank arrived
-            twice, the contributions have different lengths, the exchange failed, or ``abort`` was called.
+            twice, the contributions have different lengths, or the exchange failed.
         """
         with self._changed:
             round_ = self._join(rank, contribution, key)
@@ -130,12 +130,6 @@ class Rendezvous:
             time.sleep(place * _SECONDS_BETWEEN_FAILURES)
             raise SyncBatchNormError(round_.error)
         return round_.meeting
-
-    def abort(self, reason: str) -> None:
-        """Release everyone who waits now with an error that gives ``reason``."""
-        with self._changed:
-            for key in list(self._rounds):
-                self._fail(self._rounds.pop(key), f"{self._what}: {reason}")
 
     def _join(self, rank: int, contribution: np.ndarray, key: int) -> _Round:
         round_ = self._rounds.get(key)

@@ -150,3 +150,31 @@ with mx.autograd.record():
     done = run_python(code, GLUON_SYNCBN_TIMEOUT="tomorrow")
     assert done.returncode == 1
     assert "GLUON_SYNCBN_TIMEOUT: the timeout must be a positive number of seconds, not 'tomorrow'" in done.stderr
+
+
+def test_wrong_dtype_in_a_graph():
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=3, prefix="stem_"))
+    net.initialize(ctx=cpus(2))
+    net.hybridize()
+    with pytest.raises(mx.MXNetError, match="stem"):
+        train_on(net, (2, 3, 4, 4), dtype="float64")
+
+
+def test_parameters_that_moved_to_other_devices_under_a_graph(capfd):
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=3, prefix="stem_", timeout=5))
+    net.initialize(ctx=cpus(2))
+    net.hybridize()
+    train_on(net, (2, 3, 4, 4), (2, 3, 4, 4))
+    net.collect_params().reset_ctx([mx.cpu(2), mx.cpu(3)])
+    with autograd.record():
+        output = net(mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(2)))
+    with pytest.raises(mx.MXNetError):
+        output.wait_to_read()
+    assert "'stem': its graph was built for cpu(0), cpu(1), and now runs on cpu(2)" in capfd.readouterr().out
+    net.hybridize()
+    inputs = [mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(i)) for i in (2, 3)]
+    with autograd.record():
+        outputs = [net(item) for item in inputs]
+    assert all(output.asnumpy().shape == (2, 3, 4, 4) for output in outputs)

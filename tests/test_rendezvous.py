@@ -141,14 +141,3 @@ def test_an_exchange_that_does_not_return_releases_the_others():
         for future in futures:
             with pytest.raises(SyncBatchNormError, match="the exchange between them did not return"):
                 future.result(timeout=LIMIT)
-
-
-def test_abort_releases_everyone():
-    rendezvous = make(2, timeout=LIMIT)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(rendezvous.meet, 0, np.zeros(1))
-        while not rendezvous._rounds:
-            time.sleep(0.001)
-        rendezvous.abort("the process ends.")
-        with pytest.raises(SyncBatchNormError, match="forward pass: the process ends."):
-            future.result(timeout=5)
