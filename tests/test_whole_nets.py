@@ -9,11 +9,10 @@ import numpy as np
 import oracle
 import pytest
 from gluoncv import model_zoo
-from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform
 from gluoncv.loss import YOLOV3Loss
 from harness import MODES, cpus, set_mode
 from mxnet import autograd, gluon
-from train_detection import make_detector
+from train_detection import DigitsTrainTransform, make_detector
 
 from gluon_syncbn import convert_sync_batchnorm
 
@@ -120,7 +119,7 @@ def test_detector(mode, dtype, tolerance, tmp_path, monkeypatch):
         monkeypatch.setattr(YOLOV3Loss, "hybrid_forward", lambda self, F, *args: forward(self, InFloat64(F), *args))
     mx.random.seed(0)
     reference = build(detector, cpus(1), False)
-    transform = YOLO3DefaultTrainTransform(side, side, reference)
+    transform = DigitsTrainTransform(side, side, reference)
     np.random.seed(0)
     boxes = np.array([[10, 10, 60, 50, 1], [20, 40, 90, 90, 2]], dtype="float32")
     samples = [
