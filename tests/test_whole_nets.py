@@ -110,7 +110,7 @@ class InFloat64:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-3), ("float64", 1e-6)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float64", 1e-6)])
 def test_detector(mode, dtype, tolerance, tmp_path, monkeypatch):
     side, images = 96, 2
     file = str(tmp_path / "start.params")
@@ -143,7 +143,21 @@ def test_detector(mode, dtype, tolerance, tmp_path, monkeypatch):
     actual = train_step(net, shards, cpus(2), losses_of)
     expected = train_step(reference, [batch(slice(None), mx.cpu(0))], cpus(1), losses_of)
     if dtype == "float32":
-        # Rounding grows too much on the way back through this net at its random start: nn.BatchNorm's own gradients
-        # change by 70% of their largest value when the two images are exchanged. Float64 compares them.
+        # Rounding grows on the way back through this net at its random start: nn.BatchNorm's own gradients change by
+        # a quarter when the two images are exchanged. Ours may not change by more than twice that; float64 compares
+        # them closely.
+        again = build(detector, cpus(1), False, file)
+        exchanged = train_step(again, [batch(slice(None, None, -1), mx.cpu(0))], cpus(1), losses_of)
+        assert gradient_distance(actual[1], expected[1]) < 2 * gradient_distance(exchanged[1], expected[1])
         actual, expected = ((loss, {}, statistics) for loss, _, statistics in (actual, expected))
     compare(actual, expected, tolerance)
+
+
+def gradient_distance(actual, expected) -> float:
+    """Largest relative difference of one parameter's gradient, of those that are not almost 0."""
+    scale = max(np.abs(gradient).max() for gradient in expected.values())
+    return max(
+        oracle.distance([actual[name]], [gradient])
+        for name, gradient in expected.items()
+        if np.abs(gradient).max() > 1e-2 * scale
+    )
