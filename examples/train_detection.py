@@ -32,6 +32,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 WARM_UP_STEPS = 50
+SHOWN_SCORE = 0.3
 MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
 # The anchors of gluoncv's YOLOv3, width and height in pixels, for strides 8, 16 and 32.
 ANCHORS = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]]
@@ -46,7 +47,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
         "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
     )
     parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
@@ -247,7 +248,17 @@ def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: i
         image, _ = transform(picture, label)
         ids, scores, boxes = (item[0].asnumpy() for item in net(image.expand_dims(0).as_in_context(options.devices[0])))
         boxes = boxes * np.tile([picture.shape[1], picture.shape[0]], 2) / options.data_shape
-        plot_bbox(picture, boxes, scores, ids, class_names=dataset.classes, ax=axis, linewidth=1.5, fontsize=7)
+        plot_bbox(
+            picture,
+            boxes,
+            scores,
+            ids,
+            class_names=dataset.classes,
+            ax=axis,
+            linewidth=1.5,
+            fontsize=7,
+            thresh=SHOWN_SCORE,
+        )
         axis.axis("off")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -1,6 +1,9 @@
 """The examples do what the README says, at the smallest size that shows it."""
 
+import itertools
 import json
+import re
+import shutil
 
 import mxnet as mx
 import numpy as np
@@ -107,3 +110,15 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
     for name in ("curve.png", "detections.png"):
         assert np.asarray(Image.open(output / name)).std() > 5
     assert (output / "last.params").stat().st_size > 1e6
+
+
+def test_reads_a_real_pascal_voc_tree(tree, tmp_path):
+    """The same pictures under names of Pascal VOC's classes, with gluoncv's own random transform."""
+    root = tmp_path / "VOCdevkit"
+    shutil.copytree(tree, root)
+    for file, name in zip(root.rglob("*.xml"), itertools.cycle(["dog", "cat", "car"])):
+        file.write_text(re.sub(r"<name>\w+<", f"<name>{name}<", file.read_text()))
+    arguments = ["--dataset", "voc", "--root", str(root), "--devices", "cpu:2", "--epochs", "1"]
+    done = run_python(CODE.format(arguments=[*arguments, "--output", str(tmp_path / "run")]), seconds=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads((tmp_path / "run" / "history.json").read_text())) == 1
