@@ -67,6 +67,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError, TypeError
         For options that cannot work, when the layer is made; for devices, channels or a dtype that do not fit, at the
         first call that shows them. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
+    NotImplementedError
+        Several devices under ``mx.npx.set_np()``.
     RuntimeError
         Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``.
     MXNetError
@@ -160,6 +162,11 @@ class SyncBatchNorm(nn.BatchNorm):
         alone = len(devices) <= 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
         if alone or (is_array and not mx.autograd.is_training()):
             return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        if mx.util.is_np_array():
+            raise NotImplementedError(
+                f"SyncBatchNorm '{self.name}': MXNet's NumPy interface is not supported on several devices yet; "
+                f"call mx.npx.reset_np()."
+            )
         group = self._group_on(devices)
         cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
         axis = self._kwargs["axis"]

@@ -97,7 +97,7 @@ def test_the_deadline_is_that_of_the_first_arrival():
         for future in (first, second):
             with pytest.raises(SyncBatchNormError):
                 future.result(timeout=LIMIT)
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 0.95
 
 
 def test_a_rank_that_arrives_twice_fails_the_round():
