@@ -140,3 +140,22 @@ def test_a_layer_that_is_called_several_times_per_step(mode):
             chain = [np.cos(shard * (i + 1.0)) * (i + 1) for shard in shards]
             gradients = [g + e * c for g, e, c in zip(gradients, expected.input_gradients, chain)]
         assert oracle.distance([item.grad.asnumpy() for item in inputs], gradients) < 1e-4
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_gradients_through_prediction_mode(mode):
+    """Recorded with train_mode=False, as for adversarial examples: whatever nn.BatchNorm gives."""
+    layer, plain = make_pair(mode)
+    shards, heads = random_shards(SHAPES[:1]), random_shards(SHAPES[:1], seed=4)
+    results = []
+    for block in (layer, plain):
+        x, head = mx.nd.array(shards[0]), mx.nd.array(heads[0])
+        x.attach_grad()
+        with autograd.record(train_mode=False):
+            y = block(x)
+        autograd.backward([y], [head], train_mode=False)
+        results.append(
+            [item.asnumpy() for item in (y, x.grad, block.gamma.grad(mx.cpu(0)), block.beta.grad(mx.cpu(0)))]
+        )
+    for actual, expected in zip(*results):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
