@@ -26,7 +26,7 @@ from gluoncv.utils.viz import plot_bbox
 from mxnet import autograd, gluon
 from tqdm import tqdm
 
-import gluon_syncbn  # first, so that it can prepare the engine for several CPU devices
+import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -289,6 +289,7 @@ def train(options) -> list:
     if options.resume and log.exists():
         history = json.loads(log.read_text())
         net.load_parameters(str(parameters), ctx=options.devices)
+        plain.load_parameters(str(parameters), ctx=options.devices[0])
         trainer.load_states(str(states))
         random.seed(options.seed + len(history))
         np.random.seed(options.seed + len(history))
@@ -306,7 +307,6 @@ def train(options) -> list:
         log.write_text(json.dumps(history, indent=1))
         print(f"epoch {len(history)}: loss {loss:.3f}, VOC07 mAP {score:.3f}, {seconds:.0f} s", flush=True)
         draw_curve(history, options.output / "curve.png")
-    plain.load_parameters(str(parameters), ctx=options.devices[0])
     draw_detections(plain, test_set, options, options.output / "detections.png")
     print(f"wrote {parameters}, curve.png and detections.png in {options.output}")
     return history

@@ -9,10 +9,10 @@ time they run, until all have been used: an imperative ResNet-18 can take over 1
 
 Long runs with ``hybridize(static_alloc=True, static_shape=True)``. There each operator stays with the slot that it
 drew first, except those that read an input or write an output of the graph, or run outside of it: these go round the
-ring, and after thousands of steps one meets the slot of an operator that another device needs. Operators that need no
-temporary space do not take part, so the remedy is to put such ones at the borders and to compute nothing outside:
-``F.cast(x, dtype='float32')`` on every input and output, with the loss in the graph. (``F.identity`` will not do, it
-asks for space.) Then no slot is ever shared, and memory is constant from the first step.
+ring, and after hundreds or thousands of steps one meets the slot of an operator that another device needs. Operators
+that need no temporary space do not take part, so the remedy is to put such ones at the borders and to compute nothing
+outside: ``F.cast(x, dtype='float32')`` on every input and output, with the loss in the graph. (``F.identity`` will not
+do, it asks for space.) Then no slot is ever shared, and memory is constant from the first step.
 
 GPUs have a pool each and need none of this.
 """

@@ -55,20 +55,13 @@ class Group:
     name : str
         The layer's name, for errors.
     devices : sequence of mx.Context
-        In rank order: the order in which the parameters were initialised.
+        In rank order: the order in which the parameters were initialised; `check_devices` has accepted them.
     options : Options
         ``group_size`` splits the devices into neighbours that synchronize among themselves.
     dtype : str
         Of statistics and parameters.
     momentum, epsilon, scale :
         As in `nn.BatchNorm`.
-
-    Raises
-    ------
-    ValueError
-        A device is given twice, their number is not ``num_devices``, or ``group_size`` does not divide it.
-    RuntimeError
-        MXNet runs on its NaiveEngine, where no device could ever wait for another.
     """
 
     def __init__(
@@ -81,7 +74,6 @@ class Group:
         epsilon: float,
         scale: bool,
     ):
-        check_devices(name, devices, options)
         self.name = name
         self.devices = list(devices)
         self.dtype = dtype
@@ -155,7 +147,15 @@ def find_group(number: int) -> Group:
 
 
 def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
-    """Refuse a group that could never meet; see `Group` for the errors."""
+    """Refuse a group that could never meet.
+
+    Raises
+    ------
+    ValueError
+        A device is given twice, their number is not ``num_devices``, or ``group_size`` does not divide it.
+    RuntimeError
+        MXNet runs on its NaiveEngine, where no device could ever wait for another.
+    """
     shown = ", ".join(str(device) for device in devices)
     if len(set(devices)) != len(devices):
         raise ValueError(f"SyncBatchNorm '{name}': its parameters name one device twice ({shown}).")

@@ -52,7 +52,6 @@ class _Round:
         self.number = number
         self.deadline = deadline
         self.contributions: List[Optional[np.ndarray]] = [None] * size
-        self.exchanging = False
         self.meeting: Optional[Meeting] = None
         self.error: Optional[str] = None
         self.released_with_error = 0
@@ -117,7 +116,6 @@ class Rendezvous:
             round_ = self._join(rank, contribution, key)
             is_leader = not round_.missing()
             if is_leader:
-                round_.exchanging = True
                 del self._rounds[key]
             else:
                 self._sleep(round_, key)
@@ -148,7 +146,7 @@ class Rendezvous:
             seconds = round_.deadline - time.monotonic()
             if seconds > 0:
                 self._changed.wait(seconds)
-            elif not round_.exchanging:
+            elif round_.missing():
                 del self._rounds[key]
                 self._fail(round_, self._missing_text(round_))
             elif seconds > -self._timeout:

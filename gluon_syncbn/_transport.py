@@ -6,7 +6,7 @@ loses nothing), and the arithmetic that follows is done in rank order, alike for
 """
 
 import threading
-from typing import List, Optional, Sequence, Union
+from typing import List, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -64,11 +64,12 @@ class KVStoreTransport:
 
     def __init__(self, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore, None] = None):
         self._devices = list(devices)
+        self._hosts = [HostAccess(device) for device in devices]
         kvstore = kvstore or default_kvstore(devices)
         self._store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
         self._buffers = {}
 
-    def all_gather(self, key: str, vectors: List[Optional[np.ndarray]]) -> np.ndarray:
+    def all_gather(self, key: str, vectors: List[np.ndarray]) -> np.ndarray:
         """Return the float64 matrix of shape (devices, length) whose row d is ``vectors[d]``. Blocks until done.
 
         ``key`` names the sender (layer and direction) in a store that several layers share.
@@ -79,7 +80,7 @@ class KVStoreTransport:
             for rank, vector in enumerate(vectors):
                 matrix = np.zeros((ranks, length))
                 matrix[rank] = vector
-                HostAccess(self._devices[rank]).write(slots[rank], matrix.shape, "float64", matrix)
+                self._hosts[rank].write(slots[rank], matrix.shape, "float64", matrix)
             self._store.push(f"{key}/{length}", slots)
             self._store.pull(f"{key}/{length}", out=result)
             return result.asnumpy()

@@ -7,7 +7,7 @@ names and position in ``.params`` files are the same as before.
 
 import json
 import logging
-from typing import Iterator, List
+from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib import nn as contrib_nn
@@ -18,7 +18,7 @@ from gluon_syncbn.block import SyncBatchNorm
 _log = logging.getLogger(__name__)
 
 
-def convert_sync_batchnorm(block: Block, num_devices: int = None, **options) -> Block:
+def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, **options) -> Block:
     """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
 
     Converts `nn.BatchNorm`, its subclasses that only choose options, and ``contrib.nn.SyncBatchNorm``, wherever they

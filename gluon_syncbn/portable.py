@@ -40,6 +40,8 @@ from gluon_syncbn._host import HostAccess
 from gluon_syncbn._statistics import BatchView, Moments, moving_average
 
 _OPERATOR = "gluon_syncbn_all_reduce"
+# MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
+_LOST = np.nan
 
 
 def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: int, cast_input: bool):
@@ -181,15 +183,11 @@ class _AllReduce(mx.operator.CustomOp):
 
     def _write_gradients(self, in_grad, req, sums, gamma, beta):
         """Of size, no gradient is ever asked for."""
-        shapes = (3, self._channels), None, (self._channels,), (self._channels,)
-        values = sums, None, gamma if self._group.scale else 0, beta
-        for i in (0, 2, 3):
+        vector = (self._channels,)
+        gamma = gamma if self._group.scale else 0
+        for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):
             if req[i] != "null":
-                self._host.write(in_grad[i], shapes[i], self._group.dtype, values[i], add=req[i] == "add")
-
-
-# MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
-_LOST = np.nan
+                self._host.write(in_grad[i], shape, self._group.dtype, value, add=req[i] == "add")
 
 
 @mx.operator.register(_OPERATOR)

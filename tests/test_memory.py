@@ -30,6 +30,7 @@ def step():
 """
 
 SMALL = """
+import harness
 from harness import *
 from gluon_syncbn import SyncBatchNorm
 import psutil
@@ -42,14 +43,12 @@ set_mode(net, {mode!r})
 shards = random_shards([(2, 4, 3, 3)] * 2)
 
 def step():
-    globals()['step_'](net, shards, shards, devices)
+    harness.step(net, shards, shards, devices)
     mx.nd.waitall()
-
-from harness import step as step_
 """
 
 MEASURE = """
-import threading, os
+import os
 def resident():
     return psutil.Process().memory_info().rss, len(os.listdir('/proc/self/task'))
 
