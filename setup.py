@@ -1,6 +1,13 @@
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # before setuptools 70.1
+    from wheel.bdist_wheel import bdist_wheel
 
 EXAMPLES = [
     # gluoncv asks for no upper bounds, and what pip would choose today does not work with MXNet's numpy < 1.24.
@@ -13,6 +20,55 @@ EXAMPLES = [
     "scipy<1.12",
     "tqdm",
 ]
+SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").glob("*.h"))
+
+
+class BuildLibrary(build_ext):
+    """Compiles csrc/ to a shared library that Python loads with ctypes: it is no Python extension module.
+
+    Without a compiler, or where compiling fails, the package is installed without it and runs on the portable back end.
+    """
+
+    _failed = False
+
+    def get_ext_filename(self, fullname):
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext):
+        return []
+
+    def run(self):
+        try:
+            super().run()
+        except Exception as problem:
+            self._say_portable(problem)
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception as problem:
+            self._say_portable(problem)
+
+    def copy_extensions_to_source(self):  # in an editable install
+        if not self._failed:
+            super().copy_extensions_to_source()
+
+    def _say_portable(self, problem):
+        self._failed = True
+        print(
+            f"gluon_syncbn: could not compile the native back end ({problem}). The package is installed without it and "
+            f"runs on the portable back end, which is slower and gives the same results.",
+            file=sys.stderr,
+        )
+
+
+class PlatformWheel(bdist_wheel):
+    """The library uses no Python ABI, so that one wheel serves every Python 3 of a platform."""
+
+    def get_tag(self):
+        return ("py3", "none", super().get_tag()[2])
+
 
 setup(
     name="gluon_syncbn",
@@ -21,6 +77,27 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
+    ext_modules=[
+        Extension(
+            "gluon_syncbn.libgluon_syncbn",
+            SOURCES,
+            depends=HEADERS,
+            language="c++",
+            # No FMA: the same rounding on every processor, forward and backward.
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                "-fopenmp",
+                "-fvisibility=hidden",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+            ],
+            extra_link_args=["-fopenmp"],
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     python_requires=">=3.8,<3.12",
     # Not mxnet itself: it would overwrite an installed mxnet-cu. The extras choose one.
     install_requires=["numpy<1.24"],
@@ -29,6 +106,7 @@ setup(
         "cu112": ["mxnet-cu112==1.9.1"],
         "cu117": ["mxnet-cu117==1.9.1"],
         "examples": EXAMPLES,
+        "peers": ["flax==0.7.2", "jax==0.4.13", "jaxlib==0.4.13", "tensorflow-cpu==2.13.1"],
         "test": [*EXAMPLES, "psutil", "pytest", "pytest-timeout", "ruff==0.15.*"],
     },
     classifiers=[

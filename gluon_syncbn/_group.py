@@ -22,6 +22,11 @@ _numbers = itertools.count()
 _groups = weakref.WeakValueDictionary()
 
 
+def next_number() -> int:
+    """A number by which a graph names a group; no two groups of this process share one."""
+    return next(_numbers)
+
+
 def default_timeout() -> float:
     """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
     return check_timeout(os.environ.get("GLUON_SYNCBN_TIMEOUT", DEFAULT_TIMEOUT), "GLUON_SYNCBN_TIMEOUT")
@@ -80,7 +85,7 @@ class Group:
         self.momentum = momentum
         self.epsilon = epsilon
         self.scale = scale
-        self.number = next(_numbers)
+        self.number = next_number()
         timeout = default_timeout() if options.timeout is None else options.timeout
         size = options.group_size or len(self.devices)
         self._ranks = {}

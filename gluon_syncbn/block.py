@@ -1,17 +1,17 @@
 """SyncBatchNorm, the block that a user sees."""
 
+import sys
 import threading
 from typing import List, Optional, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import nn
+from mxnet.gluon import HybridBlock, nn
 
-from gluon_syncbn import portable
+from gluon_syncbn import native, portable
+from gluon_syncbn._backend import BACKENDS, choose
 from gluon_syncbn._group import Group, Options, check_devices, check_timeout
 from gluon_syncbn._transport import check_kvstore
-
-_BACKENDS = ("auto", "portable")
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -56,11 +56,14 @@ class SyncBatchNorm(nn.BatchNorm):
     timeout : float, optional
         Seconds that devices wait for one that does not come. Default: the environment variable
         ``GLUON_SYNCBN_TIMEOUT``, or 60.
-    backend : {'auto', 'portable'}
-        'portable' is made of MXNet's own operators, and the only one so far.
+    backend : {'auto', 'native', 'portable'}
+        'native' is one compiled operator, on CPU contexts; 'portable' is made of MXNet's own operators and runs
+        wherever MXNet does. 'auto' takes the first that can run here; see the property ``backend``.
+    activation : {'relu'}, optional
+        Return max(out, 0), computed in the same pass where the back end can.
     kvstore : str or mx.kv.KVStore, optional
-        Carries the per-channel vectors: 'local' (default with a CPU context) or 'device' (default on GPUs), or a
-        store made with ``mx.kv.create`` that has no optimizer.
+        For the portable back end. Carries the per-channel vectors: 'local' (default with a CPU context) or 'device'
+        (default on GPUs), or a store made with ``mx.kv.create`` that has no optimizer.
 
     Raises
     ------
@@ -70,10 +73,11 @@ class SyncBatchNorm(nn.BatchNorm):
     NotImplementedError
         Several devices under ``mx.npx.set_np()``.
     RuntimeError
-        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``.
+        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or ``backend='native'`` where it cannot run.
     MXNetError
-        Where an output is read, if a device did not come. The reason, a `SyncBatchNormError` that names the layer, the
-        direction, who arrived and who did not, is printed by the operator that failed.
+        Where an output is read, if a device did not come. The reason names the layer, the direction, who arrived and
+        who did not: on the native back end it is the text of the error; on the portable one it is a
+        `SyncBatchNormError` that the operator that failed has printed.
 
     Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 with
     parameters and statistics in float32.
@@ -109,6 +113,7 @@ class SyncBatchNorm(nn.BatchNorm):
         group_size: Optional[int] = None,
         timeout: Optional[float] = None,
         backend: str = "auto",
+        activation: Optional[str] = None,
         kvstore: Union[str, mx.kv.KVStore, None] = None,
         **kwargs,
     ):
@@ -126,9 +131,11 @@ class SyncBatchNorm(nn.BatchNorm):
             in_channels=in_channels,
             **kwargs,
         )
-        self._synchronize(num_devices, group_size, timeout, backend, kvstore)
+        self._synchronize(num_devices, group_size, timeout, backend, activation, kvstore)
 
-    def _synchronize(self, num_devices=None, group_size=None, timeout=None, backend="auto", kvstore=None) -> None:
+    def _synchronize(
+        self, num_devices=None, group_size=None, timeout=None, backend="auto", activation=None, kvstore=None
+    ) -> None:
         """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
         where = f"SyncBatchNorm '{self.name}'"
         for option, value in (("num_devices", num_devices), ("group_size", group_size)):
@@ -136,17 +143,24 @@ class SyncBatchNorm(nn.BatchNorm):
                 raise ValueError(f"{where}: {option} must be a positive integer or None, not {value!r}.")
         if timeout is not None:
             timeout = check_timeout(timeout, where)
-        if backend not in _BACKENDS:
-            raise ValueError(f"{where}: backend must be one of {', '.join(_BACKENDS)}, not {backend!r}.")
+        if backend not in BACKENDS:
+            raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, not {backend!r}.")
+        if activation not in (None, "relu"):
+            raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
         check_kvstore(kvstore, where)
+        if backend == "native":
+            choose(where, backend, [], kvstore)
+        self._requested_backend = backend
+        self._activation = activation
         self._options = Options(num_devices, group_size, timeout, kvstore)
         self._group = None
         self._group_lock = threading.Lock()
 
     @property
     def backend(self) -> str:
-        """The back end in use: 'portable'."""
-        return "portable"
+        """The back end that the layer takes on its devices: 'native' or 'portable'."""
+        where = f"SyncBatchNorm '{self.name}'"
+        return choose(where, self._requested_backend, self._devices(), self._options.kvstore).name
 
     def _alias(self):
         # Files written by collect_params().save() carry full names: keep those of nn.BatchNorm.
@@ -161,16 +175,22 @@ class SyncBatchNorm(nn.BatchNorm):
             check_devices(self.name, devices, self._options)
         alone = len(devices) <= 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
         if alone or (is_array and not mx.autograd.is_training()):
-            return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+            out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+            return F.Activation(out, act_type="relu") if self._activation else out
         if mx.util.is_np_array():
             raise NotImplementedError(
                 f"SyncBatchNorm '{self.name}': MXNet's NumPy interface is not supported on several devices yet; "
                 f"call mx.npx.reset_np()."
             )
         group = self._group_on(devices)
-        cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
+        arrays = (x, gamma, beta, running_mean, running_var)
         axis = self._kwargs["axis"]
-        return portable.normalize(F, x, gamma, beta, running_mean, running_var, group, axis, cast_input)
+        if isinstance(group, native.NativeGroup):
+            static = not is_array and _traced_for_static_graph()
+            return native.normalize(F, *arrays, group, axis, relu=self._activation is not None, static=static)
+        cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
+        out = portable.normalize(F, *arrays, group, axis, cast_input)
+        return F.Activation(out, act_type="relu") if self._activation else out
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
@@ -178,11 +198,12 @@ class SyncBatchNorm(nn.BatchNorm):
         initialized = parameter._data is not None or parameter._deferred_init
         return parameter.list_ctx() if initialized else []
 
-    def _group_on(self, devices: List[mx.Context]) -> Group:
+    def _group_on(self, devices: List[mx.Context]) -> Union[Group, native.NativeGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
             dtype = np.dtype(self.running_mean.dtype).name
             if self._group is None or (self._group.devices, self._group.dtype) != (devices, dtype):
-                self._group = Group(
+                make = native.NativeGroup if self.backend == "native" else Group
+                self._group = make(
                     self.name,
                     devices,
                     self._options,
@@ -213,5 +234,22 @@ class SyncBatchNorm(nn.BatchNorm):
             )
 
     def __repr__(self):
-        chosen = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items() if value is not None)
+        options = {**self._options._asdict(), "activation": self._activation}
+        chosen = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         return super().__repr__()[:-1] + (f", {chosen})" if chosen else ")")
+
+
+def _traced_for_static_graph() -> bool:
+    """Whether the net that is being traced now will run with ``static_alloc`` and ``static_shape``.
+
+    The flags that count are those of the block that owns the graph, and MXNet does not tell its children. They may have
+    other flags of their own, and what is safe in a static graph is not in another, so the owner is looked up on the
+    stack. A trace that does not come from a hybridized block's first call counts as not static, which is always safe.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is HybridBlock._build_cache.__code__:
+            flags = dict(frame.f_locals["self"]._flags)
+            return bool(flags.get("static_alloc") and flags.get("static_shape"))
+        frame = frame.f_back
+    return False

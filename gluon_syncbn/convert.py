@@ -84,7 +84,7 @@ def convert_batchnorm(block: Block) -> Block:
     for layer in layers:
         original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
         layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
-        for name in ("_options", "_group", "_group_lock"):
+        for name in ("_options", "_group", "_group_lock", "_requested_backend", "_activation"):
             del layer.__dict__[name]
     _drop_cached_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))

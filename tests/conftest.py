@@ -5,3 +5,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "examples")]
 
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)
+import pytest  # noqa: E402
+
+
+@pytest.fixture(params=["native", "portable"])
+def backend(request, monkeypatch):
+    """What 'auto' means in this test, and in the processes that it starts."""
+    monkeypatch.setenv("GLUON_SYNCBN_BACKEND", request.param)
+    return request.param

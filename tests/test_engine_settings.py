@@ -37,7 +37,7 @@ def test_import_after_the_engine_has_started_warns(early):
     assert f"set MXNET_CPU_TEMP_COPY={CPU_TEMP_SLOTS} before the program starts" in done.stderr
 
 
-def test_the_slots_prevent_the_deadlock_that_mxnet_has_by_default():
+def test_the_slots_prevent_the_deadlock_that_mxnet_has_by_default(backend):
     """The reason for all of this: with MXNet's 4 slots this net cannot run, and says so; with ours it does."""
     code = """
 import gluon_syncbn
@@ -53,7 +53,8 @@ try:
         outputs, inputs = step(net, shards, shards, cpus(2))
         mx.nd.waitall()
     print('RAN')
-except mx.MXNetError:
+except mx.MXNetError as error:
+    print(error)
     print('FAILED')
 """
     assert run_python(code).stdout.strip().endswith("RAN")
@@ -94,11 +95,11 @@ except mx.MXNetError:
 """
 
 
-def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator():
+def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(backend):
     """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times."""
     assert run_python(BORDERS.format(copies=True), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("RAN")
 
 
-def test_without_them_the_pool_is_gone_round_and_devices_meet_in_a_slot():
+def test_without_them_the_pool_is_gone_round_and_devices_meet_in_a_slot(backend):
     """Why the recipe exists; if this ever runs through, the README may drop it."""
     assert run_python(BORDERS.format(copies=False), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("FAILED")

@@ -3,6 +3,8 @@
 import pytest
 from harness import run_python
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 DETECTOR = """
 import sys
 sys.path.insert(0, 'examples')

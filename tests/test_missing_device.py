@@ -6,6 +6,8 @@ import time
 import pytest
 from harness import MODES, run_python
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 PROLOGUE = """
 import time, warnings
 import numpy as np
@@ -31,7 +33,8 @@ def failures(arrays):
     for array in arrays:
         try:
             array.asnumpy()
-        except mx.MXNetError:
+        except mx.MXNetError as error:
+            print(error)
             count += 1
     return count
 """

@@ -10,6 +10,8 @@ from mxnet.gluon import nn
 from gluon_syncbn import SyncBatchNorm, portable
 from gluon_syncbn._host import HostAccess
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 # float32 as promised; float64 and float16 by their own precision.
 TOLERANCES = {"float32": (1e-5, 1e-4), "float64": (1e-12, 1e-11), "float16": (2e-3, 4e-3)}
 
@@ -113,7 +115,7 @@ def test_the_operators_chosen_for_gpus_are_right_too(case, monkeypatch):
     centre = portable._centre
     monkeypatch.setattr(portable, "_centre", lambda F, rows, on_gpu: centre(F, rows, on_gpu=True))
     shapes, axis = CASES[case]
-    layer, devices, (gamma, beta) = make_layer(shapes, axis, mode="hybridize")
+    layer, devices, (gamma, beta) = make_layer(shapes, axis, mode="hybridize", backend="portable")
     shards, heads = random_shards(shapes), random_shards(shapes, seed=5)
     observed = observe(layer, shards, heads, devices)
     expected = oracle.batch_norm(flatten(shards, axis), gamma, beta, -1, heads=flatten(heads, axis))
@@ -126,7 +128,7 @@ def test_the_way_vectors_leave_a_gpu_is_right_too(mode, monkeypatch):
     """Through NDArray's own interface instead of its memory; that works on a CPU device as well."""
     monkeypatch.setattr(HostAccess, "__init__", lambda self, device: setattr(self, "_direct", False))
     shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
-    layer, devices, (gamma, beta) = make_layer(shapes, 1, mode=mode)
+    layer, devices, (gamma, beta) = make_layer(shapes, 1, mode=mode, backend="portable")
     layer.gamma.grad_req = "add"
     shards, heads = random_shards(shapes), random_shards(shapes, seed=5)
     expected = oracle.batch_norm(shards, gamma, beta, heads=heads)

@@ -11,6 +11,8 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_data_parallel_model(mode):

@@ -16,6 +16,8 @@ from train_detection import DigitsTrainTransform, make_detector
 
 from gluon_syncbn import convert_sync_batchnorm
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 CLASSES = ["a", "b", "c"]
 
 

@@ -1,0 +1,577 @@
+// The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in a
+// training step. This file knows MXNet's C interface, the groups that Python has made, and the order of things:
+//
+//   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
+//   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
+//
+// Inputs: data, gamma, beta; auxiliary states: running_mean, running_var; outputs: out, and for the backward pass
+// `saved` (mean, invstd, count of all devices, number of the forward round; count 0 after prediction mode). The arrays
+// are dense: native.py keeps oneDNN's layouts away from the operator.
+//
+// Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
+// therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
+
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "mxnet_c_api.h"
+#include "rendezvous.h"
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr const char* kOperator = "gluon_syncbn_native";
+constexpr double kLost = std::numeric_limits<double>::quiet_NaN();
+
+MXNetFunctions mxnet;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Groups
+
+// Devices of one layer that synchronize among themselves.
+struct Circle {
+  Circle(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice)
+      : forward("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice),
+        backward("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice) {}
+
+  Rendezvous forward;
+  Rendezvous backward;
+};
+
+struct Place {
+  size_t rank;
+  std::shared_ptr<Circle> circle;
+};
+
+struct Group {
+  std::string name;
+  std::string devices_text;
+  double momentum;
+  double epsilon;
+  bool scale;
+  DType dtype;  // of parameters and statistics
+  std::map<std::string, Place> places;
+
+  const Place& place_of(const std::string& device) const {
+    const auto found = places.find(device);
+    if (found == places.end()) {
+      throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + devices_text +
+                                  ", and now runs on " + device +
+                                  ". Call hybridize() again after the parameters have moved to other devices.");
+    }
+    return found->second;
+  }
+};
+
+// Never destroyed, because operators may still run while the process exits.
+std::mutex& groups_mutex() {
+  static std::mutex* mutex = new std::mutex;
+  return *mutex;
+}
+std::map<int64_t, std::shared_ptr<Group>>& groups() {
+  static auto* all = new std::map<int64_t, std::shared_ptr<Group>>;
+  return *all;
+}
+
+std::shared_ptr<Group> find_group(int64_t number) {
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  const auto found = groups().find(number);
+  if (found == groups().end()) {
+    throw std::invalid_argument(
+        "no SyncBatchNorm layer number " + std::to_string(number) +
+        " in this process. Its layer was dropped, or this graph was exported from a synchronized net: call "
+        "convert_batchnorm(net) before you export.");
+  }
+  return found->second;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Arrays and small vectors
+
+class Array {
+ public:
+  explicit Array(void* handle) : handle_(handle) {}
+  ~Array() { mxnet.array_free(handle_); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void* data() const {
+    void* address = nullptr;
+    if (mxnet.array_data(handle_, &address) != 0 || address == nullptr) {
+      throw std::runtime_error("gluon_syncbn: MXNet did not give access to an array");
+    }
+    return address;
+  }
+
+ private:
+  void* handle_;
+};
+
+std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
+  std::vector<double> values(size);
+  for (size_t i = 0; i < size; ++i) {
+    values[i] = dtype == DType::kFloat64 ? static_cast<const double*>(from)[i]
+                                         : static_cast<double>(static_cast<const float*>(from)[i]);
+  }
+  return values;
+}
+
+void write_vector(DType dtype, void* to, const std::vector<double>& values, Request request = Request::kWrite) {
+  if (request == Request::kNull) return;
+  const bool add = request == Request::kAdd;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::kFloat64) {
+      double& place = static_cast<double*>(to)[i];
+      place = add ? place + values[i] : values[i];
+    } else {
+      float& place = static_cast<float*>(to)[i];
+      place = static_cast<float>(add ? static_cast<double>(place) + values[i] : values[i]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The operator: one layer's call on one device, with shapes known
+
+class Operator {
+ public:
+  Operator(std::shared_ptr<Group> group, const char* device, Layout layout, DType dtype, bool relu)
+      : group_(std::move(group)),
+        device_(device),
+        layout_(layout),
+        dtype_(dtype),
+        relu_(relu),
+        threads_(omp_get_max_threads()) {}
+
+  void forward(void** arrays, const int* requests, bool is_train) {
+    const Array data(arrays[0]), gamma(arrays[1]), beta(arrays[2]);
+    const Array out(arrays[3]), saved(arrays[4]);
+    const Array running_mean(arrays[5]), running_var(arrays[6]);
+    const void* x = data.data();
+    void* y = data_if_wanted(out, requests[0]);
+    auto* remembered = static_cast<double*>(data_if_wanted(saved, requests[1]));
+    if (!is_train) {
+      remember(remembered, read(running_mean), inverse_deviation(read(running_var)), 0, 0);
+      if (y) normalize(dtype_, x, layout_, prediction_affine(gamma, beta, running_mean, running_var), y, threads_);
+      return;
+    }
+    try {
+      const Place& place = group_->place_of(device_);
+      const Moments local = moments(dtype_, x, layout_, threads_);
+      const Rendezvous::Meeting meeting = place.circle->forward.meet(place.rank, pack(local));
+      const Moments all = unpack_and_merge(*meeting.contributions);
+      std::vector<double> variance(all.m2);
+      for (double& value : variance) value /= all.count;
+      const std::vector<double> invstd = inverse_deviation(variance);
+      remember(remembered, all.mean, invstd, all.count, meeting.number);
+      if (y) normalize(dtype_, x, layout_, affine_of(all.mean, invstd, gamma, beta), y, threads_);
+      average(running_mean, all.mean);
+      average(running_var, variance);
+    } catch (...) {
+      if (y) fill(dtype_, y, layout_.size(), kLost);
+      throw;
+    }
+  }
+
+  void backward(void** arrays, const int* requests) {
+    const Array d_out(arrays[0]), d_saved(arrays[1]);
+    const Array data(arrays[2]), gamma(arrays[3]), beta(arrays[4]);
+    const Array out(arrays[5]), saved(arrays[6]);
+    const Array d_data(arrays[7]), d_gamma(arrays[8]), d_beta(arrays[9]);
+    const Array running_mean(arrays[10]), running_var(arrays[11]);
+    const auto data_request = static_cast<Request>(requests[0]);
+    const auto gamma_request = static_cast<Request>(requests[1]);
+    const auto beta_request = static_cast<Request>(requests[2]);
+    const size_t channels = static_cast<size_t>(layout_.channels);
+    const auto* remembered = static_cast<const double*>(saved.data());
+    const std::vector<double> mean(remembered, remembered + channels);
+    const std::vector<double> invstd(remembered + channels, remembered + 2 * channels);
+    const double total_count = remembered[2 * channels];
+    const auto number = static_cast<uint64_t>(remembered[2 * channels + 1]);
+    try {
+      const Affine affine = affine_of(mean, invstd, gamma, beta);
+      const void* x = data.data();
+      const void* dy = d_out.data();
+      const GradientSums sums = gradient_sums(dtype_, x, dy, layout_, affine, threads_);
+      // This device's S1 = Σ dy, which is dβ, and S2 = Σ dy·x̂, which is dγ.
+      const std::vector<double>& s1 = sums.dy;
+      std::vector<double> s2(channels);
+      for (size_t c = 0; c < channels; ++c) {
+        s2[c] = invstd[c] * (sums.dy_centred[c] - (mean[c] - affine.shift[c]) * s1[c]);
+      }
+      InputGradient gradient = input_gradient_factors(gamma, invstd);
+      if (total_count > 0) {  // else the statistics did not depend on x
+        const Place& place = group_->place_of(device_);
+        std::vector<double> message(s1);
+        message.insert(message.end(), s2.begin(), s2.end());
+        const Rendezvous::Meeting meeting = place.circle->backward.meet(place.rank, std::move(message), number);
+        std::vector<double> total(2 * channels, 0.0);
+        for (const std::vector<double>& contribution : *meeting.contributions) {
+          for (size_t i = 0; i < total.size(); ++i) total[i] += contribution[i];
+        }
+        for (size_t c = 0; c < channels; ++c) {
+          const double mean_s1 = total[c] / total_count, mean_s2 = total[channels + c] / total_count;
+          gradient.slope[c] = -gradient.factor[c] * invstd[c] * mean_s2;
+          gradient.constant[c] =
+              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (mean[c] - affine.shift[c]);
+        }
+      }
+      if (data_request != Request::kNull) {
+        input_gradient(dtype_, x, dy, layout_, affine, gradient, d_data.data(), data_request == Request::kAdd,
+                       threads_);
+      }
+      write_vector(group_->dtype, d_beta.data(), s1, beta_request);
+      if (!group_->scale) s2.assign(channels, 0.0);
+      write_vector(group_->dtype, d_gamma.data(), s2, gamma_request);
+    } catch (...) {
+      if (data_request != Request::kNull) fill(dtype_, d_data.data(), layout_.size(), kLost);
+      const std::vector<double> lost(channels, kLost);
+      write_vector(group_->dtype, d_gamma.data(), lost, gamma_request);
+      write_vector(group_->dtype, d_beta.data(), lost, beta_request);
+      throw;
+    }
+  }
+
+ private:
+  std::vector<double> read(const Array& vector) const {
+    return read_vector(group_->dtype, vector.data(), static_cast<size_t>(layout_.channels));
+  }
+
+  std::vector<double> read_gamma(const Array& gamma) const {
+    return group_->scale ? read(gamma) : std::vector<double>(static_cast<size_t>(layout_.channels), 1.0);
+  }
+
+  std::vector<double> inverse_deviation(std::vector<double> variance) const {
+    for (double& value : variance) value = 1 / std::sqrt(value + group_->epsilon);
+    return variance;
+  }
+
+  Affine affine_of(const std::vector<double>& mean, const std::vector<double>& invstd, const Array& gamma,
+                   const Array& beta) const {
+    std::vector<double> scale = read_gamma(gamma);
+    for (size_t c = 0; c < scale.size(); ++c) scale[c] *= invstd[c];
+    return Affine::rounded(dtype_, mean, scale, read(beta), relu_);
+  }
+
+  // In prediction mode every step is rounded as in MXNet's own BatchNorm, which computes in float32 here.
+  Affine prediction_affine(const Array& gamma, const Array& beta, const Array& running_mean,
+                           const Array& running_var) const {
+    Affine affine{read(running_mean), read_gamma(gamma), read(beta), relu_};
+    const std::vector<double> variance = read(running_var);
+    for (size_t c = 0; c < variance.size(); ++c) {
+      if (group_->dtype == DType::kFloat64) {
+        affine.scale[c] /= std::sqrt(variance[c] + group_->epsilon);
+      } else {
+        affine.scale[c] = static_cast<float>(affine.scale[c]) /
+                          std::sqrt(static_cast<float>(variance[c]) + static_cast<float>(group_->epsilon));
+      }
+    }
+    return affine;
+  }
+
+  InputGradient input_gradient_factors(const Array& gamma, const std::vector<double>& invstd) const {
+    InputGradient gradient{read_gamma(gamma), std::vector<double>(invstd.size(), 0.0),
+                           std::vector<double>(invstd.size(), 0.0)};
+    for (size_t c = 0; c < invstd.size(); ++c) gradient.factor[c] *= invstd[c];
+    return gradient;
+  }
+
+  void average(const Array& running, const std::vector<double>& now) const {
+    std::vector<double> values = read(running);
+    for (size_t c = 0; c < values.size(); ++c) {
+      values[c] = values[c] * group_->momentum + now[c] * (1 - group_->momentum);
+    }
+    write_vector(group_->dtype, running.data(), values);
+  }
+
+  static std::vector<double> pack(const Moments& local) {
+    std::vector<double> message;
+    message.reserve(1 + 2 * local.mean.size());
+    message.push_back(local.count);
+    message.insert(message.end(), local.mean.begin(), local.mean.end());
+    message.insert(message.end(), local.m2.begin(), local.m2.end());
+    return message;
+  }
+
+  static void* data_if_wanted(const Array& array, int request) {
+    return static_cast<Request>(request) == Request::kNull ? nullptr : array.data();
+  }
+
+  static Moments unpack_and_merge(const std::vector<std::vector<double>>& contributions) {
+    std::vector<Moments> parts;
+    for (const std::vector<double>& message : contributions) {
+      const auto middle = message.begin() + 1 + static_cast<std::ptrdiff_t>((message.size() - 1) / 2);
+      parts.push_back({message[0], {message.begin() + 1, middle}, {middle, message.end()}});
+    }
+    return merge(parts);
+  }
+
+  static void remember(double* saved, const std::vector<double>& mean, const std::vector<double>& invstd, double count,
+                       uint64_t number) {
+    if (!saved) return;
+    const size_t channels = mean.size();
+    std::memcpy(saved, mean.data(), channels * sizeof(double));
+    std::memcpy(saved + channels, invstd.data(), channels * sizeof(double));
+    saved[2 * channels] = count;
+    saved[2 * channels + 1] = static_cast<double>(number);
+  }
+
+  const std::shared_ptr<Group> group_;
+  const std::string device_;
+  const Layout layout_;
+  const DType dtype_;
+  const bool relu_;
+  const int threads_;
+
+ public:
+  void* contexts[3] = {this, this, this};  // of the three callbacks
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its properties: what a graph knows before shapes are known
+
+constexpr int kPropertyCallbacks = 8;
+
+struct Property {
+  std::shared_ptr<Group> group;
+  int axis;
+  bool relu;
+  void* contexts[kPropertyCallbacks];
+};
+
+constexpr int kInputs = 3, kOutputs = 2;
+
+// Runs a callback's body; whatever it throws reaches the user as the text of an MXNetError.
+template <typename Body>
+int or_error(const Body& body) {
+  try {
+    body();
+    return 1;
+  } catch (const dmlc::Error&) {
+    throw;
+  } catch (const std::exception& problem) {
+    throw dmlc::Error(problem.what());
+  }
+}
+
+int list_names(char*** names, const char** list) {
+  *names = const_cast<char**>(list);
+  return 1;
+}
+int list_arguments(char*** names, void*) {
+  static const char* list[] = {"data", "gamma", "beta", nullptr};
+  return list_names(names, list);
+}
+int list_outputs(char*** names, void*) {
+  static const char* list[] = {"out", "saved", nullptr};
+  return list_names(names, list);
+}
+int list_states(char*** names, void*) {
+  static const char* list[] = {"running_mean", "running_var", nullptr};
+  return list_names(names, list);
+}
+
+Layout layout_of(const std::vector<int64_t>& shape, int axis, const std::string& name) {
+  const int ndim = static_cast<int>(shape.size());
+  const int real_axis = axis < 0 ? axis + ndim : axis;
+  if (ndim < 2 || real_axis < 0 || real_axis >= ndim) {
+    throw std::invalid_argument("SyncBatchNorm '" + name + "': axis=" + std::to_string(axis) +
+                                " does not fit an input of " + std::to_string(ndim) +
+                                " axes; it takes 2 or more axes.");
+  }
+  Layout layout{1, shape[static_cast<size_t>(real_axis)], 1};
+  for (int i = 0; i < ndim; ++i) {
+    if (i < real_axis) layout.outer *= shape[static_cast<size_t>(i)];
+    if (i > real_axis) layout.inner *= shape[static_cast<size_t>(i)];
+  }
+  return layout;
+}
+
+int infer_shape(int num, int* ndims, int** shapes, void* state) {
+  return or_error([&] {
+    const auto* property = static_cast<Property*>(state);
+    // MXNet copies the shapes before this thread calls again.
+    thread_local int channels[1], saved[1];
+    if (ndims[0] <= 0) {  // it also asks before it knows the input
+      for (int i = kInputs; i < kInputs + kOutputs; ++i) ndims[i] = 0;
+      return;
+    }
+    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    const Layout layout = layout_of(shape, property->axis, property->group->name);
+    channels[0] = static_cast<int>(layout.channels);
+    saved[0] = 2 * channels[0] + 2;
+    const char* names[] = {"gamma", "beta"};
+    for (int i = 1; i < kInputs; ++i) {
+      if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
+        throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input has " +
+                                    std::to_string(channels[0]) + " channels, " + names[i - 1] + " has " +
+                                    std::to_string(shapes[i][0]) + ".");
+      }
+    }
+    for (int i = 1; i < num; ++i) {
+      ndims[i] = 1;
+      shapes[i] = channels;
+    }
+    ndims[kInputs] = ndims[0];
+    shapes[kInputs] = shapes[0];
+    shapes[kInputs + 1] = saved;
+  });
+}
+
+const char* dtype_name(int flag) {
+  switch (flag) {
+    case 0:
+      return "float32";
+    case 1:
+      return "float64";
+    case 2:
+      return "float16";
+    case 12:
+      return "bfloat16";
+    default:
+      return "of a type that is not supported";
+  }
+}
+
+int infer_type(int num, int* dtypes, void* state) {
+  return or_error([&] {
+    const Group& group = *static_cast<Property*>(state)->group;
+    const int parameters = static_cast<int>(group.dtype);
+    if (dtypes[0] < 0) dtypes[0] = dtypes[kInputs];
+    const bool half = dtypes[0] == static_cast<int>(DType::kFloat16) || dtypes[0] == static_cast<int>(DType::kBFloat16);
+    if (dtypes[0] >= 0 && dtypes[0] != parameters && !(half && group.dtype == DType::kFloat32)) {
+      throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(dtypes[0]) +
+                                  ", parameters and statistics are " + dtype_name(parameters) +
+                                  "; call cast() on the net.");
+    }
+    dtypes[kInputs] = dtypes[0];
+    dtypes[kInputs + 1] = static_cast<int>(DType::kFloat64);
+    dtypes[1] = dtypes[2] = parameters;
+    for (int i = kInputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
+  });
+}
+
+int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps,
+                                int** deps, void*) {
+  thread_local int list[5];
+  list[0] = out_grad[0];
+  list[1] = in_data[0];
+  list[2] = in_data[1];
+  list[3] = in_data[2];
+  list[4] = out_data[1];
+  *num_deps = 5;
+  *deps = list;
+  return 1;
+}
+
+int delete_operator(void* state) {
+  delete static_cast<Operator*>(state);
+  return 1;
+}
+
+int run_forward(int, void** arrays, int*, const int* requests, int is_train, void* state) {
+  return or_error([&] { static_cast<Operator*>(state)->forward(arrays, requests, is_train != 0); });
+}
+
+int run_backward(int, void** arrays, int*, const int* requests, int, void* state) {
+  return or_error([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
+}
+
+using AnyCallback = int (*)(void);
+
+// The C interface declares every callback as int (*)(void); void (*)(void) is C++'s word for "of any type".
+template <typename Function>
+AnyCallback any(Function function) {
+  return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
+}
+
+int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,
+                    MXCallbackList* ret, void* state) {
+  return or_error([&] {
+    const auto* property = static_cast<Property*>(state);
+    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    auto* created = new Operator(property->group, device, layout_of(shape, property->axis, property->group->name),
+                                 dtype_of(dtypes[0]), property->relu);
+    static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
+    ret->num_callbacks = 3;
+    ret->callbacks = callbacks;
+    ret->contexts = created->contexts;
+  });
+}
+
+int delete_property(void* state) {
+  delete static_cast<Property*>(state);
+  return 1;
+}
+
+int create_property(const char*, int num_arguments, const char** keys, const char** values, MXCallbackList* ret) {
+  return or_error([&] {
+    std::map<std::string, std::string> arguments;
+    for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
+    static AnyCallback callbacks[kPropertyCallbacks] = {
+        any(delete_property), any(list_arguments),
+        any(list_outputs),    any(list_states),
+        any(infer_shape),     any(declare_backward_dependency),
+        any(create_operator), any(infer_type)};
+    auto* property = new Property{find_group(std::stoll(arguments["group"])), std::stoi(arguments["axis"]),
+                                  arguments["relu"] == "1", {}};
+    for (void*& context : property->contexts) context = property;
+    ret->num_callbacks = kPropertyCallbacks;
+    ret->callbacks = callbacks;
+    ret->contexts = property->contexts;
+  });
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What Python calls (native.py)
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Registers the operator with the MXNet that `functions` belong to; 0, or MXNet's error code.
+EXPORTED int gluon_syncbn_register(const MXNetFunctions* functions) {
+  gluon_syncbn::mxnet = *functions;
+  return functions->custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
+}
+
+// Makes the group that graphs name by `number`; neighbours among `devices` synchronize in circles of `group_size`.
+EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const char* const* devices, int num_devices,
+                                      int group_size, double timeout_seconds, double momentum, double epsilon,
+                                      int scale, int dtype, const char* advice) {
+  using namespace gluon_syncbn;
+  auto group = std::make_shared<Group>();
+  group->name = name;
+  group->momentum = momentum;
+  group->epsilon = epsilon;
+  group->scale = scale != 0;
+  group->dtype = dtype_of(dtype);
+  for (int start = 0; start < num_devices; start += group_size) {
+    const std::vector<std::string> members(devices + start, devices + start + group_size);
+    const auto circle = std::make_shared<Circle>(name, members, timeout_seconds, advice);
+    for (size_t rank = 0; rank < members.size(); ++rank) {
+      group->places[members[rank]] = {rank, circle};
+      group->devices_text += (group->devices_text.empty() ? "" : ", ") + members[rank];
+    }
+  }
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  groups()[number] = group;
+}
+
+// Forgets a group; calls that are under way keep it until they are done.
+EXPORTED void gluon_syncbn_drop_group(int64_t number) {
+  std::lock_guard<std::mutex> lock(gluon_syncbn::groups_mutex());
+  gluon_syncbn::groups().erase(number);
+}

@@ -1,0 +1,118 @@
+#include "rendezvous.h"
+
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a rank looks before it sleeps.
+constexpr std::chrono::microseconds kLook{60};
+
+// MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
+// one error. Ranks that share a failed round leave it this far apart.
+constexpr std::chrono::milliseconds kBetweenFailures{50};
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", seconds);
+  return text;
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice)
+    : what_(std::move(what)),
+      ranks_(std::move(ranks)),
+      timeout_seconds_(timeout_seconds),
+      advice_(std::move(advice)) {}
+
+Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contribution, uint64_t key) {
+  std::shared_ptr<Round> round;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Round>& entry = rounds_[key];
+    if (!entry) {
+      entry = std::make_shared<Round>(ranks_.size());
+      entry->number = ++opened_;
+      entry->deadline =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds_));
+    }
+    round = entry;
+    if (round->present[rank]) {
+      finish(*round, key, kFailed, what_ + ": " + ranks_[rank] + " arrived twice in one round.");
+    } else {
+      const size_t size = contribution.size();
+      round->contributions[rank] = std::move(contribution);
+      round->present[rank] = true;
+      round->arrived += 1;
+      for (size_t other = 0; other < ranks_.size(); ++other) {
+        if (round->present[other] && round->contributions[other].size() != size) {
+          finish(*round, key, kFailed,
+                 what_ + ": the devices brought vectors of different lengths (" + ranks_[rank] + ": " +
+                     std::to_string(size) + ", " + ranks_[other] + ": " +
+                     std::to_string(round->contributions[other].size()) + ").");
+          break;
+        }
+      }
+      if (round->arrived == ranks_.size() && round->state == kGathering) finish(*round, key, kComplete, "");
+    }
+  }
+  wait(round, key);
+  if (round->state == kFailed) leave_with_error(*round);
+  return {std::shared_ptr<const std::vector<std::vector<double>>>(round, &round->contributions), round->number};
+}
+
+size_t Rendezvous::open_rounds() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return rounds_.size();
+}
+
+void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
+  const auto look_until = Clock::now() + kLook;
+  while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < look_until) pause();
+  if (round->state.load(std::memory_order_acquire) != kGathering) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (round->state == kGathering) {
+    if (round->changed.wait_until(lock, round->deadline) == std::cv_status::timeout && round->state == kGathering &&
+        Clock::now() >= round->deadline) {
+      finish(*round, key, kFailed, missing_text(*round));
+    }
+  }
+}
+
+void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {
+  round.error = std::move(error);
+  round.state.store(state, std::memory_order_release);
+  round.changed.notify_all();
+  rounds_.erase(key);  // last: it may hold the only reference but ours
+}
+
+std::string Rendezvous::missing_text(const Round& round) const {
+  std::string arrived, missing;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    std::string& names = round.present[rank] ? arrived : missing;
+    names += (names.empty() ? "" : ", ") + ranks_[rank];
+  }
+  return what_ + " waited " + seconds_text(timeout_seconds_) + " s for " +
+         std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) +
+         " devices. Arrived: " + arrived + ". Missing: " + missing + ". " + advice_;
+}
+
+void Rendezvous::leave_with_error(Round& round) const {
+  std::this_thread::sleep_for(kBetweenFailures * round.left_with_error.fetch_add(1));
+  throw RendezvousError(round.error);
+}
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,90 @@
+// Kernels and rendezvous as plain C functions, without MXNet: for tests, benchmarks and `python -m gluon_syncbn`.
+// dtypes are MXNet's type flags; tensors are (outer, channels, inner); vectors are float64 of length `channels`.
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "rendezvous.h"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+using namespace gluon_syncbn;
+
+namespace {
+
+std::vector<double> vector_of(const double* values, int64_t size) { return {values, values + size}; }
+
+Affine affine_of(int dtype, int64_t channels, const double* mean, const double* scale, const double* beta, int relu) {
+  return Affine::rounded(dtype_of(dtype), vector_of(mean, channels), vector_of(scale, channels),
+                         vector_of(beta, channels), relu != 0);
+}
+
+}  // namespace
+
+EXPORTED const char* gluon_syncbn_instruction_set() { return instruction_set(); }
+
+EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
+                                   int threads, double* mean, double* m2) {
+  const Moments result = moments(dtype_of(dtype), x, {outer, channels, inner}, threads);
+  std::memcpy(mean, result.mean.data(), result.mean.size() * sizeof(double));
+  std::memcpy(m2, result.m2.data(), result.m2.size() * sizeof(double));
+}
+
+// y = (x − mean)·scale + beta
+EXPORTED void gluon_syncbn_normalize(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
+                                     const double* mean, const double* scale, const double* beta, int relu, void* y,
+                                     int threads) {
+  normalize(dtype_of(dtype), x, {outer, channels, inner}, affine_of(dtype, channels, mean, scale, beta, relu), y,
+            threads);
+}
+
+// Σ dy and Σ dy·(x − mean), mean rounded to the tensor's precision
+EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* x, const void* dy, int64_t outer, int64_t channels,
+                                         int64_t inner, const double* mean, const double* scale, const double* beta,
+                                         int relu, int threads, double* sums, double* centred) {
+  const GradientSums result = gradient_sums(dtype_of(dtype), x, dy, {outer, channels, inner},
+                                            affine_of(dtype, channels, mean, scale, beta, relu), threads);
+  std::memcpy(sums, result.dy.data(), result.dy.size() * sizeof(double));
+  std::memcpy(centred, result.dy_centred.data(), result.dy_centred.size() * sizeof(double));
+}
+
+// dx = factor·dy + slope·(x − mean) + constant
+EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* x, const void* dy, int64_t outer, int64_t channels,
+                                          int64_t inner, const double* mean, const double* scale, const double* beta,
+                                          int relu, const double* factor, const double* slope,
+                                          const double* constant, void* dx, int add, int threads) {
+  const InputGradient gradient{vector_of(factor, channels), vector_of(slope, channels),
+                               vector_of(constant, channels)};
+  input_gradient(dtype_of(dtype), x, dy, {outer, channels, inner},
+                 affine_of(dtype, channels, mean, scale, beta, relu), gradient, dx, add != 0, threads);
+}
+
+EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, double timeout_seconds) {
+  std::vector<std::string> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back("rank " + std::to_string(rank));
+  return new Rendezvous(what, ranks, timeout_seconds, "");
+}
+
+EXPORTED void gluon_syncbn_rendezvous_free(void* rendezvous) { delete static_cast<Rendezvous*>(rendezvous); }
+
+// Leaves `values`, waits, and writes the sum over ranks there. Returns the number of the round, or 0 with the error's
+// text in `error`.
+EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double* values, int64_t size, int64_t key,
+                                              char* error, int64_t error_size) {
+  try {
+    const Rendezvous::Meeting meeting = static_cast<Rendezvous*>(rendezvous)
+                                            ->meet(static_cast<size_t>(rank), vector_of(values, size),
+                                                   static_cast<uint64_t>(key));
+    std::memset(values, 0, static_cast<size_t>(size) * sizeof(double));
+    for (const std::vector<double>& contribution : *meeting.contributions) {
+      for (size_t i = 0; i < contribution.size(); ++i) values[i] += contribution[i];
+    }
+    return static_cast<int64_t>(meeting.number);
+  } catch (const RendezvousError& problem) {
+    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
+    return 0;
+  }
+}

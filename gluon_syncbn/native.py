@@ -1,0 +1,164 @@
+"""The native back end: one compiled operator for moments, rendezvous, normalization and the whole backward pass.
+
+The operator lives in ``csrc/`` and is built into a shared library that uses no Python ABI and does not link to MXNet:
+Python hands it the addresses of the few C functions that it calls. MXNet sees a custom operator whose callbacks happen
+to be compiled, so no Python runs in a training step.
+
+An operator stands before it and one behind it in a graph, both because of MXNet on CPU. A custom operator runs
+asynchronously, and where an input is in a layout of oneDNN's (the output of a convolution, or its gradient), MXNet
+converts it into a copy that can die before the operator has read it: rare crashes and wrong numbers. Hence what enters
+on the way forward (``x``) and on the way back (the gradient of ``out``) first passes an operator that leaves a dense
+array of its own.
+
+In a graph with ``static_alloc`` and ``static_shape`` MXNet keeps those copies, except next to an input or output of the
+graph. There ``reshape`` makes x dense in one pass, and ``identity`` costs nothing but keeps the operator away from the
+graph's outputs. Everywhere else it is a slice of the whole. It costs one more pass, and never works in place: operators
+that do (a product with 1, a cast to the same type) left garbage in hybridized graphs without ``static_alloc``.
+"""
+
+import ctypes
+import logging
+import weakref
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet.base import _LIB
+
+from gluon_syncbn._group import Options, default_timeout, next_number, usual_reasons
+
+_log = logging.getLogger(__name__)
+_OPERATOR = "gluon_syncbn_native"
+LIBRARY = Path(__file__).with_name("libgluon_syncbn.so")
+_DTYPE_FLAGS = {"float32": 0, "float64": 1}
+
+
+class _MXNetFunctions(ctypes.Structure):
+    """As in csrc/mxnet_c_api.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("custom_op_register", "array_data", "array_free")]
+
+
+def _load() -> ctypes.CDLL:
+    """The library, with its operator registered.
+
+    Raises
+    ------
+    OSError
+        The library is not there or cannot be loaded.
+    RuntimeError
+        MXNet has refused the operator.
+    """
+    if not LIBRARY.exists():
+        raise OSError("it was not compiled when the package was installed (pip install needs a C++17 compiler)")
+    library = ctypes.CDLL(str(LIBRARY))
+    library.gluon_syncbn_instruction_set.restype = ctypes.c_char_p
+    library.gluon_syncbn_make_group.argtypes = [
+        ctypes.c_int64,
+        ctypes.c_char_p,
+        ctypes.POINTER(ctypes.c_char_p),
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_double,
+        ctypes.c_double,
+        ctypes.c_double,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_char_p,
+    ]
+    library.gluon_syncbn_make_group.restype = None
+    library.gluon_syncbn_drop_group.argtypes = [ctypes.c_int64]
+    library.gluon_syncbn_drop_group.restype = None
+    names = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree")
+    functions = _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in names))
+    if library.gluon_syncbn_register(ctypes.byref(functions)) != 0:
+        raise RuntimeError("MXNet refused to register the operator")
+    return library
+
+
+try:
+    _library: Optional[ctypes.CDLL] = _load()
+    why_missing = ""
+except (OSError, RuntimeError) as problem:
+    _library = None
+    why_missing = str(problem)
+
+
+def instruction_set() -> str:
+    """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library."""
+    return "not compiled" if _library is None else _library.gluon_syncbn_instruction_set().decode()
+
+
+class NativeGroup:
+    """The synchronization of one layer over its devices, held by the compiled operator.
+
+    Parameters are those of `gluon_syncbn._group.Group`; ``options.kvstore`` is not used.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[mx.Context],
+        options: Options,
+        dtype: str,
+        momentum: float,
+        epsilon: float,
+        scale: bool,
+    ):
+        self.devices: List[mx.Context] = list(devices)
+        self.dtype = dtype
+        self.number = next_number()
+        names = (ctypes.c_char_p * len(self.devices))(*(str(device).encode() for device in self.devices))
+        _library.gluon_syncbn_make_group(
+            self.number,
+            name.encode(),
+            names,
+            len(self.devices),
+            options.group_size or len(self.devices),
+            default_timeout() if options.timeout is None else options.timeout,
+            momentum,
+            epsilon,
+            scale,
+            _DTYPE_FLAGS[np.dtype(dtype).name],
+            usual_reasons().encode(),
+        )
+        weakref.finalize(self, _library.gluon_syncbn_drop_group, self.number).atexit = False
+
+
+def normalize(F, x, gamma, beta, running_mean, running_var, group: NativeGroup, axis: int, relu: bool, static: bool):
+    """Batch Normalization of ``x`` with the statistics of the whole group.
+
+    Parameters
+    ----------
+    F : mx.nd or mx.sym
+    x : NDArray or Symbol
+        Any shape with at least 2 dimensions; float32, float64, float16 or bfloat16.
+    gamma, beta, running_mean, running_var : NDArray or Symbol
+        Shape (C,), of the group's dtype.
+    group : NativeGroup
+    axis : int
+        Of the channels.
+    relu : bool
+        Whether to return max(y, 0) in place of y.
+    static : bool
+        Whether this is for a graph with ``static_alloc`` and ``static_shape``.
+    """
+    dense = F.reshape(x, shape=(-2,)) if static else _whole(F, x)
+    out = F.Custom(
+        dense,
+        gamma,
+        beta,
+        running_mean,
+        running_var,
+        op_type=_OPERATOR,
+        group=group.number,
+        axis=axis,
+        relu=int(relu),
+        name="fwd",
+    )[0]
+    return F.identity(out) if static else _whole(F, out)
+
+
+def _whole(F, x):
+    return F.slice_axis(x, axis=0, begin=0, end=None)
