@@ -7,6 +7,7 @@ names and position in ``.params`` files are the same as before.
 
 import json
 import logging
+from collections import Counter
 from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
@@ -18,7 +19,7 @@ from gluon_syncbn.block import SyncBatchNorm
 _log = logging.getLogger(__name__)
 
 
-def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, **options) -> Block:
+def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse_relu: bool = True, **options) -> Block:
     """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
 
     Converts `nn.BatchNorm`, its subclasses that only choose options, and ``contrib.nn.SyncBatchNorm``, wherever they
@@ -32,7 +33,13 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, **op
     block : Block
         The net; it is changed in place.
     num_devices : int, optional
-        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``kvstore``.
+        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``activation``,
+        ``kvstore``.
+    fuse_relu : bool, default True
+        Where a `nn.HybridSequential` holds a norm and a ReLU behind it, compute both in one pass: the norm takes the
+        activation over, and the ReLU passes its input on. Left alone where that could be seen: if one of the two hangs
+        elsewhere in the net too, or has forward hooks. A slice of the `nn.HybridSequential` that is cut between the two
+        afterwards ends with the ReLU; pass False if you cut there.
 
     Returns
     -------
@@ -62,8 +69,12 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, **op
             if layer._converted_from is contrib_nn.SyncBatchNorm:
                 _restore_axis(layer)
         layer._synchronize(num_devices=num_devices, **options)
+    _separate_relus(blocks)
+    fused = _fuse_relus(blocks) if fuse_relu else 0
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
+    if fused:
+        _log.info("%d of them compute the ReLU behind them.", fused)
     _warn_of_others(blocks)
     return block
 
@@ -86,6 +97,7 @@ def convert_batchnorm(block: Block) -> Block:
         layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
         for name in ("_options", "_group", "_group_lock", "_requested_backend", "_activation"):
             del layer.__dict__[name]
+    _separate_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
     return block
@@ -130,6 +142,41 @@ def _blocks_in(value, seen: set) -> Iterator[Block]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _blocks_in(item, seen)
+
+
+class FusedReLU(nn.Activation):
+    """A ReLU that the `SyncBatchNorm` before it has taken over: passes its input on."""
+
+    def hybrid_forward(self, F, x):
+        return x
+
+
+def _fuse_relus(blocks: List[Block]) -> int:
+    """Let each norm compute the ReLU that always follows it; returns how many did."""
+    places = Counter(id(item) for block in blocks for item in _blocks_in(vars(block), set()))
+    fused = 0
+    for block in blocks:
+        if type(block) is not nn.HybridSequential:
+            continue
+        children = list(block._children.values())
+        for norm, relu in zip(children, children[1:]):
+            is_pair = type(norm) is SyncBatchNorm and type(relu) is nn.Activation and relu._act_type == "relu"
+            is_private = all(
+                places[id(item)] == 1 and not item._forward_hooks and not item._forward_pre_hooks
+                for item in (norm, relu)
+            )
+            if is_pair and is_private and norm._activation is None:
+                norm._activation = "relu"
+                relu.__class__ = FusedReLU
+                fused += 1
+    return fused
+
+
+def _separate_relus(blocks: List[Block]) -> None:
+    """Undo `_fuse_relus`; the norms have new options, or are plain again."""
+    for block in blocks:
+        if type(block) is FusedReLU:
+            block.__class__ = nn.Activation
 
 
 def _drop_cached_graphs(blocks: List[Block]) -> None:

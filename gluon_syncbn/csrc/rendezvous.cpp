@@ -12,10 +12,6 @@ using Clock = std::chrono::steady_clock;
 // How long a rank looks before it sleeps.
 constexpr std::chrono::microseconds kLook{60};
 
-// MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
-// one error. Ranks that share a failed round leave it this far apart.
-constexpr std::chrono::milliseconds kBetweenFailures{50};
-
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -32,11 +28,13 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
-Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice)
+Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
+                       std::chrono::milliseconds between_failures)
     : what_(std::move(what)),
       ranks_(std::move(ranks)),
       timeout_seconds_(timeout_seconds),
-      advice_(std::move(advice)) {}
+      advice_(std::move(advice)),
+      between_failures_(between_failures) {}
 
 Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contribution, uint64_t key) {
   std::shared_ptr<Round> round;
@@ -53,20 +51,13 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
     if (round->present[rank]) {
       finish(*round, key, kFailed, what_ + ": " + ranks_[rank] + " arrived twice in one round.");
     } else {
-      const size_t size = contribution.size();
       round->contributions[rank] = std::move(contribution);
       round->present[rank] = true;
       round->arrived += 1;
-      for (size_t other = 0; other < ranks_.size(); ++other) {
-        if (round->present[other] && round->contributions[other].size() != size) {
-          finish(*round, key, kFailed,
-                 what_ + ": the devices brought vectors of different lengths (" + ranks_[rank] + ": " +
-                     std::to_string(size) + ", " + ranks_[other] + ": " +
-                     std::to_string(round->contributions[other].size()) + ").");
-          break;
-        }
+      if (round->arrived == ranks_.size()) {
+        std::string error = different_lengths_text(*round);
+        finish(*round, key, error.empty() ? kComplete : kFailed, std::move(error));
       }
-      if (round->arrived == ranks_.size() && round->state == kGathering) finish(*round, key, kComplete, "");
     }
   }
   wait(round, key);
@@ -110,8 +101,19 @@ std::string Rendezvous::missing_text(const Round& round) const {
          " devices. Arrived: " + arrived + ". Missing: " + missing + ". " + advice_;
 }
 
+std::string Rendezvous::different_lengths_text(const Round& round) const {
+  std::string sizes;
+  bool differ = false;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    const size_t size = round.contributions[rank].size();
+    differ = differ || size != round.contributions[0].size();
+    sizes += (rank ? ", " : "") + ranks_[rank] + ": " + std::to_string(size);
+  }
+  return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
+}
+
 void Rendezvous::leave_with_error(Round& round) const {
-  std::this_thread::sleep_for(kBetweenFailures * round.left_with_error.fetch_add(1));
+  std::this_thread::sleep_for(between_failures_ * round.left_with_error.fetch_add(1));
   throw RendezvousError(round.error);
 }
 

@@ -11,8 +11,8 @@
 //   complete   The last rank has arrived. It takes the round out of the table, so that whoever comes again opens the
 //              next one, and wakes the others. Contributions no longer change; every rank reads them all, without
 //              a lock, and reduces them for itself in rank order: same input, same order, same bits everywhere.
-//   failed     A waiting rank saw the deadline pass, or a rank arrived twice, or brought a vector of another length. It
-//              takes the round out of the table, stores the error, and wakes the others: all of them throw that text.
+//   failed     A waiting rank saw the deadline pass, or a rank arrived twice, or the last to arrive found that vectors
+//              differ in length. It takes the round out of the table, stores the error, and wakes the others: all of them throw that text.
 //              The next arrival opens a new round, so the next step starts clean.
 //
 // What ends every wait: the last arrival, the deadline, or the failure of the round. No wait is without a deadline, and
@@ -58,7 +58,11 @@ class Rendezvous {
 
   // `what` is how errors call it, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are the participants'
   // names; `advice` ends the error about a missing rank.
-  Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice);
+  //
+  // MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
+  // one error. Ranks that share a failed round leave it `between_failures` apart.
+  Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
+             std::chrono::milliseconds between_failures = std::chrono::milliseconds(50));
 
   // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank of
   // the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
@@ -87,12 +91,14 @@ class Rendezvous {
   void wait(const std::shared_ptr<Round>& round, uint64_t key);
   void finish(Round& round, uint64_t key, State state, std::string error);  // with the lock held
   std::string missing_text(const Round& round) const;
+  std::string different_lengths_text(const Round& round) const;  // empty if they are the same
   [[noreturn]] void leave_with_error(Round& round) const;
 
   const std::string what_;
   const std::vector<std::string> ranks_;
   const double timeout_seconds_;
   const std::string advice_;
+  const std::chrono::milliseconds between_failures_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<Round>> rounds_;
   uint64_t opened_ = 0;

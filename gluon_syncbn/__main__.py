@@ -1,0 +1,106 @@
+"""``python -m gluon_syncbn``: a doctor's report of this installation, for bug reports and for peace of mind.
+
+Says what is installed, what runs on it and why, tries a synchronized layer on 2 CPU contexts, and names what should be
+changed. Exits with 1 if the layer gave wrong numbers or did not run.
+"""
+
+import os
+import platform
+import statistics
+import sys
+import time
+from typing import List
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+import gluon_syncbn
+from gluon_syncbn import native
+from gluon_syncbn._backend import choose
+from gluon_syncbn._engine import CPU_TEMP_SLOTS, slots_in_force
+
+_ROUNDS = 200
+
+
+def main() -> int:
+    devices = [mx.cpu(0), mx.cpu(1)]
+    choice = choose("python -m gluon_syncbn", "auto", devices, None)
+    print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
+    print(f"MXNet        {mx.__version__}, oneDNN {'on' if _has_feature('MKLDNN') else 'off'}")
+    print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
+    print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
+    print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
+    print(f"temp space   {slots_in_force() or 'a pool for each GPU'} (MXNET_CPU_TEMP_COPY)")
+    print(f"compiled     {'no: ' + native.why_missing if native.why_missing else 'yes, ' + native.instruction_set()}")
+    print(f"back end     {choice.name} on CPU: {choice.reason}")
+    if mx.context.num_gpus():
+        print(f"             {' on GPU: '.join(choose('', 'auto', [mx.gpu(0)], None))}")
+    warned = _warnings()
+    try:
+        milliseconds = _all_reduce(devices)
+        print(f"all-reduce   right on cpu(0), cpu(1); {milliseconds:.2f} ms for a forward and backward pass (median)")
+        status = 0
+    except (AssertionError, mx.MXNetError, RuntimeError) as problem:
+        print(f"all-reduce   FAILED: {problem}")
+        status = 1
+    for text in warned:
+        print(f"warning      {text}")
+    if not warned and status == 0:
+        print("all is well")
+    return status
+
+
+def _has_feature(name: str) -> bool:
+    return mx.runtime.Features().is_enabled(name)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _warnings() -> List[str]:
+    found = []
+    if native.why_missing:
+        found.append(
+            "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then again: "
+            "pip install --force-reinstall --no-deps --no-cache-dir gluon_syncbn"
+        )
+    if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+        found.append(
+            "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time: several devices cannot meet. Unset it."
+        )
+    slots = slots_in_force()
+    if slots is not None and int(slots) < CPU_TEMP_SLOTS:
+        found.append(
+            f"MXNET_CPU_TEMP_COPY={slots} may be too few for several CPU contexts. Unset it to have {CPU_TEMP_SLOTS}."
+        )
+    if mx.context.num_gpus() == 0 and os.environ.get("OMP_NUM_THREADS") is None:
+        found.append("several CPU contexts share the cores best with OMP_NUM_THREADS=1, or cores ÷ contexts.")
+    return found
+
+
+def _all_reduce(devices) -> float:
+    """Milliseconds of a step of one small layer on both devices; AssertionError if its numbers are wrong."""
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=64, timeout=10, prefix="doctor_")
+    layer.initialize(ctx=devices)
+    layer.hybridize(static_alloc=True, static_shape=True)
+    values = np.random.RandomState(0).standard_normal((4, 64, 2, 2))
+    inputs = [mx.nd.array(part, ctx=device) for part, device in zip(np.split(values, 2), devices)]
+    seconds = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        with autograd.record():
+            outputs = [layer(item) for item in inputs]
+        autograd.backward(outputs)
+        mx.nd.waitall()
+        seconds.append(time.perf_counter() - started)
+    mean, var = (function(values, axis=(0, 2, 3), keepdims=True) for function in (np.mean, np.var))
+    got = np.concatenate([output.asnumpy() for output in outputs])
+    if not np.allclose(got, (values - mean) / np.sqrt(var + 1e-5), rtol=0, atol=1e-4):
+        raise AssertionError("the output is not the input normalized over both devices")
+    return 1e3 * statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+// Every pass over every dtype and layout, on buffers that end where the tensor ends, for AddressSanitizer and
+// UndefinedBehaviorSanitizer; with 1 and 3 threads, whose results must have the same bits.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace gluon_syncbn;
+
+namespace {
+
+int failures = 0;
+
+struct Buffer {
+  Buffer(DType dtype, int64_t size) : bytes(static_cast<size_t>(size) * width(dtype)), data(new char[bytes]) {
+    fill(dtype, data.get(), size, 0);
+  }
+  static size_t width(DType dtype) {
+    return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+  }
+  size_t bytes;
+  std::unique_ptr<char[]> data;
+};
+
+void exercise(DType dtype, const Layout& layout, bool relu) {
+  const int64_t size = layout.size();
+  Buffer x(dtype, size), dy(dtype, size);
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t place = i * static_cast<int64_t>(Buffer::width(dtype));
+    fill(dtype, x.data.get() + place, 1, std::sin(static_cast<double>(i)) * 3 + 1);
+    fill(dtype, dy.data.get() + place, 1, std::cos(static_cast<double>(i)));
+  }
+  const size_t channels = static_cast<size_t>(layout.channels);
+  Moments seen;
+  std::vector<char> outputs, gradients;
+  for (const int threads : {1, 3}) {
+    const Moments local = moments(dtype, x.data.get(), layout, threads);
+    const Moments all = merge({local, local});
+    const Affine affine =
+        Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7), std::vector<double>(channels, 0.1), relu);
+    Buffer y(dtype, size), dx(dtype, size);
+    normalize(dtype, x.data.get(), layout, affine, y.data.get(), threads);
+    const GradientSums sums = gradient_sums(dtype, x.data.get(), dy.data.get(), layout, affine, threads);
+    const InputGradient gradient{std::vector<double>(channels, 0.5), sums.dy, sums.dy_centred};
+    for (const bool add : {false, true}) {
+      input_gradient(dtype, x.data.get(), dy.data.get(), layout, affine, gradient, dx.data.get(), add, threads);
+    }
+    const std::vector<char> y_bytes(y.data.get(), y.data.get() + y.bytes);
+    const std::vector<char> dx_bytes(dx.data.get(), dx.data.get() + dx.bytes);
+    if (threads == 1) {
+      seen = local;
+      outputs = y_bytes;
+      gradients = dx_bytes;
+    } else if (local.mean != seen.mean || local.m2 != seen.m2 || y_bytes != outputs || dx_bytes != gradients) {
+      std::printf("threads change the result of dtype %d, %lld x %lld x %lld\n", static_cast<int>(dtype),
+                  static_cast<long long>(layout.outer), static_cast<long long>(layout.channels),
+                  static_cast<long long>(layout.inner));
+      failures += 1;
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Layout layouts[] = {{1, 1, 1},  {3, 5, 1},    {2, 300, 1},   {700, 129, 1}, {1, 3, 63},
+                            {4, 3, 64}, {2, 7, 4097}, {3, 33, 1023}, {9, 1, 65},    {130, 64, 9}};
+  int count = 0;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    for (const Layout& layout : layouts) {
+      for (const bool relu : {false, true}) {
+        exercise(dtype, layout, relu);
+        count += 1;
+      }
+    }
+  }
+  std::printf("%s: %d cases, %d failures\n", instruction_set(), count, failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,112 @@
+// 8 threads meet 100,000 times with random delays; now and then one does not come, comes twice, or brings a vector of
+// another length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
+// must be clean. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "rendezvous.h"
+
+using gluon_syncbn::Rendezvous;
+using gluon_syncbn::RendezvousError;
+
+namespace {
+
+constexpr size_t kRanks = 8;
+std::atomic<long> failures{0}, meetings{0}, errors{0};
+
+void check(bool right, const char* what, uint64_t generation) {
+  if (right) return;
+  std::printf("generation %llu: %s\n", static_cast<unsigned long long>(generation), what);
+  failures += 1;
+}
+
+// After a failed meeting every thread waits here, so that no straggler joins the next one.
+class Barrier {
+ public:
+  void wait() {
+    const long round = arrived_.fetch_add(1) / static_cast<long>(kRanks);
+    while (arrived_.load() < (round + 1) * static_cast<long>(kRanks)) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<long> arrived_{0};
+};
+
+enum Kind { kNormal, kMissing, kOtherLength };
+
+// What happens in a generation is the same for all threads.
+struct Plan {
+  explicit Plan(uint64_t generation) {
+    std::mt19937_64 random(generation);
+    const uint64_t draw = random() % 2000;
+    kind = draw == 0 ? kMissing : draw == 1 ? kOtherLength : kNormal;
+    victim = random() % kRanks;
+    size = 1 + random() % 9;
+  }
+  Kind kind;
+  size_t victim, size;
+};
+
+void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& backward, Barrier& barrier) {
+  std::mt19937_64 random(1000 + rank);
+  for (uint64_t generation = 0; generation < generations; ++generation) {
+    const Plan plan(generation);
+    if (random() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+    const bool is_victim = rank == plan.victim;
+    if (plan.kind == kMissing && is_victim) {
+      barrier.wait();
+      continue;
+    }
+    std::vector<double> mine(plan.size + (plan.kind == kOtherLength && is_victim ? 1 : 0),
+                             static_cast<double>(generation * kRanks + rank));
+    try {
+      // Backward meetings have a key each, forward ones share key 0.
+      Rendezvous& place = generation % 2 ? backward : forward;
+      const Rendezvous::Meeting meeting = place.meet(rank, mine, generation % 2 ? generation : 0);
+      check(plan.kind == kNormal, "should have failed", generation);
+      check(meeting.contributions->size() == kRanks, "contributions are missing", generation);
+      for (size_t other = 0; other < meeting.contributions->size(); ++other) {
+        const std::vector<double>& seen = (*meeting.contributions)[other];
+        check(seen.size() == plan.size && seen.back() == static_cast<double>(generation * kRanks + other),
+              "a contribution is another generation's", generation);
+      }
+      meetings += 1;
+    } catch (const RendezvousError& problem) {
+      const std::string text = problem.what();
+      const std::string victim = "rank " + std::to_string(plan.victim);
+      check(plan.kind != kNormal, text.c_str(), generation);
+      const std::string words = plan.kind == kMissing ? "Missing: " + victim + "." : "of different lengths";
+      check(text.find(words) != std::string::npos, text.c_str(), generation);
+      errors += 1;
+    }
+    if (plan.kind != kNormal) barrier.wait();
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const uint64_t generations = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100000;
+  std::vector<std::string> names;
+  for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));
+  // The timeout is long enough that no thread of a busy machine misses it by accident.
+  Rendezvous forward("forward", names, 0.5, "", std::chrono::milliseconds(0));
+  Rendezvous backward("backward", names, 0.5, "", std::chrono::milliseconds(0));
+  Barrier barrier;
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] { run(rank, generations, forward, backward, barrier); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  check(forward.open_rounds() == 0 && backward.open_rounds() == 0, "rounds were left open", generations);
+  std::printf("%llu generations, %ld meetings, %ld errors, %ld failures\n",
+              static_cast<unsigned long long>(generations), meetings.load(), errors.load(), failures.load());
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,53 @@
+"""``python -m gluon_syncbn`` tells what runs here, whether it works, and what to change."""
+
+import subprocess
+import sys
+
+import pytest
+from harness import run_python
+
+DOCTOR = "import runpy; runpy.run_module('gluon_syncbn', run_name='__main__')"
+
+
+def test_a_healthy_installation(backend):
+    done = run_python(DOCTOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("MXNet        1.", "CPU cores", "compiled     yes", "all is well"):
+        assert words in done.stdout
+    assert f"back end     {backend} on CPU" in done.stdout
+    assert "all-reduce   right on cpu(0), cpu(1); " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"MXNET_CPU_TEMP_COPY": 64}, "warning      MXNET_CPU_TEMP_COPY=64 may be too few"),
+        ({"MXNET_ENGINE_TYPE": "NaiveEngine"}, "warning      MXNET_ENGINE_TYPE=NaiveEngine"),
+    ],
+)
+def test_settings_that_harm_are_named(environment, words):
+    assert words in run_python(DOCTOR, **environment).stdout
+
+
+def test_without_the_compiled_operator():
+    code = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
+"""
+    done = run_python(code + DOCTOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled     no: it was not compiled when the package was installed" in done.stdout
+    assert "back end     portable on CPU" in done.stdout
+    assert "warning      the compiled operator is missing" in done.stdout
+
+
+def test_a_layer_that_cannot_run_is_an_error_code():
+    done = run_python(DOCTOR, MXNET_ENGINE_TYPE="NaiveEngine")
+    assert done.returncode == 1
+    assert "all-reduce   FAILED" in done.stdout
+
+
+def test_as_a_command():
+    done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
