@@ -55,8 +55,8 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
       round->present[rank] = true;
       round->arrived += 1;
       if (round->arrived == ranks_.size()) {
-        std::string error = different_lengths_text(*round);
-        finish(*round, key, error.empty() ? kComplete : kFailed, std::move(error));
+        const std::string error = different_lengths_text(*round);
+        finish(*round, key, error.empty() ? kComplete : kFailed, error);
       }
     }
   }
