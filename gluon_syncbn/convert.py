@@ -12,10 +12,12 @@ from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib import nn as contrib_nn
-from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.gluon.nn import basic_layers
 
 from gluon_syncbn.block import SyncBatchNorm
 
+# The base of all BatchNorm layers; before MXNet 1.8 there was only one.
+_BatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
 _log = logging.getLogger(__name__)
 
 

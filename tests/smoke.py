@@ -1,0 +1,76 @@
+"""What a wheel must be able to do with every MXNet that it is meant for; needs nothing but MXNet and NumPy.
+
+    python tests/smoke.py
+
+A small net trains a step on 2 CPU contexts with the compiled operator, in every mode, and gives what nn.BatchNorm gives
+for the whole batch on one; and a device that does not come is named in the error.
+"""
+
+import sys
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+
+DEVICES = [mx.cpu(0), mx.cpu(1)]
+MODES = {"imperative": None, "hybridize": {}, "static": {"static_alloc": True, "static_shape": True}}
+BATCH = np.random.RandomState(0).standard_normal((4, 16, 9, 9)).astype("float32")
+
+
+def make_net(devices, convert: bool, mode: str):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(2):
+            net.add(nn.Conv2D(16, 3, padding=1, in_channels=16), nn.BatchNorm(in_channels=16), nn.Activation("relu"))
+        net.add(nn.Conv2D(16, 1, in_channels=16))
+    if convert:
+        gluon_syncbn.convert_sync_batchnorm(net, backend="native", timeout=20)
+    net.initialize(ctx=devices)
+    rng = np.random.RandomState(1)
+    for name, parameter in sorted(net.collect_params().items()):
+        if "weight" in name:
+            parameter.set_data(mx.nd.array(0.1 * rng.standard_normal(parameter.shape)))
+    if MODES[mode] is not None:
+        net.hybridize(**MODES[mode])
+    return net
+
+
+def step(net, devices):
+    inputs = [mx.nd.array(part, ctx=device) for part, device in zip(np.split(BATCH, len(devices)), devices)]
+    for item in inputs:
+        item.attach_grad()
+    with autograd.record():
+        outputs = [net(item) for item in inputs]
+        losses = [(output * output).sum() for output in outputs]
+    autograd.backward(losses)
+    return [np.concatenate([item.asnumpy() for item in items]) for items in (outputs, [x.grad for x in inputs])]
+
+
+def main() -> None:
+    for mode in MODES:
+        expected = step(make_net(DEVICES[:1], False, mode), DEVICES[:1])
+        net = make_net(DEVICES, True, mode)
+        for _ in range(20):
+            for seen, wanted in zip(step(net, DEVICES), expected):
+                worst = np.abs(seen - wanted).max() / np.abs(wanted).max()
+                assert worst < 1e-4, (mode, worst)
+        print(f"{mode}: right")
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=16, timeout=1, prefix="stem_", backend="native")
+    layer.initialize(ctx=DEVICES)
+    with autograd.record():
+        output = layer(mx.nd.array(BATCH, ctx=DEVICES[0]))
+    try:
+        output.wait_to_read()
+    except mx.MXNetError as error:
+        assert "SyncBatchNorm 'stem': forward pass waited 1 s for 1 of 2 devices" in str(error), error
+        print("missing device: named in the error")
+    else:
+        sys.exit("a device was missing and nothing failed")
+    print(f"RIGHT with MXNet {mx.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}")
+
+
+if __name__ == "__main__":
+    main()
