@@ -1,36 +1,88 @@
-"""Time of a full training step with SyncBatchNorm against nn.BatchNorm and MXNet's own contrib SyncBatchNorm.
+"""Time of a full training step with SyncBatchNorm against the same net with nn.BatchNorm.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_time.py
+    OMP_NUM_THREADS=1 python benchmarks/step_time.py --net chain      # also resnet50, detector; --devices 4
 
-8 × (conv 3×3 with 64 channels, norm, relu), static hybridized, several CPU contexts, one process. The nets take turns
-step by step, so that a machine that changes its speed changes it for all; the ratio is that of each pair of steps.
-contrib's layer runs here only because gluon_syncbn has set MXNET_CPU_TEMP_COPY: by default it hangs.
+All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
+`chain` is 8 × (conv 3×3 with 64 channels, norm, relu) and also runs MXNet's contrib layer, which is possible only
+because gluon_syncbn has set MXNET_CPU_TEMP_COPY: by default it hangs.
 """
 
 import argparse
-import os
-import platform
-import statistics
+import sys
 import time
+from pathlib import Path
 
 import mxnet as mx
-from mxnet import autograd
+import numpy as np
+from common import interleaved, machine, milliseconds, ratio
+from gluoncv import model_zoo
+from mxnet import autograd, gluon
 from mxnet.gluon import contrib, nn
 
-import gluon_syncbn
+from gluon_syncbn import convert_sync_batchnorm
 
-LAYERS = {
-    "nn.BatchNorm": lambda devices: nn.BatchNorm(),
-    "gluon_syncbn": lambda devices: gluon_syncbn.SyncBatchNorm(),
-    "contrib": lambda devices: contrib.nn.SyncBatchNorm(num_devices=devices),
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from train_detection import DigitsTrainTransform, TrainingLoss, make_detector  # noqa: E402
+
+CHANNELS = 64
+
+
+class Bordered(gluon.HybridBlock):
+    """A net between two casts, as the README tells for several CPU devices."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def hybrid_forward(self, F, x):
+        return F.cast(self.body(F.cast(x, "float32")), "float32")
+
+
+def chain(norm):
+    net = nn.HybridSequential()
+    for _ in range(8):
+        net.add(nn.Conv2D(CHANNELS, 3, padding=1), norm(), nn.Activation("relu"))
+    net.add(nn.Conv2D(16, 1))  # so that what leaves the graph is small
+    return Bordered(net)
+
+
+def resnet50(norm):
+    return Bordered(model_zoo.get_model("resnet50_v1b", classes=100))
+
+
+def detector(norm):
+    return TrainingLoss(make_detector([str(digit) for digit in range(10)]))
+
+
+def random_images(shape, devices):
+    return [(mx.nd.random.normal(shape=shape, ctx=device),) for device in devices]
+
+
+def labelled_images(shape, devices):
+    """One image with one box for each device, with the targets of gluoncv's YOLOv3."""
+    net = make_detector([str(digit) for digit in range(10)])
+    net.initialize()
+    transform = DigitsTrainTransform(*shape[2:], net)
+    image = mx.nd.random.uniform(0, 255, shape=(*shape[2:], 3)).astype("uint8")
+    image, *targets, boxes = transform(image, np.array([[10, 10, 90, 90, 1]], dtype="float32"))
+    return [tuple(item.expand_dims(0).as_in_context(device) for item in (image, boxes, *targets)) for device in devices]
+
+
+# (make the net, make its inputs, shape of the image on each device)
+NETS = {
+    "chain": (chain, random_images, (8, CHANNELS, 56, 56)),
+    "resnet50": (resnet50, random_images, (4, 3, 128, 128)),
+    "detector": (detector, labelled_images, (1, 3, 128, 128)),
 }
 
 
-def build(make_layer, devices, depth: int = 8, channels: int = 64):
-    net = nn.HybridSequential()
-    for _ in range(depth):
-        net.add(nn.Conv2D(channels, 3, padding=1), make_layer(len(devices)), nn.Activation("relu"))
-    net.initialize(ctx=devices)
+def build(make, devices, backend=None, contrib_norm=False, fuse_relu=True):
+    count = len(devices)
+    norm = (lambda: contrib.nn.SyncBatchNorm(num_devices=count)) if contrib_norm else nn.BatchNorm
+    net = make(norm)
+    if backend:
+        convert_sync_batchnorm(net, backend=backend, fuse_relu=fuse_relu)
+    net.initialize(mx.init.Xavier(), ctx=devices)
     net.hybridize(static_alloc=True, static_shape=True)
     return net
 
@@ -38,43 +90,38 @@ def build(make_layer, devices, depth: int = 8, channels: int = 64):
 def step(net, inputs) -> float:
     started = time.perf_counter()
     with autograd.record():
-        outputs = [net(item) for item in inputs]
+        outputs = [net(*items) for items in inputs]
     autograd.backward(outputs)
     mx.nd.waitall()
     return time.perf_counter() - started
 
 
-def processor() -> str:
-    with open("/proc/cpuinfo") as lines:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", choices=list(NETS), default="chain")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--batch-per-device", type=int, default=8)
-    parser.add_argument("--side", type=int, default=56)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="*", help="layers to run beside nn.BatchNorm")
     options = parser.parse_args()
     devices = [mx.cpu(i) for i in range(options.devices)]
-    shape = (options.batch_per_device, 64, options.side, options.side)
-    inputs = [mx.nd.random.normal(shape=shape, ctx=device) for device in devices]
-    nets = {name: build(make_layer, devices) for name, make_layer in LAYERS.items()}
-    for net in nets.values():
-        for _ in range(3):
-            step(net, inputs)
-    times = {name: [] for name in nets}
-    for _ in range(options.steps):
-        for name, net in nets.items():
-            times[name].append(step(net, inputs))
-    print(
-        f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, MXNet {mx.__version__}; "
-        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}, {options.devices} CPU contexts, {shape} each"
-    )
+    make, make_inputs, shape = NETS[options.net]
+    inputs = make_inputs(shape, devices)
+    kinds = {
+        "nn.BatchNorm": {},
+        "native": {"backend": "native"},
+        "native, ReLU apart": {"backend": "native", "fuse_relu": False},
+        "portable": {"backend": "portable"},
+    }
+    if options.net == "chain":
+        kinds["contrib"] = {"contrib_norm": True}
+    if options.only is not None:
+        kinds = {name: kind for name, kind in kinds.items() if name in ["nn.BatchNorm", *options.only]}
+    nets = {name: build(make, devices, **kind) for name, kind in kinds.items()}
+    seconds = interleaved({name: lambda net=net: step(net, inputs) for name, net in nets.items()}, options.steps)
+    print(f"{machine()}; {options.net}, {options.devices} CPU contexts, {shape} each, {options.steps} steps")
     print("| layer | median step | throughput against nn.BatchNorm |\n| --- | --- | --- |")
-    for name, seconds in times.items():
-        ratio = statistics.median(a / b for a, b in zip(times["nn.BatchNorm"], seconds))
-        print(f"| {name} | {1e3 * statistics.median(seconds):.0f} ms | {ratio:.2f} |")
+    for name, values in seconds.items():
+        print(f"| {name} | {milliseconds(values):.0f} ms | {ratio(seconds, name, 'nn.BatchNorm'):.2f} |")
 
 
 if __name__ == "__main__":

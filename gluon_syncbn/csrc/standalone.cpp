@@ -1,9 +1,11 @@
 // Kernels and rendezvous as plain C functions, without MXNet: for tests, benchmarks and `python -m gluon_syncbn`.
 // dtypes are MXNet's type flags; tensors are (outer, channels, inner); vectors are float64 of length `channels`.
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -86,5 +88,20 @@ EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double
   } catch (const RendezvousError& problem) {
     std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
     return 0;
+  }
+}
+
+// For benchmarks: meets `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds, as
+// pairs in `times`.
+EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t size, int64_t meetings,
+                                            double* times) {
+  const auto seconds = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  };
+  for (int64_t i = 0; i < meetings; ++i) {
+    std::vector<double> contribution(static_cast<size_t>(size), 1.0);
+    times[2 * i] = seconds();
+    static_cast<Rendezvous*>(rendezvous)->meet(static_cast<size_t>(rank), std::move(contribution));
+    times[2 * i + 1] = seconds();
   }
 }

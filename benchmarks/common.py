@@ -1,0 +1,38 @@
+"""What the benchmarks share: pairs that take turns, medians of ratios, and what they ran on."""
+
+import os
+import platform
+import statistics
+from typing import Callable, Dict
+
+import mxnet as mx
+
+
+def interleaved(runs: Dict[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> Dict[str, list]:
+    """Seconds of each run, ``rounds`` times; all take turns, so that a machine that slows down does so for all."""
+    for run in runs.values():
+        for _ in range(warm_up):
+            run()
+    seconds = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(run())
+    return seconds
+
+
+def ratio(seconds: Dict[str, list], of: str, to: str) -> float:
+    """Median over rounds of how often ``of`` would fit into ``to``: its throughput as a share of that of ``to``."""
+    return statistics.median(b / a for a, b in zip(seconds[of], seconds[to]))
+
+
+def milliseconds(values: list) -> float:
+    return 1e3 * statistics.median(values)
+
+
+def machine() -> str:
+    with open("/proc/cpuinfo") as lines:
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return (
+        f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, MXNet {mx.__version__}; "
+        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}"
+    )
