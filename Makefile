@@ -1,4 +1,4 @@
-# make train | test | lint: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | lint | wheels: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint
+.PHONY: train test lint wheels
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
@@ -17,7 +17,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-.venv/installed: setup.py
+wheels: .venv/installed
+	$(BIN)/python .ci/wheels.py
+
+.venv/installed: setup.py $(wildcard gluon_syncbn/csrc/*)
 	@test -n "$(PYTHON)" || { echo "This needs Python 3.8, 3.9, 3.10 or 3.11 with venv; none was found." >&2; exit 1; }
 	rm -rf .venv
 	$(PYTHON) -m venv .venv

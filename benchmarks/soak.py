@@ -78,6 +78,7 @@ def main() -> None:
     parameters = f"/tmp/soak-{os.getpid()}.params"
     loss_of.net.save_parameters(parameters)
     reference = make("portable", devices, parameters)
+    reference.hybridize(**MODES["static"])  # where it needs the fewest slots
     os.remove(parameters)
     expected = [step(reference, batch) for batch in batches]
     if MODES[options.mode] is not None:

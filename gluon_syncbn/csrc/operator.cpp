@@ -516,19 +516,22 @@ int delete_property(void* state) {
 }
 
 int create_property(const char*, int num_arguments, const char** keys, const char** values, MXCallbackList* ret) {
+  static AnyCallback callbacks[kPropertyCallbacks] = {
+      any(delete_property), any(list_arguments),
+      any(list_outputs),    any(list_states),
+      any(infer_shape),     any(declare_backward_dependency),
+      any(create_operator), any(infer_type)};
+  // MXNet calls the first of them, which deletes, even if no property could be made.
+  static void* no_contexts[kPropertyCallbacks] = {};
+  ret->num_callbacks = kPropertyCallbacks;
+  ret->callbacks = callbacks;
+  ret->contexts = no_contexts;
   return or_error([&] {
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
-    static AnyCallback callbacks[kPropertyCallbacks] = {
-        any(delete_property), any(list_arguments),
-        any(list_outputs),    any(list_states),
-        any(infer_shape),     any(declare_backward_dependency),
-        any(create_operator), any(infer_type)};
     auto* property = new Property{find_group(std::stoll(arguments["group"])), std::stoi(arguments["axis"]),
                                   arguments["relu"] == "1", {}};
     for (void*& context : property->contexts) context = property;
-    ret->num_callbacks = kPropertyCallbacks;
-    ret->callbacks = callbacks;
     ret->contexts = property->contexts;
   });
 }
