@@ -19,8 +19,9 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 from common import interleaved, machine, milliseconds, ratio
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import contrib
+from step_time import Bordered, random_images, step
 
 from gluon_syncbn import SyncBatchNorm, native
 
@@ -31,30 +32,12 @@ extern "C" void triad(float* a, const float* b, const float* c, float s, long n)
 """
 
 
-class Bordered(gluon.HybridBlock):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def hybrid_forward(self, F, x):
-        return F.cast(self.layer(F.cast(x, "float32")), "float32")
-
-
-def step(layer, inputs) -> float:
-    started = time.perf_counter()
-    with autograd.record():
-        outputs = [layer(item) for item in inputs]
-    autograd.backward(outputs)
-    mx.nd.waitall()
-    return time.perf_counter() - started
-
-
 def make(layer, devices, shape):
     layer = Bordered(layer)
     layer.initialize(ctx=devices)
     layer.hybridize(static_alloc=True, static_shape=True)
-    inputs = [mx.nd.random.normal(shape=shape, ctx=device) for device in devices]
-    for item in inputs:
+    inputs = random_images(shape, devices)
+    for (item,) in inputs:
         item.attach_grad()
     return lambda: step(layer, inputs)
 

@@ -36,8 +36,8 @@ struct Moments {
 };
 
 // y = (x − shift)·scale + bias per channel, then max(y, 0) if relu. The three are rounded to float32 (float64 for
-// float64 tensors) by `Affine::rounded`, which moves the rounding error of shift into bias: a mean that is large against
-// the deviation costs no digits.
+// float64 tensors) by `Affine::rounded`, which moves the rounding error of shift into bias: a mean that is large
+// against the deviation costs no digits.
 struct Affine {
   std::vector<double> shift;
   std::vector<double> scale;

@@ -47,6 +47,21 @@ inline Channel<A> channel_of(const AffineView& affine, int64_t c) {
           affine.relu};
 }
 
+// The same for channels that lie side by side.
+template <typename A>
+struct Columns {
+  A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock];
+
+  Columns(const AffineView& affine, int64_t first, int64_t width) {
+    for (int64_t c = 0; c < width; ++c) {
+      const Channel<A> channel = channel_of<A>(affine, first + c);
+      shift[c] = channel.shift;
+      scale[c] = channel.scale;
+      bias[c] = channel.bias;
+    }
+  }
+};
+
 // Σ (x − shift) and Σ (x − shift)² over at most kBlock values.
 template <typename T, typename A>
 inline void block_moments(const T* x, int64_t size, A shift, double* sum, double* squares) {
@@ -198,18 +213,12 @@ void normalize_columns(const T* x, Layout layout, int64_t c_begin, int64_t c_end
   using A = typename Storage<T>::Compute;
   for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
     const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
-    A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock];
-    for (int64_t c = 0; c < width; ++c) {
-      const Channel<A> channel = channel_of<A>(affine, c0 + c);
-      shift[c] = channel.shift;
-      scale[c] = channel.scale;
-      bias[c] = channel.bias;
-    }
+    const Columns<A> columns(affine, c0, width);
     for (int64_t o = 0; o < layout.outer; ++o) {
       const T* from = x + o * layout.channels + c0;
       T* to = y + o * layout.channels + c0;
       for (int64_t c = 0; c < width; ++c) {
-        const A value = (Storage<T>::load(from[c]) - shift[c]) * scale[c] + bias[c];
+        const A value = (Storage<T>::load(from[c]) - columns.shift[c]) * columns.scale[c] + columns.bias[c];
         to[c] = Storage<T>::store(kRelu && value <= 0 ? A(0) : value);
       }
     }
@@ -265,13 +274,8 @@ void gradient_sums_columns(const T* x, const T* dy, Layout layout, int64_t c_beg
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
   for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
     const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
-    A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock], s[kChannelBlock], p[kChannelBlock];
-    for (int64_t c = 0; c < width; ++c) {
-      const Channel<A> channel = channel_of<A>(affine, c0 + c);
-      shift[c] = channel.shift;
-      scale[c] = channel.scale;
-      bias[c] = channel.bias;
-    }
+    const Columns<A> columns(affine, c0, width);
+    A s[kChannelBlock], p[kChannelBlock];
     for (int64_t o0 = 0; o0 < layout.outer; o0 += kRowBlock) {
       const int64_t rows = layout.outer - o0 < kRowBlock ? layout.outer - o0 : kRowBlock;
       for (int64_t c = 0; c < width; ++c) s[c] = p[c] = 0;
@@ -279,7 +283,7 @@ void gradient_sums_columns(const T* x, const T* dy, Layout layout, int64_t c_beg
         const T* values = x + o * layout.channels + c0;
         const T* gradients = dy + o * layout.channels + c0;
         for (int64_t c = 0; c < width; ++c) {
-          const Channel<A> channel{shift[c], scale[c], bias[c], kRelu};
+          const Channel<A> channel{columns.shift[c], columns.scale[c], columns.bias[c], kRelu};
           const A value = Storage<T>::load(values[c]);
           const A gradient = channel.passed(value, Storage<T>::load(gradients[c]));
           s[c] += gradient;
@@ -325,13 +329,9 @@ void input_gradient_columns(const T* x, const T* dy, Layout layout, int64_t c_be
   using A = typename Storage<T>::Compute;
   for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
     const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
-    A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock];
+    const Columns<A> columns(affine, c0, width);
     A factor[kChannelBlock], slope[kChannelBlock], constant[kChannelBlock];
     for (int64_t c = 0; c < width; ++c) {
-      const Channel<A> channel = channel_of<A>(affine, c0 + c);
-      shift[c] = channel.shift;
-      scale[c] = channel.scale;
-      bias[c] = channel.bias;
       factor[c] = static_cast<A>(gradient.factor[c0 + c]);
       slope[c] = static_cast<A>(gradient.slope[c0 + c]);
       constant[c] = static_cast<A>(gradient.constant[c0 + c]);
@@ -341,7 +341,7 @@ void input_gradient_columns(const T* x, const T* dy, Layout layout, int64_t c_be
       const T* gradients = dy + o * layout.channels + c0;
       T* to = dx + o * layout.channels + c0;
       for (int64_t c = 0; c < width; ++c) {
-        const Channel<A> channel{shift[c], scale[c], bias[c], kRelu};
+        const Channel<A> channel{columns.shift[c], columns.scale[c], columns.bias[c], kRelu};
         const A value = Storage<T>::load(values[c]);
         const A passed = channel.passed(value, Storage<T>::load(gradients[c]));
         const A result = factor[c] * passed + (slope[c] * (value - channel.shift) + constant[c]);

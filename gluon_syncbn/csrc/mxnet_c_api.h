@@ -14,7 +14,8 @@ struct MXCallbackList {
   void** contexts;
 };
 
-// enum CustomOpPropCallbacks, by position in MXCallbackList; each ends with its context. All return 1, or 0 for failure.
+// enum CustomOpPropCallbacks, by position in MXCallbackList; each ends with its context. All return 1, or 0 if they
+// fail.
 typedef int (*CustomOpDelete)(void* state);
 typedef int (*CustomOpList)(char*** names, void* state);
 typedef int (*CustomOpInferShape)(int num, int* ndims, int** shapes, void* state);
@@ -42,9 +43,9 @@ struct MXNetFunctions {
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };
 
-// The exception that MXNet expects of an operator (dmlc-core, include/dmlc/logging.h). MXNet catches it by the name of its
-// type where it runs the callbacks, and hands its text to whoever reads the output. Without it the text would be that of
-// a failed check. It needs default visibility, or the type would not be recognised as the same.
+// The exception that MXNet expects of an operator (dmlc-core, include/dmlc/logging.h). MXNet catches it by the name of
+// its type where it runs the callbacks, and hands its text to whoever reads the output. Without it the text would be
+// that of a failed check. It needs default visibility, or the type would not be recognised as the same.
 namespace dmlc {
 struct __attribute__((visibility("default"))) Error : public std::runtime_error {
   explicit Error(const std::string& text) : std::runtime_error(text) {}

@@ -12,8 +12,8 @@
 //              next one, and wakes the others. Contributions no longer change; every rank reads them all, without
 //              a lock, and reduces them for itself in rank order: same input, same order, same bits everywhere.
 //   failed     A waiting rank saw the deadline pass, or a rank arrived twice, or the last to arrive found that vectors
-//              differ in length. It takes the round out of the table, stores the error, and wakes the others: all of them throw that text.
-//              The next arrival opens a new round, so the next step starts clean.
+//              differ in length. It takes the round out of the table, stores the error, and wakes the others: all of
+//              them throw that text. The next arrival opens a new round, so the next step starts clean.
 //
 // What ends every wait: the last arrival, the deadline, or the failure of the round. No wait is without a deadline, and
 // no lock is held while waiting. A waiting rank looks at the state for some microseconds before it sleeps, because
@@ -64,8 +64,8 @@ class Rendezvous {
   Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
              std::chrono::milliseconds between_failures = std::chrono::milliseconds(50));
 
-  // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank of
-  // the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
+  // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank
+  // of the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
   Meeting meet(size_t rank, std::vector<double> contribution, uint64_t key = 0);
 
   // Rounds that wait for ranks now.
