@@ -2,9 +2,7 @@
 
 #include <omp.h>
 
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <string>
 

@@ -13,7 +13,6 @@
 
 #include <omp.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -99,6 +98,7 @@ std::shared_ptr<Group> find_group(int64_t number) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Arrays and small vectors
 
+// One of the handles that MXNet passes to a callback, which must free all of them, used or not.
 class Array {
  public:
   explicit Array(void* handle) : handle_(handle) {}
@@ -127,8 +127,10 @@ std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
   return values;
 }
 
-void write_vector(DType dtype, void* to, const std::vector<double>& values, Request request = Request::kWrite) {
-  if (request == Request::kNull) return;
+void write_vector(DType dtype, const Array& array, const std::vector<double>& values,
+                  Request request = Request::kWrite) {
+  if (request == Request::kNull) return;  // there may be no memory then
+  void* to = array.data();
   const bool add = request == Request::kAdd;
   for (size_t i = 0; i < values.size(); ++i) {
     if (dtype == DType::kFloat64) {
@@ -231,14 +233,14 @@ class Operator {
         input_gradient(dtype_, x, dy, layout_, affine, gradient, d_data.data(), data_request == Request::kAdd,
                        threads_);
       }
-      write_vector(group_->dtype, d_beta.data(), s1, beta_request);
+      write_vector(group_->dtype, d_beta, s1, beta_request);
       if (!group_->scale) s2.assign(channels, 0.0);
-      write_vector(group_->dtype, d_gamma.data(), s2, gamma_request);
+      write_vector(group_->dtype, d_gamma, s2, gamma_request);
     } catch (...) {
       if (data_request != Request::kNull) fill(dtype_, d_data.data(), layout_.size(), kLost);
       const std::vector<double> lost(channels, kLost);
-      write_vector(group_->dtype, d_gamma.data(), lost, gamma_request);
-      write_vector(group_->dtype, d_beta.data(), lost, beta_request);
+      write_vector(group_->dtype, d_gamma, lost, gamma_request);
+      write_vector(group_->dtype, d_beta, lost, beta_request);
       throw;
     }
   }
@@ -292,7 +294,7 @@ class Operator {
     for (size_t c = 0; c < values.size(); ++c) {
       values[c] = values[c] * group_->momentum + now[c] * (1 - group_->momentum);
     }
-    write_vector(group_->dtype, running.data(), values);
+    write_vector(group_->dtype, running, values);
   }
 
   static std::vector<double> pack(const Moments& local) {
