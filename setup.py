@@ -106,7 +106,15 @@ setup(
         "cu112": ["mxnet-cu112==1.9.1"],
         "cu117": ["mxnet-cu117==1.9.1"],
         "examples": EXAMPLES,
-        "peers": ["flax==0.7.2", "jax==0.4.13", "jaxlib==0.4.13", "orbax-checkpoint<0.4", "tensorflow-cpu==2.13.1"],
+        # The newest that agree with MXNet's numpy < 1.24.
+        "peers": [
+            "flax==0.7.2",
+            "jax==0.4.13",
+            "jaxlib==0.4.13",
+            "orbax-checkpoint<0.4",
+            "scipy<1.12",
+            "tensorflow-cpu==2.13.1",
+        ],
         "test": [*EXAMPLES, "psutil", "pytest", "pytest-timeout", "ruff==0.15.*"],
     },
     classifiers=[
