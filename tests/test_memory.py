@@ -63,8 +63,8 @@ print('MEMORY', *before, *after)
 """
 
 
-# MXNet keeps a thread for each custom operator that was ever pending at once with the others, and adds one when there is
-# one more. How many are depends on timing: at most as many as branches and devices allow, and most in the first steps.
+# MXNet keeps a thread for each custom operator that was ever pending at once with others, and adds one when there is
+# one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
 # A thread left behind by each call, or by each step, would be 150 or more.
 LATE_THREADS = 2
 
