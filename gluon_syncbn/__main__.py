@@ -27,7 +27,7 @@ def main() -> int:
     devices = [mx.cpu(0), mx.cpu(1)]
     choice = choose("python -m gluon_syncbn", "auto", devices, None)
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
-    print(f"MXNet        {mx.__version__}, oneDNN {'on' if _has_feature('MKLDNN') else 'off'}")
+    print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
     print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
@@ -49,10 +49,6 @@ def main() -> int:
     if not warned and status == 0:
         print("all is well")
     return status
-
-
-def _has_feature(name: str) -> bool:
-    return mx.runtime.Features().is_enabled(name)
 
 
 def _cores() -> int:

@@ -51,6 +51,10 @@ class Options(NamedTuple):
     timeout: Optional[float]
     kvstore: object
 
+    def seconds(self) -> float:
+        """The timeout, or its default."""
+        return default_timeout() if self.timeout is None else self.timeout
+
 
 class Group:
     """The synchronization of one layer over its devices.
@@ -86,7 +90,7 @@ class Group:
         self.epsilon = epsilon
         self.scale = scale
         self.number = next_number()
-        timeout = default_timeout() if options.timeout is None else options.timeout
+        timeout = options.seconds()
         size = options.group_size or len(self.devices)
         self._ranks = {}
         for start in range(0, len(self.devices), size):

@@ -17,7 +17,6 @@ that do (a product with 1, a cast to the same type) left garbage in hybridized g
 """
 
 import ctypes
-import logging
 import weakref
 from pathlib import Path
 from typing import List, Optional, Sequence
@@ -26,9 +25,8 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB
 
-from gluon_syncbn._group import Options, default_timeout, next_number, usual_reasons
+from gluon_syncbn._group import Options, next_number, usual_reasons
 
-_log = logging.getLogger(__name__)
 _OPERATOR = "gluon_syncbn_native"
 LIBRARY = Path(__file__).with_name("libgluon_syncbn.so")
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
@@ -116,7 +114,7 @@ class NativeGroup:
             names,
             len(self.devices),
             options.group_size or len(self.devices),
-            default_timeout() if options.timeout is None else options.timeout,
+            options.seconds(),
             momentum,
             epsilon,
             scale,

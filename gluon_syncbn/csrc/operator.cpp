@@ -177,7 +177,9 @@ class Operator {
       for (double& value : variance) value /= all.count;
       const std::vector<double> invstd = inverse_deviation(variance);
       remember(remembered, all.mean, invstd, all.count, meeting.number);
-      if (y) normalize(dtype_, x, layout_, affine_of(all.mean, invstd, gamma, beta), y, threads_);
+      if (y) {
+        normalize(dtype_, x, layout_, affine_of(all.mean, scale_of(gamma, invstd), beta), y, threads_);
+      }
       average(running_mean, all.mean);
       average(running_var, variance);
     } catch (...) {
@@ -202,7 +204,8 @@ class Operator {
     const double total_count = remembered[2 * channels];
     const auto number = static_cast<uint64_t>(remembered[2 * channels + 1]);
     try {
-      const Affine affine = affine_of(mean, invstd, gamma, beta);
+      const std::vector<double> scale = scale_of(gamma, invstd);
+      const Affine affine = affine_of(mean, scale, beta);
       const void* x = data.data();
       const void* dy = d_out.data();
       const GradientSums sums = gradient_sums(dtype_, x, dy, layout_, affine, threads_);
@@ -212,7 +215,7 @@ class Operator {
       for (size_t c = 0; c < channels; ++c) {
         s2[c] = invstd[c] * (sums.dy_centred[c] - (mean[c] - affine.shift[c]) * s1[c]);
       }
-      InputGradient gradient = input_gradient_factors(gamma, invstd);
+      InputGradient gradient{scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
       if (total_count > 0) {  // else the statistics did not depend on x
         const Place& place = group_->place_of(device_);
         std::vector<double> message(s1);
@@ -259,10 +262,14 @@ class Operator {
     return variance;
   }
 
-  Affine affine_of(const std::vector<double>& mean, const std::vector<double>& invstd, const Array& gamma,
-                   const Array& beta) const {
+  // γ·invstd, by which both y and dx are scaled.
+  std::vector<double> scale_of(const Array& gamma, const std::vector<double>& invstd) const {
     std::vector<double> scale = read_gamma(gamma);
     for (size_t c = 0; c < scale.size(); ++c) scale[c] *= invstd[c];
+    return scale;
+  }
+
+  Affine affine_of(const std::vector<double>& mean, const std::vector<double>& scale, const Array& beta) const {
     return Affine::rounded(dtype_, mean, scale, read(beta), relu_);
   }
 
@@ -280,13 +287,6 @@ class Operator {
       }
     }
     return affine;
-  }
-
-  InputGradient input_gradient_factors(const Array& gamma, const std::vector<double>& invstd) const {
-    InputGradient gradient{read_gamma(gamma), std::vector<double>(invstd.size(), 0.0),
-                           std::vector<double>(invstd.size(), 0.0)};
-    for (size_t c = 0; c < invstd.size(); ++c) gradient.factor[c] *= invstd[c];
-    return gradient;
   }
 
   void average(const Array& running, const std::vector<double>& now) const {
@@ -360,8 +360,6 @@ int or_error(const Body& body) {
   try {
     body();
     return 1;
-  } catch (const dmlc::Error&) {
-    throw;
   } catch (const std::exception& problem) {
     throw dmlc::Error(problem.what());
   }
