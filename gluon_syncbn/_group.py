@@ -1,16 +1,15 @@
 """The group of devices that share one layer's statistics: who they are, how long they wait, what they exchange."""
 
-import atexit
-import contextlib
 import itertools
 import os
 import threading
 import weakref
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn import _participants
 from gluon_syncbn._engine import slots_in_force
 from gluon_syncbn._rendezvous import Rendezvous
 from gluon_syncbn._statistics import Moments, add_ranks, merge
@@ -90,52 +89,97 @@ class Group:
         self.epsilon = epsilon
         self.scale = scale
         self.number = next_number()
-        timeout = options.seconds()
-        size = options.group_size or len(self.devices)
-        self._ranks = {}
-        for start in range(0, len(self.devices), size):
-            members = self.devices[start : start + size]
-            transport = KVStoreTransport(members, options.kvstore)
-            forward = self._rendezvous("forward", members, timeout, transport, merge)
-            backward = self._rendezvous("backward", members, timeout, transport, add_ranks)
-            for rank, device in enumerate(members):
-                self._ranks[device] = (rank, forward, backward)
+        self._options = options
+        self._timeout = options.seconds()
+        self._lock = threading.Lock()
+        self._places: Dict[int, Dict[mx.Context, Place]] = {}  # by participants
+        self._place_of(self.devices[0], _participants.EVERYONE)  # a KVStore that cannot be made shows here
         _groups[self.number] = self
+
+    def rounds(self, participants: int) -> int:
+        """How many forward passes were met by exactly these participants."""
+        places = self._places.get(participants, {}).values()
+        return sum(place.forward.rounds for place in places if place.rank == 0)
+
+    def _make_places(self, participants: int) -> Dict[mx.Context, "Place"]:
+        places = {}
+        for neighbours in neighbourhoods(self.devices, self._options):
+            members = [device for device in neighbours if _participants.takes_part(device, participants)]
+            if not members:
+                continue
+            transport = KVStoreTransport(members, self._options.kvstore)
+            key = f"{self.name}{self.number}/{participants}/{members[0]}"
+            forward = self._rendezvous("forward", members, key, transport, merge)
+            backward = self._rendezvous("backward", members, key, transport, add_ranks)
+            for rank, device in enumerate(members):
+                places[device] = Place(rank, forward, backward)
+        return places
 
     def _rendezvous(
         self,
         direction: str,
         members: List[mx.Context],
-        timeout: float,
+        key: str,
         transport: KVStoreTransport,
         reduce: Callable[[np.ndarray], Any],
     ) -> Rendezvous:
-        ranks = [str(device) for device in members]
-        key = f"{self.name}{self.number}/{ranks[0]}/{direction}"
         what = f"SyncBatchNorm '{self.name}': {direction} pass"
+        ranks = [str(device) for device in members]
         return Rendezvous(
-            what, ranks, timeout, lambda vectors: reduce(transport.all_gather(key, vectors)), usual_reasons
+            what,
+            ranks,
+            self._timeout,
+            lambda vectors: reduce(transport.all_gather(f"{key}/{direction}", vectors)),
+            usual_reasons,
         )
 
-    def meet_forward(self, device: mx.Context, moments: Moments) -> Tuple[Moments, int]:
+    def meet_forward(self, device: mx.Context, moments: Moments, participants: int) -> Tuple[Moments, int]:
         """The moments of the whole mini-batch, and the number of this forward pass."""
-        rank, forward, _ = self._place_of(device)
-        meeting = forward.meet(rank, moments.pack())
+        place = self._place_of(device, participants)
+        meeting = place.forward.meet(place.rank, moments.pack())
         return meeting.result, meeting.number
 
-    def meet_backward(self, device: mx.Context, sums: np.ndarray, number: int) -> np.ndarray:
+    def meet_backward(self, device: mx.Context, sums: np.ndarray, number: int, participants: int) -> np.ndarray:
         """The sum of ``sums`` over the backward passes that answer forward pass ``number``."""
-        rank, _, backward = self._place_of(device)
-        return backward.meet(rank, sums, key=number).result
+        place = self._place_of(device, participants)
+        return place.backward.meet(place.rank, sums, key=number).result
 
-    def _place_of(self, device: mx.Context) -> Tuple[int, Rendezvous, Rendezvous]:
-        if device not in self._ranks:
-            shown = ", ".join(str(item) for item in self.devices)
-            raise ValueError(
-                f"SyncBatchNorm '{self.name}': its graph was built for {shown}, and now runs on {device}. "
-                f"Call hybridize() again after the parameters have moved to other devices."
-            )
-        return self._ranks[device]
+    def _place_of(self, device: mx.Context, participants: int) -> "Place":
+        with self._lock:
+            if participants not in self._places:
+                self._places[participants] = self._make_places(participants)
+            place = self._places[participants].get(device)
+        if place is not None:
+            return place
+        if device in self.devices:
+            raise ValueError(absent_text(self.name, device))
+        shown = ", ".join(str(item) for item in self.devices)
+        raise ValueError(
+            f"SyncBatchNorm '{self.name}': its graph was built for {shown}, and now runs on {device}. "
+            f"Call hybridize() again after the parameters have moved to other devices."
+        )
+
+
+class Place(NamedTuple):
+    """Where a device meets those that it synchronizes with."""
+
+    rank: int
+    forward: Rendezvous
+    backward: Rendezvous
+
+
+def neighbourhoods(devices: Sequence[mx.Context], options: Options) -> List[List[mx.Context]]:
+    """The devices in groups of ``options.group_size``, in rank order."""
+    size = options.group_size or len(devices)
+    return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+
+
+def absent_text(name: str, device: mx.Context) -> str:
+    """What to say of a device that runs a layer although `gluon_syncbn.devices` has not named it."""
+    return (
+        f"SyncBatchNorm '{name}': ran on {device} in training mode, which is not in the list of "
+        f"gluon_syncbn.devices(...)."
+    )
 
 
 def find_group(number: int) -> Group:
@@ -198,15 +242,3 @@ def usual_reasons() -> str:
         return reasons + "."
     return reasons + f"; (4) several CPU contexts ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now {slots})."
 
-
-def _finish_pending_work() -> None:
-    """Runs at exit before MXNet's own handler, which stops the threads of custom operators as they become idle.
-
-    A device that came to a rendezvous after that would find no thread, and the exit would take two timeouts. So a
-    script that ends without having read its last gradients waits for them here.
-    """
-    with contextlib.suppress(mx.MXNetError):  # of work that no one asked for; the operator has printed it
-        mx.nd.waitall()
-
-
-atexit.register(_finish_pending_work)

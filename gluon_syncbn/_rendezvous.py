@@ -103,6 +103,11 @@ class Rendezvous:
         self._opened = 0
         self._changed = threading.Condition()
 
+    @property
+    def rounds(self) -> int:
+        """How many rounds were ever opened."""
+        return self._opened
+
     def meet(self, rank: int, contribution: np.ndarray, key: int = 0) -> Meeting:
         """Leave ``contribution`` as ``rank``, wait for the others, and return the result of all of it.
 

@@ -2,16 +2,24 @@
 
 import sys
 import threading
+import weakref
 from typing import List, Optional, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock, nn
 
-from gluon_syncbn import native, portable
+from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import BACKENDS, choose
-from gluon_syncbn._group import Group, Options, check_devices, check_timeout
+from gluon_syncbn._group import Group, Options, absent_text, check_devices, check_timeout, neighbourhoods
 from gluon_syncbn._transport import check_kvstore
+
+_layers = weakref.WeakSet()
+
+
+def live_layers() -> List["SyncBatchNorm"]:
+    """Every layer of this process that has synchronized."""
+    return list(_layers)
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -177,6 +185,8 @@ class SyncBatchNorm(nn.BatchNorm):
         if alone or (is_array and not mx.autograd.is_training()):
             out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
             return F.Activation(out, act_type="relu") if self._activation else out
+        if is_array and not _participants.takes_part(x.context, _participants.current()):
+            raise ValueError(absent_text(self.name, x.context))
         if mx.util.is_np_array():
             raise NotImplementedError(
                 f"SyncBatchNorm '{self.name}': MXNet's NumPy interface is not supported on several devices yet; "
@@ -212,7 +222,16 @@ class SyncBatchNorm(nn.BatchNorm):
                     epsilon=self._kwargs["eps"],
                     scale=not self._kwargs["fix_gamma"],
                 )
+                _layers.add(self)
             return self._group
+
+    def groups(self) -> List[List[mx.Context]]:
+        """The devices, in the groups that synchronize among themselves, in rank order."""
+        return neighbourhoods(self._devices(), self._options)
+
+    def synchronized_passes(self, participants: int) -> int:
+        """How many forward passes were met by exactly the devices of this list (`gluon_syncbn._participants`)."""
+        return 0 if self._group is None else self._group.rounds(participants)
 
     def _check_input(self, x) -> None:
         where = f"SyncBatchNorm '{self.name}'"

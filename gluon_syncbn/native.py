@@ -25,6 +25,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB
 
+from gluon_syncbn import _participants
 from gluon_syncbn._group import Options, next_number, usual_reasons
 
 _OPERATOR = "gluon_syncbn_native"
@@ -68,11 +69,28 @@ def _load() -> ctypes.CDLL:
     library.gluon_syncbn_make_group.restype = None
     library.gluon_syncbn_drop_group.argtypes = [ctypes.c_int64]
     library.gluon_syncbn_drop_group.restype = None
-    names = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree")
-    functions = _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in names))
-    if library.gluon_syncbn_register(ctypes.byref(functions)) != 0:
+    library.gluon_syncbn_count_groups.argtypes = []
+    library.gluon_syncbn_count_groups.restype = ctypes.c_int64
+    library.gluon_syncbn_rounds.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.gluon_syncbn_rounds.restype = ctypes.c_int64
+    library.gluon_syncbn_take_part.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int]
+    library.gluon_syncbn_take_part.restype = None
+    library.gluon_syncbn_leave_error.argtypes = [ctypes.c_char_p]
+    library.gluon_syncbn_leave_error.restype = None
+    library.gluon_syncbn_wrap_python_operator.argtypes = [
+        ctypes.POINTER(_MXNetFunctions),
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_void_p,
+    ]
+    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions())) != 0:
         raise RuntimeError("MXNet refused to register the operator")
     return library
+
+
+def _mxnet_functions() -> _MXNetFunctions:
+    names = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree")
+    return _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in names))
 
 
 try:
@@ -86,6 +104,43 @@ except (OSError, RuntimeError) as problem:
 def instruction_set() -> str:
     """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library."""
     return "not compiled" if _library is None else _library.gluon_syncbn_instruction_set().decode()
+
+
+def _take_part(number: int, devices: Sequence[str]) -> None:
+    _library.gluon_syncbn_take_part(number, (ctypes.c_char_p * len(devices))(*(d.encode() for d in devices)), len(devices))
+
+
+if _library is not None:
+    _participants.on_change(_take_part)
+
+
+def with_error_texts(operator: str) -> str:
+    """Register the Python custom operator that was registered last, ``operator``, so that its errors keep their text.
+
+    Returns the name under which it does; ``operator`` itself, whose errors are only printed, where nothing is compiled.
+    See csrc/python_errors.cpp.
+    """
+    if _library is None:
+        return operator
+    # MXNet keeps what makes the operator alive in this table and gives no other access to it.
+    creators = mx.operator._registry.ref_holder
+    creator = ctypes.cast(creators[max(creators)], ctypes.c_void_p)
+    name = operator + "_with_error_texts"
+    code = _library.gluon_syncbn_wrap_python_operator(
+        ctypes.byref(_mxnet_functions()), name.encode(), operator.encode(), creator
+    )
+    return name if code == 0 else operator
+
+
+def leave_error(text: str) -> None:
+    """The text of the error that a wrapped operator raises next on this thread."""
+    if _library is not None:
+        _library.gluon_syncbn_leave_error(text.encode())
+
+
+def count_groups() -> int:
+    """How many groups the compiled operator holds now."""
+    return _library.gluon_syncbn_count_groups()
 
 
 class NativeGroup:
@@ -122,6 +177,10 @@ class NativeGroup:
             usual_reasons().encode(),
         )
         weakref.finalize(self, _library.gluon_syncbn_drop_group, self.number).atexit = False
+
+    def rounds(self, participants: int) -> int:
+        """How many forward passes were met by exactly these participants."""
+        return _library.gluon_syncbn_rounds(self.number, participants)
 
 
 def normalize(F, x, gamma, beta, running_mean, running_var, group: NativeGroup, axis: int, relu: bool, static: bool):

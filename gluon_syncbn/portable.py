@@ -32,14 +32,17 @@ ones, which BLAS does an order of magnitude faster than MXNet's reductions. `shi
 is large against the deviation.
 """
 
+import contextlib
+
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn import _participants, native
 from gluon_syncbn._group import Group, find_group
 from gluon_syncbn._host import HostAccess
 from gluon_syncbn._statistics import BatchView, Moments, moving_average
 
-_OPERATOR = "gluon_syncbn_all_reduce"
+_NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _LOST = np.nan
 
@@ -122,6 +125,16 @@ def _centre(F, rows, on_gpu: bool):
     return (lambda a: F.sum(F.dot(a, ones), axis=(0, 2))), shift, F.elemwise_sub(rows, shifts)
 
 
+@contextlib.contextmanager
+def _keeping_the_text():
+    """Let the text of an error reach whoever reads the output; MXNet alone would only print it."""
+    try:
+        yield
+    except Exception as problem:
+        native.leave_error(str(problem))
+        raise
+
+
 class _AllReduce(mx.operator.CustomOp):
     def __init__(self, group: Group, device: mx.Context, channels: int):
         super().__init__()
@@ -130,6 +143,7 @@ class _AllReduce(mx.operator.CustomOp):
         self._channels = channels
         self._host = HostAccess(device)
 
+    @_keeping_the_text()
     def forward(self, is_train, req, in_data, out_data, aux):
         group, host, channels = self._group, self._host, self._channels
         affine, saved = out_data
@@ -138,33 +152,36 @@ class _AllReduce(mx.operator.CustomOp):
             host.write(affine, (2, channels), group.dtype, [gamma, beta])
             host.write(saved, (_saved_size(channels),), np.float64, 0)
             return
+        participants = _participants.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
         local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), group.dtype))
         try:
-            merged, number = group.meet_forward(self._device, local)
+            merged, number = group.meet_forward(self._device, local, participants)
         except Exception:
             host.write(affine, (2, channels), group.dtype, _LOST)
             raise
         view = BatchView.of(local, merged, group.epsilon)
         host.write(affine, (2, channels), group.dtype, view.weight_and_bias(gamma, beta))
-        remembered = np.concatenate([*view, [local.count, merged.count, number]])
+        remembered = np.concatenate([*view, [local.count, merged.count, number, participants]])
         host.write(saved, (_saved_size(channels),), np.float64, remembered)
         for running, value in zip(aux, (merged.mean, merged.var)):
             average = moving_average(self._read(running), value, group.momentum)
             host.write(running, (channels,), group.dtype, average)
 
+    @_keeping_the_text()
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         group, host, channels = self._group, self._host, self._channels
         d_weight, d_bias = host.read(out_grad[0], (2, channels), group.dtype)
         saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
-        count, total_count, number = saved[-3:]
+        count, total_count, number, participants = saved[-4:]
         if not count:  # the forward pass was in prediction mode: BatchNorm's own gradients are complete
             self._write_gradients(in_grad, req, 0, d_weight, d_bias)
             return
-        view = BatchView(*saved[:-3].reshape(3, channels))
+        view = BatchView(*saved[:-4].reshape(3, channels))
         d_beta, d_gamma = view.sums(d_weight, d_bias)
         try:
-            s1, s2 = group.meet_backward(self._device, np.concatenate([d_beta, d_gamma]), int(number)).reshape(2, -1)
+            sums = np.concatenate([d_beta, d_gamma])
+            s1, s2 = group.meet_backward(self._device, sums, int(number), int(participants)).reshape(2, -1)
         except Exception:
             self._write_gradients(in_grad, req, _LOST, _LOST, _LOST)
             raise
@@ -190,8 +207,9 @@ class _AllReduce(mx.operator.CustomOp):
                 self._host.write(in_grad[i], shape, self._group.dtype, value, add=req[i] == "add")
 
 
-@mx.operator.register(_OPERATOR)
+@mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
+    @_keeping_the_text()
     def __init__(self, group):
         super().__init__(need_top_grad=True)
         self._group = find_group(int(group))
@@ -205,6 +223,7 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def list_outputs(self):
         return ["affine", "saved"]
 
+    @_keeping_the_text()
     def infer_shape(self, in_shape):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
@@ -226,5 +245,8 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
 
 def _saved_size(channels: int) -> int:
-    """Of what the backward pass is handed: a `BatchView`, two counts, and the number of the forward pass."""
-    return 3 * channels + 3
+    """Of what the backward pass is handed: a `BatchView`, two counts, the numbers of forward pass and participants."""
+    return 3 * channels + 4
+
+
+_OPERATOR = native.with_error_texts(_NAME)

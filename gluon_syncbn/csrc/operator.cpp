@@ -5,20 +5,23 @@
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
 // Inputs: data, gamma, beta; auxiliary states: running_mean, running_var; outputs: out, and for the backward pass
-// `saved` (mean, invstd, count of all devices, number of the forward round; count 0 after prediction mode). The arrays
-// are dense: native.py keeps oneDNN's layouts away from the operator.
+// `saved` (mean, invstd, count of all devices, number of the forward round, number of the participants; count 0 after
+// prediction mode). The arrays are dense: native.py keeps oneDNN's layouts away from the operator.
 //
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
 // therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
 
 #include <omp.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +41,19 @@ MXNetFunctions mxnet;
 // ---------------------------------------------------------------------------------------------------------------------
 // Groups
 
+// Who takes part, as chosen by gluon_syncbn.devices: number 0 is everyone, any other a list that Python has defined.
+// Only Python changes it, while no operator runs.
+struct Participants {
+  std::mutex mutex;
+  std::map<int64_t, std::set<std::string>> lists;
+  std::atomic<int64_t> current{0};
+};
+// Never destroyed, like the groups below.
+Participants& participants() {
+  static auto* all = new Participants;
+  return *all;
+}
+
 // Devices of one layer that synchronize among themselves.
 struct Circle {
   Circle(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice)
@@ -53,24 +69,78 @@ struct Place {
   std::shared_ptr<Circle> circle;
 };
 
-struct Group {
-  std::string name;
-  std::string devices_text;
-  double momentum;
-  double epsilon;
-  bool scale;
-  DType dtype;  // of parameters and statistics
-  std::map<std::string, Place> places;
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
 
-  const Place& place_of(const std::string& device) const {
+class Group {
+ public:
+  Group(std::string layer, std::vector<std::string> devices, size_t circle_size, double timeout, std::string advice)
+      : name(std::move(layer)),
+        devices_(std::move(devices)),
+        circle_size_(circle_size),
+        timeout_(timeout),
+        advice_(std::move(advice)) {}
+
+  const std::string name;
+  double momentum = 0;
+  double epsilon = 0;
+  bool scale = true;
+  DType dtype = DType::kFloat32;  // of parameters and statistics
+
+  // Where `device` meets the others that take part. Circles are made when the first of them comes.
+  Place place_of(const std::string& device, int64_t taking_part) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::map<std::string, Place>& places = places_[taking_part];
+    if (places.empty()) make_circles(places, taking_part);
     const auto found = places.find(device);
-    if (found == places.end()) {
-      throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + devices_text +
-                                  ", and now runs on " + device +
-                                  ". Call hybridize() again after the parameters have moved to other devices.");
+    if (found != places.end()) return found->second;
+    if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) {
+      throw std::invalid_argument("SyncBatchNorm '" + name + "': ran on " + device +
+                                  " in training mode, which is not in the list of gluon_syncbn.devices(...).");
     }
-    return found->second;
+    throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + join(devices_) +
+                                ", and now runs on " + device +
+                                ". Call hybridize() again after the parameters have moved to other devices.");
   }
+
+  // Forward rounds so far in which exactly these took part.
+  int64_t rounds(int64_t taking_part) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int64_t sum = 0;
+    for (const auto& entry : places_[taking_part]) {
+      if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.circle->forward.rounds());
+    }
+    return sum;
+  }
+
+ private:
+  void make_circles(std::map<std::string, Place>& places, int64_t taking_part) const {
+    for (size_t start = 0; start < devices_.size(); start += circle_size_) {
+      std::vector<std::string> members;
+      for (size_t i = start; i < start + circle_size_; ++i) {
+        if (takes_part(devices_[i], taking_part)) members.push_back(devices_[i]);
+      }
+      const auto circle = std::make_shared<Circle>(name, members, timeout_, advice_);
+      for (size_t rank = 0; rank < members.size(); ++rank) places[members[rank]] = {rank, circle};
+    }
+  }
+
+  static bool takes_part(const std::string& device, int64_t taking_part) {
+    if (taking_part == 0) return true;
+    Participants& all = participants();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    return all.lists[taking_part].count(device) > 0;
+  }
+
+  const std::vector<std::string> devices_;
+  const size_t circle_size_;
+  const double timeout_;
+  const std::string advice_;
+  std::mutex mutex_;
+  std::map<int64_t, std::map<std::string, Place>> places_;  // by participants, then by device
 };
 
 // Never destroyed, because operators may still run while the process exits.
@@ -164,19 +234,20 @@ class Operator {
     void* y = data_if_wanted(out, requests[0]);
     auto* remembered = static_cast<double*>(data_if_wanted(saved, requests[1]));
     if (!is_train) {
-      remember(remembered, read(running_mean), inverse_deviation(read(running_var)), 0, 0);
+      remember(remembered, read(running_mean), inverse_deviation(read(running_var)), 0, 0, 0);
       if (y) normalize(dtype_, x, layout_, prediction_affine(gamma, beta, running_mean, running_var), y, threads_);
       return;
     }
     try {
-      const Place& place = group_->place_of(device_);
+      const int64_t taking_part = participants().current;
+      const Place place = group_->place_of(device_, taking_part);
       const Moments local = moments(dtype_, x, layout_, threads_);
       const Rendezvous::Meeting meeting = place.circle->forward.meet(place.rank, pack(local));
       const Moments all = unpack_and_merge(*meeting.contributions);
       std::vector<double> variance(all.m2);
       for (double& value : variance) value /= all.count;
       const std::vector<double> invstd = inverse_deviation(variance);
-      remember(remembered, all.mean, invstd, all.count, meeting.number);
+      remember(remembered, all.mean, invstd, all.count, meeting.number, taking_part);
       if (y) {
         normalize(dtype_, x, layout_, affine_of(all.mean, scale_of(gamma, invstd), beta), y, threads_);
       }
@@ -203,6 +274,7 @@ class Operator {
     const std::vector<double> invstd(remembered + channels, remembered + 2 * channels);
     const double total_count = remembered[2 * channels];
     const auto number = static_cast<uint64_t>(remembered[2 * channels + 1]);
+    const auto taking_part = static_cast<int64_t>(remembered[2 * channels + 2]);
     try {
       const std::vector<double> scale = scale_of(gamma, invstd);
       const Affine affine = affine_of(mean, scale, beta);
@@ -217,7 +289,7 @@ class Operator {
       }
       InputGradient gradient{scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
       if (total_count > 0) {  // else the statistics did not depend on x
-        const Place& place = group_->place_of(device_);
+        const Place place = group_->place_of(device_, taking_part);
         std::vector<double> message(s1);
         message.insert(message.end(), s2.begin(), s2.end());
         const Rendezvous::Meeting meeting = place.circle->backward.meet(place.rank, std::move(message), number);
@@ -320,13 +392,14 @@ class Operator {
   }
 
   static void remember(double* saved, const std::vector<double>& mean, const std::vector<double>& invstd, double count,
-                       uint64_t number) {
+                       uint64_t number, int64_t taking_part) {
     if (!saved) return;
     const size_t channels = mean.size();
     std::memcpy(saved, mean.data(), channels * sizeof(double));
     std::memcpy(saved + channels, invstd.data(), channels * sizeof(double));
     saved[2 * channels] = count;
     saved[2 * channels + 1] = static_cast<double>(number);
+    saved[2 * channels + 2] = static_cast<double>(taking_part);
   }
 
   const std::shared_ptr<Group> group_;
@@ -410,7 +483,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     channels[0] = static_cast<int>(layout.channels);
-    saved[0] = 2 * channels[0] + 2;
+    saved[0] = 2 * channels[0] + 3;
     const char* names[] = {"gamma", "beta"};
     for (int i = 1; i < kInputs; ++i) {
       if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
@@ -555,20 +628,12 @@ EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const ch
                                       int group_size, double timeout_seconds, double momentum, double epsilon,
                                       int scale, int dtype, const char* advice) {
   using namespace gluon_syncbn;
-  auto group = std::make_shared<Group>();
-  group->name = name;
+  auto group = std::make_shared<Group>(name, std::vector<std::string>(devices, devices + num_devices),
+                                       static_cast<size_t>(group_size), timeout_seconds, advice);
   group->momentum = momentum;
   group->epsilon = epsilon;
   group->scale = scale != 0;
   group->dtype = dtype_of(dtype);
-  for (int start = 0; start < num_devices; start += group_size) {
-    const std::vector<std::string> members(devices + start, devices + start + group_size);
-    const auto circle = std::make_shared<Circle>(name, members, timeout_seconds, advice);
-    for (size_t rank = 0; rank < members.size(); ++rank) {
-      group->places[members[rank]] = {rank, circle};
-      group->devices_text += (group->devices_text.empty() ? "" : ", ") + members[rank];
-    }
-  }
   std::lock_guard<std::mutex> lock(groups_mutex());
   groups()[number] = group;
 }
@@ -577,4 +642,23 @@ EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const ch
 EXPORTED void gluon_syncbn_drop_group(int64_t number) {
   std::lock_guard<std::mutex> lock(gluon_syncbn::groups_mutex());
   gluon_syncbn::groups().erase(number);
+}
+
+// Groups that are alive; for tests.
+EXPORTED int64_t gluon_syncbn_count_groups() {
+  std::lock_guard<std::mutex> lock(gluon_syncbn::groups_mutex());
+  return static_cast<int64_t>(gluon_syncbn::groups().size());
+}
+
+// Forward rounds of a group in which exactly the devices of list `taking_part` took part.
+EXPORTED int64_t gluon_syncbn_rounds(int64_t number, int64_t taking_part) {
+  return gluon_syncbn::find_group(number)->rounds(taking_part);
+}
+
+// From now on the devices of list `taking_part` meet, and no others; 0 is everyone. No operator may be running.
+EXPORTED void gluon_syncbn_take_part(int64_t taking_part, const char* const* devices, int num_devices) {
+  gluon_syncbn::Participants& all = gluon_syncbn::participants();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.lists[taking_part] = std::set<std::string>(devices, devices + num_devices);
+  all.current = taking_part;
 }

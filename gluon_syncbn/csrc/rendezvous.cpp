@@ -70,6 +70,11 @@ size_t Rendezvous::open_rounds() const {
   return rounds_.size();
 }
 
+uint64_t Rendezvous::rounds() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return opened_;
+}
+
 void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
   const auto look_until = Clock::now() + kLook;
   while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < look_until) pause();

@@ -71,6 +71,9 @@ class Rendezvous {
   // Rounds that wait for ranks now.
   size_t open_rounds() const;
 
+  // Rounds that were ever opened.
+  uint64_t rounds() const;
+
  private:
   enum State : int { kGathering, kComplete, kFailed };
 

@@ -1,0 +1,144 @@
+// Lets the errors of a custom operator that is written in Python keep their text.
+//
+// MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then throws the text of a
+// failed check, which says nothing. So the operator is registered a second time, under a creator that wraps Python's:
+// each callback that can fail calls Python's, and where that returns 0 throws the text that the operator left behind
+// with gluon_syncbn_leave_error on the same thread (portable.py does, just before it raises).
+//
+//   property   MXNet owns what create_property fills in, and calls its delete callback once: it deletes the
+//              wrapper after Python's own
+//   operator   the same, made by the property's create callback
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "mxnet_c_api.h"
+
+namespace gluon_syncbn {
+namespace {
+
+CustomOpPropCreator python_creator = nullptr;
+std::string python_name;
+thread_local std::string left_behind;
+
+using AnyCallback = int (*)(void);
+
+template <typename Function>
+AnyCallback any(Function function) {
+  return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
+}
+
+int or_error(int returned) {
+  if (returned) return returned;
+  const std::string text = std::exchange(left_behind, "");
+  throw dmlc::Error(text.empty() ? "gluon_syncbn: an operator failed; the reason was printed above." : text);
+}
+
+// A list of callbacks of which some are replaced; those get the wrapper as their context, to find the original.
+struct Wrapper {
+  explicit Wrapper(const MXCallbackList& list)
+      : original(list),
+        callbacks(list.callbacks, list.callbacks + list.num_callbacks),
+        contexts(list.contexts, list.contexts + list.num_callbacks) {}
+
+  template <typename Function>
+  void replace(int index, Function function) {
+    callbacks[static_cast<size_t>(index)] = any(function);
+    contexts[static_cast<size_t>(index)] = this;
+  }
+
+  template <typename Function, typename... Arguments>
+  static int call(void* state, int index, Arguments... arguments) {
+    const MXCallbackList& list = static_cast<Wrapper*>(state)->original;
+    const auto function = reinterpret_cast<Function>(reinterpret_cast<void (*)(void)>(list.callbacks[index]));
+    return function(arguments..., list.contexts[index]);
+  }
+
+  void fill(MXCallbackList* ret) {
+    ret->num_callbacks = static_cast<int>(callbacks.size());
+    ret->callbacks = callbacks.data();
+    ret->contexts = contexts.data();
+  }
+
+  const MXCallbackList original;
+  std::vector<AnyCallback> callbacks;
+  std::vector<void*> contexts;
+};
+
+// Positions in MXNet's lists (include/mxnet/c_api.h, CustomOpCallbacks and CustomOpPropCallbacks).
+enum { kOperatorDelete, kOperatorForward, kOperatorBackward };
+enum { kPropertyDelete, kPropertyInferShape = 4, kPropertyCreateOperator = 6, kPropertyInferType = 7 };
+
+int remove(void* state) {
+  const int returned = Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
+  delete static_cast<Wrapper*>(state);
+  return returned;
+}
+
+int forward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
+  return or_error(
+      Wrapper::call<CustomOpRun>(state, kOperatorForward, size, arrays, tags, requests, is_train));
+}
+
+int backward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
+  return or_error(
+      Wrapper::call<CustomOpRun>(state, kOperatorBackward, size, arrays, tags, requests, is_train));
+}
+
+int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
+                    MXCallbackList* ret, void* state) {
+  or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims, dtypes,
+                                         ret));
+  auto* wrapper = new Wrapper(*ret);
+  wrapper->replace(kOperatorDelete, remove);
+  wrapper->replace(kOperatorForward, forward);
+  wrapper->replace(kOperatorBackward, backward);
+  wrapper->fill(ret);
+  return 1;
+}
+
+int infer_shape(int num, int* ndims, int** shapes, void* state) {
+  return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes));
+}
+
+int infer_type(int num, int* dtypes, void* state) {
+  return or_error(Wrapper::call<CustomOpInferType>(state, kPropertyInferType, num, dtypes));
+}
+
+int nothing_to_delete(void*) { return 1; }
+
+int create_property(const char*, int num_arguments, const char** keys, const char** values,
+                    MXCallbackList* ret) {
+  // MXNet calls the first callback, which deletes, even if no property could be made.
+  static AnyCallback no_callbacks[] = {any(nothing_to_delete)};
+  static void* no_contexts[] = {nullptr};
+  *ret = {1, no_callbacks, no_contexts};
+  MXCallbackList made{};
+  or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
+  auto* wrapper = new Wrapper(made);
+  wrapper->replace(kPropertyDelete, remove);
+  wrapper->replace(kPropertyInferShape, infer_shape);
+  wrapper->replace(kPropertyCreateOperator, create_operator);
+  wrapper->replace(kPropertyInferType, infer_type);
+  wrapper->fill(ret);
+  return 1;
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+// What Python calls (native.py)
+
+// Registers, as `op_type`, the operator that Python knows as `name` and makes with `creator`; 0, or MXNet's error code.
+extern "C" __attribute__((visibility("default"))) int gluon_syncbn_wrap_python_operator(
+    const MXNetFunctions* functions, const char* op_type, const char* name, CustomOpPropCreator creator) {
+  gluon_syncbn::python_creator = creator;
+  gluon_syncbn::python_name = name;
+  return functions->custom_op_register(op_type, gluon_syncbn::create_property);
+}
+
+// The text of the error that this thread is about to return from a callback.
+extern "C" __attribute__((visibility("default"))) void gluon_syncbn_leave_error(const char* text) {
+  gluon_syncbn::left_behind = text;
+}
