@@ -233,7 +233,8 @@ def usual_reasons() -> str:
     """The end of every error about a missing device."""
     reasons = (
         "Usual reasons: (1) not every device ran this layer in this step (a last batch with fewer images than "
-        "devices, a branch or an exception on one device, an output read before all devices were started); "
+        "devices: see gluon_syncbn.devices; a branch or an exception on one device; an output read, or a process "
+        "forked, before all devices were started); "
         "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
         "(timeout=, GLUON_SYNCBN_TIMEOUT)"
     )

@@ -7,32 +7,52 @@ the timeout; and if an operator has failed by then, MXNet throws its error throu
 run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
 `os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait ends,
 because every rendezvous does.
+
+One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
+takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
+thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are let
+go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
+thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
+(csrc/python_operator.cpp).
 """
 
 import atexit
 import logging
 import os
+import time
 
 import mxnet as mx
 
+from gluon_syncbn import native
+from gluon_syncbn.block import live_layers
+
+_SECONDS_TO_DROP_OPERATORS = 0.01
 _log = logging.getLogger("gluon_syncbn")
 
 
-def finish_pending_work(occasion: str) -> None:
+def _finish_pending_work(occasion: str) -> None:
     """Wait until nothing runs; an error of work that no one has asked for yet is logged, for no one will see it else."""
     try:
         mx.nd.waitall()
     except mx.MXNetError as error:
-        _log.error("%s, pending work had failed; its arrays hold NaN. %s", occasion, _first_line(error))
+        text = str(error).split("\nStack trace")[0].strip()
+        _log.error("%s, pending work had failed; its arrays hold NaN. %s", occasion, text)
+    for device in {device for layer in live_layers() for device in layer.running_mean.list_ctx()}:
+        mx.nd.ones(1, ctx=device).wait_to_read()
+    time.sleep(_SECONDS_TO_DROP_OPERATORS)
 
 
-def _first_line(error: mx.MXNetError) -> str:
-    """Without the stack trace that MXNet adds."""
-    return str(error).split("\nStack trace")[0].strip()
+def _at_exit() -> None:
+    _finish_pending_work("When the process ended")
+    native.stop_calling_python()
+
+
+def _before_fork() -> None:
+    _finish_pending_work("When the process forked")
 
 
 def watch() -> None:
     """Wait for pending work before exits and forks from now on."""
-    atexit.register(finish_pending_work, "When the process ended")
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=lambda: finish_pending_work("When the process forked"))
+    atexit.register(_at_exit)
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(before=_before_fork)

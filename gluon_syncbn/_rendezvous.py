@@ -141,7 +141,7 @@ class Rendezvous:
             round_ = _Round(self._opened, len(self._ranks), time.monotonic() + self._timeout)
             self._rounds[key] = round_
         if round_.contributions[rank] is not None:
-            self._fail(self._rounds.pop(key), f"{self._what}: {self._ranks[rank]} arrived twice in one round.")
+            self._fail(self._rounds.pop(key), self._twice_text(round_, rank))
         else:
             round_.contributions[rank] = contribution
         return round_
@@ -175,6 +175,15 @@ class Rendezvous:
     def _fail(self, round_: _Round, text: str) -> None:
         round_.error = text
         self._changed.notify_all()
+
+    def _twice_text(self, round_: _Round, rank: int) -> str:
+        missing = ", ".join(self._ranks[rank] for rank in round_.missing())
+        return (
+            f"{self._what}: {self._ranks[rank]} arrived twice before {missing} arrived. Every device must run this layer "
+            f"equally often per step. A net with static_alloc and static_shape that runs several times per step on one "
+            f"device has no order between its runs: call hybridize() on it without them, or run it on one concatenated "
+            f"batch."
+        )
 
     def _missing_text(self, round_: _Round) -> str:
         missing = round_.missing()

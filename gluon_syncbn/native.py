@@ -77,6 +77,8 @@ def _load() -> ctypes.CDLL:
     library.gluon_syncbn_take_part.restype = None
     library.gluon_syncbn_leave_error.argtypes = [ctypes.c_char_p]
     library.gluon_syncbn_leave_error.restype = None
+    library.gluon_syncbn_stop_calling_python.argtypes = []
+    library.gluon_syncbn_stop_calling_python.restype = None
     library.gluon_syncbn_wrap_python_operator.argtypes = [
         ctypes.POINTER(_MXNetFunctions),
         ctypes.c_char_p,
@@ -114,18 +116,18 @@ if _library is not None:
     _participants.on_change(_take_part)
 
 
-def with_error_texts(operator: str) -> str:
-    """Register the Python custom operator that was registered last, ``operator``, so that its errors keep their text.
+def wrap(operator: str) -> str:
+    """Register the Python custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
 
-    Returns the name under which it does; ``operator`` itself, whose errors are only printed, where nothing is compiled.
-    See csrc/python_errors.cpp.
+    That is errors that keep their text, and clean exits: see csrc/python_operator.cpp. Returns the name of the wrapped
+    operator; where nothing is compiled, ``operator`` itself, whose errors are only printed.
     """
     if _library is None:
         return operator
     # MXNet keeps what makes the operator alive in this table and gives no other access to it.
     creators = mx.operator._registry.ref_holder
     creator = ctypes.cast(creators[max(creators)], ctypes.c_void_p)
-    name = operator + "_with_error_texts"
+    name = operator + "_wrapped"
     code = _library.gluon_syncbn_wrap_python_operator(
         ctypes.byref(_mxnet_functions()), name.encode(), operator.encode(), creator
     )
@@ -136,6 +138,12 @@ def leave_error(text: str) -> None:
     """The text of the error that a wrapped operator raises next on this thread."""
     if _library is not None:
         _library.gluon_syncbn_leave_error(text.encode())
+
+
+def stop_calling_python() -> None:
+    """Before the interpreter ends: MXNet's threads are not to call wrapped operators any more."""
+    if _library is not None:
+        _library.gluon_syncbn_stop_calling_python()
 
 
 def count_groups() -> int:

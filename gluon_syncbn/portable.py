@@ -249,4 +249,4 @@ def _saved_size(channels: int) -> int:
     return 3 * channels + 4
 
 
-_OPERATOR = native.with_error_texts(_NAME)
+_OPERATOR = native.wrap(_NAME)

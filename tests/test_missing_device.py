@@ -17,7 +17,7 @@ from gluon_syncbn import SyncBatchNorm
 
 mode, count = {mode!r}, {count}
 devices = cpus(count)
-layer = SyncBatchNorm(in_channels=3, timeout=3, prefix='stem_')
+layer = SyncBatchNorm(in_channels=3, timeout=1.5, prefix='stem_')
 layer.initialize(ctx=devices)
 net = mx.gluon.nn.HybridSequential()
 net.add(layer)
@@ -74,17 +74,17 @@ def run(body, mode, count):
     return run_python(code, seconds=60)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [4])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("body, direction", [(MISSING_IN_FORWARD, "forward"), (MISSING_IN_BACKWARD, "backward")])
 def test_a_device_never_arrives(body, direction, mode, count):
     done = run(body, mode, count)
     assert done.returncode == 0, done.stdout + done.stderr
     waited = float(done.stdout.split("RIGHT AFTERWARDS; WAITED")[1])
-    assert 2.5 < waited < 6
+    assert 1.4 < waited < 5
     arrived = ", ".join(f"cpu({i})" for i in range(count - 1))
     message = (
-        f"SyncBatchNorm 'stem': {direction} pass waited 3 s for 1 of {count} devices. "
+        f"MXNetError: SyncBatchNorm 'stem': {direction} pass waited 1.5 s for 1 of {count} devices. "
         f"Arrived: {arrived}. Missing: cpu({count - 1}). Usual reasons:"
     )
     assert done.stdout.count(message) == count - 1

@@ -49,7 +49,7 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
     }
     round = entry;
     if (round->present[rank]) {
-      finish(*round, key, kFailed, what_ + ": " + ranks_[rank] + " arrived twice in one round.");
+      finish(*round, key, kFailed, twice_text(*round, rank));
     } else {
       round->contributions[rank] = std::move(contribution);
       round->present[rank] = true;
@@ -95,15 +95,25 @@ void Rendezvous::finish(Round& round, uint64_t key, State state, std::string err
   rounds_.erase(key);  // last: it may hold the only reference but ours
 }
 
-std::string Rendezvous::missing_text(const Round& round) const {
-  std::string arrived, missing;
+std::string Rendezvous::names(const Round& round, bool present) const {
+  std::string text;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    std::string& names = round.present[rank] ? arrived : missing;
-    names += (names.empty() ? "" : ", ") + ranks_[rank];
+    if (round.present[rank] == present) text += (text.empty() ? "" : ", ") + ranks_[rank];
   }
+  return text;
+}
+
+std::string Rendezvous::twice_text(const Round& round, size_t rank) const {
+  return what_ + ": " + ranks_[rank] + " arrived twice before " + names(round, false) +
+         " arrived. Every device must run this layer equally often per step. A net with static_alloc and static_shape "
+         "that runs several times per step on one device has no order between its runs: call hybridize() on it without "
+         "them, or run it on one concatenated batch.";
+}
+
+std::string Rendezvous::missing_text(const Round& round) const {
   return what_ + " waited " + seconds_text(timeout_seconds_) + " s for " +
          std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) +
-         " devices. Arrived: " + arrived + ". Missing: " + missing + ". " + advice_;
+         " devices. Arrived: " + names(round, true) + ". Missing: " + names(round, false) + ". " + advice_;
 }
 
 std::string Rendezvous::different_lengths_text(const Round& round) const {

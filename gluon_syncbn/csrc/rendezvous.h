@@ -93,6 +93,8 @@ class Rendezvous {
 
   void wait(const std::shared_ptr<Round>& round, uint64_t key);
   void finish(Round& round, uint64_t key, State state, std::string error);  // with the lock held
+  std::string names(const Round& round, bool present) const;
+  std::string twice_text(const Round& round, size_t rank) const;
   std::string missing_text(const Round& round) const;
   std::string different_lengths_text(const Round& round) const;  // empty if they are the same
   [[noreturn]] void leave_with_error(Round& round) const;

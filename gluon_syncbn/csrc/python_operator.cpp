@@ -1,15 +1,22 @@
-// Lets the errors of a custom operator that is written in Python keep their text.
+// Wraps a custom operator that is written in Python, for two things that MXNet's own wrapping lacks.
 //
-// MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then throws the text of a
-// failed check, which says nothing. So the operator is registered a second time, under a creator that wraps Python's:
-// each callback that can fail calls Python's, and where that returns 0 throws the text that the operator left behind
-// with gluon_syncbn_leave_error on the same thread (portable.py does, just before it raises).
+// Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then
+// throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
+// returns 0 throws the text that the operator left behind with gluon_syncbn_leave_error on the same thread (portable.py
+// does, just before it raises).
 //
-//   property   MXNet owns what create_property fills in, and calls its delete callback once: it deletes the
-//              wrapper after Python's own
-//   operator   the same, made by the property's create callback
+// Exits are clean. MXNet counts an operator as done before it has dropped it, so a thread of its engine may call
+// Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++ answers
+// with "terminate called". gluon_syncbn_stop_calling_python, at exit, waits for the delete callbacks that are under way;
+// from then on none is made.
+//
+// Who owns what: MXNet owns the list of callbacks that create_property fills in, and calls its delete callback once,
+// which deletes the wrapper after Python's own; the same for the list that the property's create callback fills in.
 
+#include <atomic>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +28,8 @@ namespace {
 CustomOpPropCreator python_creator = nullptr;
 std::string python_name;
 thread_local std::string left_behind;
+std::atomic<bool> python_is_gone{false};
+std::atomic<int> deletions{0};
 
 using AnyCallback = int (*)(void);
 
@@ -71,9 +80,11 @@ enum { kOperatorDelete, kOperatorForward, kOperatorBackward };
 enum { kPropertyDelete, kPropertyInferShape = 4, kPropertyCreateOperator = 6, kPropertyInferType = 7 };
 
 int remove(void* state) {
-  const int returned = Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
+  deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
+  if (!python_is_gone) Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
+  deletions -= 1;
   delete static_cast<Wrapper*>(state);
-  return returned;
+  return 1;
 }
 
 int forward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
@@ -141,4 +152,10 @@ extern "C" __attribute__((visibility("default"))) int gluon_syncbn_wrap_python_o
 // The text of the error that this thread is about to return from a callback.
 extern "C" __attribute__((visibility("default"))) void gluon_syncbn_leave_error(const char* text) {
   gluon_syncbn::left_behind = text;
+}
+
+// The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
+extern "C" __attribute__((visibility("default"))) void gluon_syncbn_stop_calling_python() {
+  gluon_syncbn::python_is_gone = true;
+  while (gluon_syncbn::deletions > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -1,0 +1,90 @@
+"""What each fault of tests/faults.py ends in, for our layer on both back ends and for the one that MXNet ships.
+
+    OMP_NUM_THREADS=1 python benchmarks/reliability.py
+
+Every fault runs in a process of its own, in the three modes side by side, with a timeout of 2 s for our layer, and is
+killed after 12 s. Prints a Markdown table; the seconds are from the fault until the process could go on, or ended.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from faults import FAULTS, MODES  # noqa: E402
+
+LAYERS = ["native", "portable", "contrib"]
+TIMEOUT, LIMIT = 2, 12
+
+
+def start(fault: str, layer: str, mode: str) -> subprocess.Popen:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLUON_SYNCBN_TIMEOUT": str(TIMEOUT), "PYTHONPATH": str(ROOT)}
+    environment.pop("MXNET_CPU_TEMP_COPY", None)
+    command = [sys.executable, str(ROOT / "tests" / "faults.py"), fault, "--layer", layer, "--mode", mode]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def outcomes(fault: str, layer: str) -> list:
+    """For each mode: what the process ended in, and the seconds since the fault began."""
+    running = {mode: start(fault, layer, mode) for mode in MODES}
+    begun, output, seen = {}, dict.fromkeys(MODES, ""), {}
+    for process in running.values():
+        os.set_blocking(process.stdout.fileno(), False)
+    while len(seen) < len(MODES):
+        time.sleep(0.02)
+        now = time.perf_counter()
+        for mode, process in running.items():
+            if mode in seen:
+                continue
+            code = process.poll()
+            output[mode] += process.stdout.read() or ""
+            if "BEGIN" in output[mode]:
+                begun.setdefault(mode, now)
+            seconds = now - begun.get(mode, now)
+            if code is not None:
+                seen[mode] = (outcome(code, output[mode]), seconds_told(output[mode], seconds))
+            elif seconds > LIMIT:
+                process.kill()
+                seen[mode] = ("hung", None)
+    return [seen[mode] for mode in MODES]
+
+
+def outcome(code: int, output: str) -> str:
+    if "RIGHT AFTERWARDS" in output:
+        return "right afterwards"
+    if "WRONG AFTERWARDS" in output:
+        return "wrong afterwards"
+    if "terminate called" in output:
+        return "terminate called"
+    return f"exit {code}" if code >= 0 else f"ended by signal {-code}"
+
+
+def seconds_told(output: str, seconds: float) -> float:
+    return float(output.split("TOOK ")[1].split()[0]) if "TOOK " in output else seconds
+
+
+def summary(seen: list) -> str:
+    """The same in all modes in one word, else one for each mode."""
+    names = [name for name, _ in seen]
+    seconds = [value for _, value in seen if value is not None]
+    took = f", {max(seconds):.1f} s" if seconds else ""
+    if len(set(names)) == 1:
+        return names[0] + took
+    return "; ".join(f"{mode}: {name}" for mode, name in zip(MODES, names)) + took
+
+
+def main() -> None:
+    print("| fault | " + " | ".join(LAYERS) + " |")
+    print("| --- |" + " --- |" * len(LAYERS))
+    for fault, function in FAULTS.items():
+        told = " | ".join(summary(outcomes(fault, layer)) for layer in LAYERS)
+        print(f"| {function.__doc__.strip().rstrip('.')} | {told} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
