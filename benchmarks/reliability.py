@@ -9,6 +9,7 @@ killed after 12 s. Prints a Markdown table; the seconds are from the fault until
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,37 +22,35 @@ LAYERS = ["native", "portable", "contrib"]
 TIMEOUT, LIMIT = 2, 12
 
 
-def start(fault: str, layer: str, mode: str) -> subprocess.Popen:
+def start(fault: str, layer: str, mode: str, output) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLUON_SYNCBN_TIMEOUT": str(TIMEOUT), "PYTHONPATH": str(ROOT)}
     environment.pop("MXNET_CPU_TEMP_COPY", None)
     command = [sys.executable, str(ROOT / "tests" / "faults.py"), fault, "--layer", layer, "--mode", mode]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def outcomes(fault: str, layer: str) -> list:
     """For each mode: what the process ended in, and the seconds since the fault began."""
-    running = {mode: start(fault, layer, mode) for mode in MODES}
-    begun, output, seen = {}, dict.fromkeys(MODES, ""), {}
-    for process in running.values():
-        os.set_blocking(process.stdout.fileno(), False)
-    while len(seen) < len(MODES):
-        time.sleep(0.02)
-        now = time.perf_counter()
-        for mode, process in running.items():
-            if mode in seen:
-                continue
-            code = process.poll()
-            output[mode] += process.stdout.read() or ""
-            if "BEGIN" in output[mode]:
-                begun.setdefault(mode, now)
-            seconds = now - begun.get(mode, now)
-            if code is not None:
-                seen[mode] = (outcome(code, output[mode]), seconds_told(output[mode], seconds))
-            elif seconds > LIMIT:
-                process.kill()
-                seen[mode] = ("hung", None)
-    return [seen[mode] for mode in MODES]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {mode: Path(folder, mode) for mode in MODES}
+        running = {mode: start(fault, layer, mode, files[mode].open("w")) for mode in MODES}
+        begun, seen, started = {}, {}, time.perf_counter()
+        while len(seen) < len(MODES):
+            time.sleep(0.02)
+            now = time.perf_counter()
+            for mode, process in running.items():
+                if mode in seen:
+                    continue
+                code, output = process.poll(), files[mode].read_text()
+                if "BEGIN" in output:
+                    begun.setdefault(mode, now)
+                seconds = now - begun.get(mode, now)
+                if code is not None:
+                    seen[mode] = (outcome(code, output), seconds_told(output, seconds))
+                elif seconds > LIMIT or now - started > 2 * LIMIT:
+                    process.kill()
+                    seen[mode] = ("hung" if mode in begun else "hung before the fault", None)
+        return [seen[mode] for mode in MODES]
 
 
 def outcome(code: int, output: str) -> str:

@@ -1,8 +1,8 @@
 """Synchronized Batch Normalization for MXNet Gluon."""
 
-from gluon_syncbn._engine import set_cpu_temp_slots
+from gluon_syncbn._engine import set_cpu_rings
 
-set_cpu_temp_slots()
+set_cpu_rings()
 
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402

@@ -18,7 +18,7 @@ from mxnet import autograd
 import gluon_syncbn
 from gluon_syncbn import native
 from gluon_syncbn._backend import choose
-from gluon_syncbn._engine import CPU_TEMP_SLOTS, slots_in_force
+from gluon_syncbn._engine import CPU_RINGS, rings_in_force
 
 _ROUNDS = 200
 
@@ -31,7 +31,7 @@ def main() -> int:
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
     print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
-    print(f"temp space   {slots_in_force() or 'a pool for each GPU'} (MXNET_CPU_TEMP_COPY)")
+    print(f"resources    {rings_in_force() or 'pools of its own for each GPU'}")
     print(f"compiled     {'no: ' + native.why_missing if native.why_missing else 'yes, ' + native.instruction_set()}")
     print(f"back end     {choice.name} on CPU: {choice.reason}")
     if mx.context.num_gpus():
@@ -66,11 +66,11 @@ def _warnings() -> List[str]:
         found.append(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time: several devices cannot meet. Unset it."
         )
-    slots = slots_in_force()
-    if slots is not None and int(slots) < CPU_TEMP_SLOTS:
-        found.append(
-            f"MXNET_CPU_TEMP_COPY={slots} may be too few for several CPU contexts. Unset it to have {CPU_TEMP_SLOTS}."
-        )
+    if mx.context.num_gpus() == 0:
+        for name, (enough, default) in CPU_RINGS.items():
+            value = int(os.environ.get(name, default))
+            if value < enough:
+                found.append(f"{name}={value} may be too few for several CPU contexts. Unset it to have {enough}.")
     if mx.context.num_gpus() == 0 and os.environ.get("OMP_NUM_THREADS") is None:
         found.append("several CPU contexts share the cores best with OMP_NUM_THREADS=1, or cores ÷ contexts.")
     return found

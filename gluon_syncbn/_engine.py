@@ -14,40 +14,48 @@ that need no temporary space do not take part, so the remedy is to put such ones
 outside: ``F.cast(x, dtype='float32')`` on every input and output, with the loss in the graph. (``F.identity`` will not
 do, it asks for space.) Then no slot is ever shared, and memory is constant from the first step.
 
-GPUs have a pool each and need none of this.
+Random generators are the same story: all CPU contexts draw from ``MXNET_CPU_PARALLEL_RAND_COPY`` of them (1 by
+default), so two devices cannot both be inside a net with Dropout between synchronized layers. Here the ring is as long
+as the number of Dropouts in flight that it can serve, devices times Dropouts of a net; each generator takes 5 MB, so it is
+made no longer than most nets need.
+
+GPUs have pools of their own and need none of this.
 """
 
 import os
 import warnings
-from typing import Optional
 
 import mxnet as mx
 
-CPU_TEMP_SLOTS = 16384
-_VARIABLE = "MXNET_CPU_TEMP_COPY"
-_MXNET_DEFAULT = 4
+# For each environment variable, our value and MXNet's default.
+CPU_RINGS = {"MXNET_CPU_TEMP_COPY": (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
 
-def set_cpu_temp_slots() -> None:
-    """Give CPU contexts enough temp-space slots, unless there is a GPU or the user has chosen a number.
+def set_cpu_rings() -> None:
+    """Give CPU contexts enough temp-space slots and random generators, except where the user has chosen a number.
 
-    Warns (UserWarning) where MXNet's engine has already started and may go on with its old number.
+    Does nothing where there is a GPU. Warns (UserWarning) where MXNet's engine has already started and may go on with its
+    old numbers.
     """
-    if _VARIABLE in os.environ or mx.context.num_gpus() > 0:
+    ours = {name: value for name, (value, _) in CPU_RINGS.items() if name not in os.environ}
+    if not ours or mx.context.num_gpus() > 0:
         return
-    os.environ[_VARIABLE] = str(CPU_TEMP_SLOTS)
+    os.environ.update({name: str(value) for name, value in ours.items()})
     if _engine_was_running():
+        chosen = " and ".join(f"{name}={value}" for name, value in ours.items())
         warnings.warn(
-            f"gluon_syncbn was imported after MXNet had begun to compute, too late to set {_VARIABLE}: with several "
+            f"gluon_syncbn was imported after MXNet had begun to compute, too late to set {chosen}: with several "
             f"CPU contexts a synchronized layer may wait until its timeout. Import gluon_syncbn before the first "
-            f"array is made, or set {_VARIABLE}={CPU_TEMP_SLOTS} before the program starts.",
+            f"array is made, or set {chosen} before the program starts.",
             stacklevel=3,
         )
 
 
-def slots_in_force() -> Optional[str]:
-    """The number of temp-space slots for CPU contexts; None where there is a GPU and it hardly matters."""
-    return None if mx.context.num_gpus() > 0 else os.environ.get(_VARIABLE, str(_MXNET_DEFAULT))
+def rings_in_force() -> str:
+    """The numbers in force for CPU contexts, as text; empty where there is a GPU and they hardly matter."""
+    if mx.context.num_gpus() > 0:
+        return ""
+    return ", ".join(f"{name}={os.environ.get(name, default)}" for name, (_, default) in CPU_RINGS.items())
 
 
 def _engine_was_running() -> bool:

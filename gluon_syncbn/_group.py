@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn import _participants
-from gluon_syncbn._engine import slots_in_force
+from gluon_syncbn._engine import rings_in_force
 from gluon_syncbn._rendezvous import Rendezvous
 from gluon_syncbn._statistics import Moments, add_ranks, merge
 from gluon_syncbn._transport import KVStoreTransport
@@ -238,8 +238,7 @@ def usual_reasons() -> str:
         "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
         "(timeout=, GLUON_SYNCBN_TIMEOUT)"
     )
-    slots = slots_in_force()
-    if slots is None:
+    rings = rings_in_force()
+    if not rings:
         return reasons + "."
-    return reasons + f"; (4) several CPU contexts ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now {slots})."
-
+    return reasons + f"; (4) several CPU contexts ran out of temp-space slots or random generators (now {rings})."

@@ -163,6 +163,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._options = Options(num_devices, group_size, timeout, kvstore)
         self._group = None
         self._group_lock = threading.Lock()
+        self._last_call = None
 
     @property
     def backend(self) -> str:
@@ -195,12 +196,27 @@ class SyncBatchNorm(nn.BatchNorm):
         group = self._group_on(devices)
         arrays = (x, gamma, beta, running_mean, running_var)
         axis = self._kwargs["axis"]
+        trace = None if is_array else _static_trace()
+        after = self._call_before(trace)
         if isinstance(group, native.NativeGroup):
-            static = not is_array and _traced_for_static_graph()
-            return native.normalize(F, *arrays, group, axis, relu=self._activation is not None, static=static)
-        cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
-        out = portable.normalize(F, *arrays, group, axis, cast_input)
-        return F.Activation(out, act_type="relu") if self._activation else out
+            relu, static = self._activation is not None, trace is not None
+            out, call = native.normalize(F, *arrays, group, axis, relu=relu, static=static, after=after)
+        else:
+            cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
+            out, call = portable.normalize(F, *arrays, group, axis, cast_input, after)
+            out = F.Activation(out, act_type="relu") if self._activation else out
+        self._last_call = None if trace is None else (trace, call)
+        return out
+
+    def _call_before(self, trace):
+        """The last call of this layer in the same static graph, or None.
+
+        A static graph does not count what a call does to the running statistics as writing, so calls of a layer on
+        parallel branches have no order, neither on one device nor the same on all. Each is therefore made to depend on
+        the one before. Elsewhere the engine orders them by the running statistics.
+        """
+        before = self._last_call
+        return before[1] if trace is not None and before is not None and before[0] is trace else None
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
@@ -258,17 +274,21 @@ class SyncBatchNorm(nn.BatchNorm):
         return super().__repr__()[:-1] + (f", {chosen})" if chosen else ")")
 
 
-def _traced_for_static_graph() -> bool:
-    """Whether the net that is being traced now will run with ``static_alloc`` and ``static_shape``.
+def _static_trace() -> Optional[mx.sym.Symbol]:
+    """If the net is being traced for a graph with ``static_alloc`` and ``static_shape``: a symbol that names the trace.
 
     The flags that count are those of the block that owns the graph, and MXNet does not tell its children. They may have
     other flags of their own, and what is safe in a static graph is not in another, so the owner is looked up on the
     stack. A trace that does not come from a hybridized block's first call counts as not static, which is always safe.
+
+    The symbol is the graph's first input, which is a new object in each trace.
     """
-    frame = sys._getframe()
+    frame, trace = sys._getframe(), None
     while frame is not None:
+        if frame.f_code is HybridBlock._get_graph.__code__:
+            trace = frame.f_locals["symbol_inputs"][0]
         if frame.f_code is HybridBlock._build_cache.__code__:
             flags = dict(frame.f_locals["self"]._flags)
-            return bool(flags.get("static_alloc") and flags.get("static_shape"))
+            return trace if flags.get("static_alloc") and flags.get("static_shape") else None
         frame = frame.f_back
-    return False
+    return None

@@ -97,7 +97,7 @@ def convert_batchnorm(block: Block) -> Block:
     for layer in layers:
         original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
         layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
-        for name in ("_options", "_group", "_group_lock", "_requested_backend", "_activation"):
+        for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
             del layer.__dict__[name]
     _separate_relus(blocks)
     _drop_cached_graphs(blocks)

@@ -191,7 +191,9 @@ class NativeGroup:
         return _library.gluon_syncbn_rounds(self.number, participants)
 
 
-def normalize(F, x, gamma, beta, running_mean, running_var, group: NativeGroup, axis: int, relu: bool, static: bool):
+def normalize(
+    F, x, gamma, beta, running_mean, running_var, group: NativeGroup, axis: int, relu: bool, static: bool, after=None
+):
     """Batch Normalization of ``x`` with the statistics of the whole group.
 
     Parameters
@@ -208,21 +210,28 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: NativeGroup, 
         Whether to return max(y, 0) in place of y.
     static : bool
         Whether this is for a graph with ``static_alloc`` and ``static_shape``.
+    after : Symbol, optional
+        The call of this layer that must come before this one, as returned.
+
+    Returns
+    -------
+    out, call : NDArray or Symbol
+        The result, shape of x; and what to hand as ``after`` to the next call in the same graph.
     """
     dense = F.reshape(x, shape=(-2,)) if static else _whole(F, x)
-    out = F.Custom(
-        dense,
-        gamma,
-        beta,
+    inputs = [dense, gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
+    out, call = F.Custom(
+        *inputs,
         running_mean,
         running_var,
         op_type=_OPERATOR,
         group=group.number,
         axis=axis,
         relu=int(relu),
+        follows=int(after is not None),
         name="fwd",
-    )[0]
-    return F.identity(out) if static else _whole(F, out)
+    )
+    return (F.identity(out) if static else _whole(F, out)), call
 
 
 def _whole(F, x):

@@ -47,7 +47,7 @@ _NAME = "gluon_syncbn_all_reduce"
 _LOST = np.nan
 
 
-def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: int, cast_input: bool):
+def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: int, cast_input: bool, after=None):
     """Batch Normalization of ``x`` with the statistics of the whole group.
 
     Parameters
@@ -62,25 +62,31 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
         Of the channels.
     cast_input : bool
         Whether x may be of another dtype than the statistics.
+    after : Symbol, optional
+        The call of this layer that must come before this one, as returned.
+
+    Returns
+    -------
+    out, call : NDArray or Symbol
+        The result, shape and dtype of x; and what to hand as ``after`` to the next call in the same graph.
     """
     values = F.cast(x, dtype=group.dtype) if cast_input else x
     rows = _as_rows(F, values, axis)
     total, shift, centred = _centre(F, rows, on_gpu=group.devices[0].device_type == "gpu")
     # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
     sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
-    affine, _ = F.Custom(
-        sums,
-        F.size_array(x),
-        gamma,
-        beta,
+    inputs = [sums, F.size_array(x), gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
+    affine, call = F.Custom(
+        *inputs,
         running_mean,
         running_var,
         op_type=_OPERATOR,
         group=group.number,
+        follows=int(after is not None),
         name="all_reduce",
     )
     weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
-    return F.BatchNorm(
+    out = F.BatchNorm(
         x,
         weight,
         bias,
@@ -92,6 +98,7 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
         fix_gamma=False,
         name="fwd",
     )
+    return out, call
 
 
 def _as_rows(F, x, axis: int):
@@ -199,7 +206,7 @@ class _AllReduce(mx.operator.CustomOp):
         return self._host.read(vector, (self._channels,), self._group.dtype)
 
     def _write_gradients(self, in_grad, req, sums, gamma, beta):
-        """Of size, no gradient is ever asked for."""
+        """Of size and after, no gradient is ever asked for."""
         vector = (self._channels,)
         gamma = gamma if self._group.scale else 0
         for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):
@@ -210,12 +217,13 @@ class _AllReduce(mx.operator.CustomOp):
 @mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
     @_keeping_the_text()
-    def __init__(self, group):
+    def __init__(self, group, follows):
         super().__init__(need_top_grad=True)
         self._group = find_group(int(group))
+        self._follows = follows == "1"
 
     def list_arguments(self):
-        return ["sums", "size", "gamma", "beta"]
+        return ["sums", "size", "gamma", "beta"] + ["after"] * self._follows
 
     def list_auxiliary_states(self):
         return ["running_mean", "running_var"]
@@ -228,17 +236,19 @@ class _AllReduceProp(mx.operator.CustomOpProp):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
         channels = in_shape[0][1]
-        for name, shape in zip(self.list_arguments()[2:], in_shape[2:]):
+        for name, shape in zip(("gamma", "beta"), in_shape[2:]):
             if len(shape) == 1 and shape[0] not in (0, -1, channels):
                 raise ValueError(
                     f"SyncBatchNorm '{self._group.name}': the input has {channels} channels, {name} has {shape[0]}."
                 )
-        vector = [channels]
-        return [[3, channels], [1], vector, vector], [[2, channels], [_saved_size(channels)]], [vector] * 2
+        vector, saved = [channels], [_saved_size(channels)]
+        inputs = [[3, channels], [1], vector, vector] + [saved] * self._follows
+        return inputs, [[2, channels], saved], [vector] * 2
 
     def infer_type(self, in_type):
         dtype = np.dtype(self._group.dtype).type
-        return [dtype, np.int64, dtype, dtype], [dtype, np.float64], [dtype] * 2
+        inputs = [dtype, np.int64, dtype, dtype] + [np.float64] * self._follows
+        return inputs, [dtype, np.float64], [dtype] * 2
 
     def create_operator(self, ctx, in_shapes, in_dtypes):
         return _AllReduce(self._group, ctx, in_shapes[0][1])

@@ -10,6 +10,7 @@ import numpy as np
 from mxnet import autograd
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
+from gluon_syncbn._engine import CPU_RINGS
 
 MODES = {
     "imperative": None,
@@ -78,7 +79,8 @@ def run_python(code: str, seconds: float = 120, **environment) -> subprocess.Com
     """Run ``code`` in a process of its own with a hard limit, so that a hang is a failed test."""
     variables = {"OMP_NUM_THREADS": "1", **os.environ}
     variables["PYTHONPATH"] = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])
-    variables.pop("MXNET_CPU_TEMP_COPY", None)
+    for name in CPU_RINGS:
+        variables.pop(name, None)
     variables.update({name: str(value) for name, value in environment.items()})
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, env=variables, timeout=seconds, capture_output=True, text=True)

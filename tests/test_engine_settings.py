@@ -3,38 +3,41 @@
 import pytest
 from harness import run_python
 
-from gluon_syncbn._engine import CPU_TEMP_SLOTS
+from gluon_syncbn._engine import CPU_RINGS
 
-SHOW = "import os; print(os.environ.get('MXNET_CPU_TEMP_COPY'))"
+NAMES = list(CPU_RINGS)
+OURS = " ".join(str(value) for value, _ in CPU_RINGS.values())
+SHOW = f"import os; print(*[os.environ.get(name) for name in {NAMES}])"
 
 
 def test_import_sets_the_slots():
     done = run_python("import gluon_syncbn\n" + SHOW)
-    assert done.stdout.strip() == str(CPU_TEMP_SLOTS)
+    assert done.stdout.strip() == OURS
     assert "UserWarning" not in done.stderr
 
 
 def test_import_after_mxnet_alone_is_early_enough():
     done = run_python("import mxnet, gluon_syncbn\n" + SHOW)
-    assert done.stdout.strip() == str(CPU_TEMP_SLOTS)
+    assert done.stdout.strip() == OURS
     assert "UserWarning" not in done.stderr
 
 
 def test_a_value_of_the_user_is_left_alone():
-    done = run_python("import gluon_syncbn\n" + SHOW, MXNET_CPU_TEMP_COPY=7)
-    assert done.stdout.strip() == "7"
+    done = run_python("import gluon_syncbn\n" + SHOW, MXNET_CPU_TEMP_COPY=7, MXNET_CPU_PARALLEL_RAND_COPY=3)
+    assert done.stdout.strip() == "7 3"
 
 
 def test_nothing_is_set_where_there_is_a_gpu():
     code = "import mxnet\nmxnet.context.num_gpus = lambda: 2\nimport gluon_syncbn\n" + SHOW
-    assert run_python(code).stdout.strip() == "None"
+    assert run_python(code).stdout.strip() == "None None"
 
 
 @pytest.mark.parametrize("early", ["mxnet.nd.ones(1).wait_to_read()", "mxnet.random.seed(1)"])
 def test_import_after_the_engine_has_started_warns(early):
     done = run_python(f"import mxnet\n{early}\nimport gluon_syncbn\n" + SHOW)
     assert "UserWarning: gluon_syncbn was imported after MXNet had begun to compute" in done.stderr
-    assert f"set MXNET_CPU_TEMP_COPY={CPU_TEMP_SLOTS} before the program starts" in done.stderr
+    chosen = " and ".join(f"{name}={value}" for name, value in zip(NAMES, OURS.split()))
+    assert f"set {chosen} before the program starts" in done.stderr
 
 
 def test_the_slots_prevent_the_deadlock_that_mxnet_has_by_default(backend):
@@ -60,7 +63,31 @@ except mx.MXNetError as error:
     assert run_python(code).stdout.strip().endswith("RAN")
     starved = run_python(code, MXNET_CPU_TEMP_COPY=1)
     assert starved.stdout.strip().endswith("FAILED")
-    assert "ran out of temp-space slots (MXNET_CPU_TEMP_COPY, now 1)" in starved.stdout
+    assert "ran out of temp-space slots or random generators (now MXNET_CPU_TEMP_COPY=1, " in starved.stdout
+
+
+def test_the_generators_prevent_the_deadlock_that_dropout_has_by_default(backend):
+    code = """
+import gluon_syncbn
+from harness import *
+net = mx.gluon.nn.HybridSequential()
+for _ in range(2):
+    net.add(mx.gluon.nn.Dropout(0.5), gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
+net.initialize(ctx=cpus(4))
+shards = random_shards([(1, 8, 8, 8)] * 4)
+try:
+    for _ in range(3):
+        step(net, shards, shards, cpus(4))
+        mx.nd.waitall()
+    print('RAN')
+except mx.MXNetError as error:
+    print(error)
+    print('FAILED')
+"""
+    assert run_python(code).stdout.strip().endswith("RAN")
+    starved = run_python(code, MXNET_CPU_PARALLEL_RAND_COPY=1)
+    assert starved.stdout.strip().endswith("FAILED")
+    assert "MXNET_CPU_PARALLEL_RAND_COPY=1)" in starved.stdout
 
 
 BORDERS = """

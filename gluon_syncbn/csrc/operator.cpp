@@ -4,7 +4,8 @@
 //   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta; auxiliary states: running_mean, running_var; outputs: out, and for the backward pass
+// Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (native.py tells
+// why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass
 // `saved` (mean, invstd, count of all devices, number of the forward round, number of the participants; count 0 after
 // prediction mode). The arrays are dense: native.py keeps oneDNN's layouts away from the operator.
 //
@@ -188,6 +189,11 @@ class Array {
   void* handle_;
 };
 
+struct OptionalArray {
+  explicit OptionalArray(void* handle) : array(handle ? new Array(handle) : nullptr) {}
+  const std::unique_ptr<const Array> array;
+};
+
 std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
   std::vector<double> values(size);
   for (size_t i = 0; i < size; ++i) {
@@ -218,18 +224,21 @@ void write_vector(DType dtype, const Array& array, const std::vector<double>& va
 
 class Operator {
  public:
-  Operator(std::shared_ptr<Group> group, const char* device, Layout layout, DType dtype, bool relu)
+  Operator(std::shared_ptr<Group> group, const char* device, Layout layout, DType dtype, bool relu, bool follows)
       : group_(std::move(group)),
         device_(device),
         layout_(layout),
         dtype_(dtype),
         relu_(relu),
+        follows_(follows),
         threads_(omp_get_max_threads()) {}
 
   void forward(void** arrays, const int* requests, bool is_train) {
     const Array data(arrays[0]), gamma(arrays[1]), beta(arrays[2]);
-    const Array out(arrays[3]), saved(arrays[4]);
-    const Array running_mean(arrays[5]), running_var(arrays[6]);
+    const OptionalArray after(follows_ ? arrays[3] : nullptr);
+    arrays += 3 + (follows_ ? 1 : 0);
+    const Array out(arrays[0]), saved(arrays[1]);
+    const Array running_mean(arrays[2]), running_var(arrays[3]);
     const void* x = data.data();
     void* y = data_if_wanted(out, requests[0]);
     auto* remembered = static_cast<double*>(data_if_wanted(saved, requests[1]));
@@ -262,9 +271,13 @@ class Operator {
   void backward(void** arrays, const int* requests) {
     const Array d_out(arrays[0]), d_saved(arrays[1]);
     const Array data(arrays[2]), gamma(arrays[3]), beta(arrays[4]);
-    const Array out(arrays[5]), saved(arrays[6]);
-    const Array d_data(arrays[7]), d_gamma(arrays[8]), d_beta(arrays[9]);
-    const Array running_mean(arrays[10]), running_var(arrays[11]);
+    const OptionalArray after(follows_ ? arrays[5] : nullptr);
+    arrays += 5 + (follows_ ? 1 : 0);
+    const Array out(arrays[0]), saved(arrays[1]);
+    const Array d_data(arrays[2]), d_gamma(arrays[3]), d_beta(arrays[4]);
+    const OptionalArray d_after(follows_ ? arrays[5] : nullptr);  // never wanted
+    arrays += 5 + (follows_ ? 1 : 0);
+    const Array running_mean(arrays[0]), running_var(arrays[1]);
     const auto data_request = static_cast<Request>(requests[0]);
     const auto gamma_request = static_cast<Request>(requests[1]);
     const auto beta_request = static_cast<Request>(requests[2]);
@@ -407,6 +420,7 @@ class Operator {
   const Layout layout_;
   const DType dtype_;
   const bool relu_;
+  const bool follows_;  // whether there is an input `after`
   const int threads_;
 
  public:
@@ -422,10 +436,13 @@ struct Property {
   std::shared_ptr<Group> group;
   int axis;
   bool relu;
+  bool follows;
   void* contexts[kPropertyCallbacks];
+
+  int inputs() const { return follows ? 4 : 3; }
 };
 
-constexpr int kInputs = 3, kOutputs = 2;
+constexpr int kOutputs = 2;
 
 // Runs a callback's body; whatever it throws reaches the user as the text of an MXNetError.
 template <typename Body>
@@ -442,9 +459,10 @@ int list_names(char*** names, const char** list) {
   *names = const_cast<char**>(list);
   return 1;
 }
-int list_arguments(char*** names, void*) {
+int list_arguments(char*** names, void* state) {
   static const char* list[] = {"data", "gamma", "beta", nullptr};
-  return list_names(names, list);
+  static const char* list_and_after[] = {"data", "gamma", "beta", "after", nullptr};
+  return list_names(names, static_cast<const Property*>(state)->follows ? list_and_after : list);
 }
 int list_outputs(char*** names, void*) {
   static const char* list[] = {"out", "saved", nullptr};
@@ -474,18 +492,19 @@ Layout layout_of(const std::vector<int64_t>& shape, int axis, const std::string&
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
   return or_error([&] {
     const auto* property = static_cast<Property*>(state);
+    const int inputs = property->inputs();
     // MXNet copies the shapes before this thread calls again.
     thread_local int channels[1], saved[1];
     if (ndims[0] <= 0) {  // it also asks before it knows the input
-      for (int i = kInputs; i < kInputs + kOutputs; ++i) ndims[i] = 0;
+      for (int i = inputs; i < inputs + kOutputs; ++i) ndims[i] = 0;
       return;
     }
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     channels[0] = static_cast<int>(layout.channels);
-    saved[0] = 2 * channels[0] + 3;
+    saved[0] = 2 * channels[0] + 3;  // and of `after`
     const char* names[] = {"gamma", "beta"};
-    for (int i = 1; i < kInputs; ++i) {
+    for (int i = 1; i < 3; ++i) {
       if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
         throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input has " +
                                     std::to_string(channels[0]) + " channels, " + names[i - 1] + " has " +
@@ -496,9 +515,10 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
       ndims[i] = 1;
       shapes[i] = channels;
     }
-    ndims[kInputs] = ndims[0];
-    shapes[kInputs] = shapes[0];
-    shapes[kInputs + 1] = saved;
+    ndims[inputs] = ndims[0];
+    shapes[inputs] = shapes[0];
+    shapes[inputs + 1] = saved;
+    if (property->follows) shapes[inputs - 1] = saved;
   });
 }
 
@@ -519,19 +539,22 @@ const char* dtype_name(int flag) {
 
 int infer_type(int num, int* dtypes, void* state) {
   return or_error([&] {
-    const Group& group = *static_cast<Property*>(state)->group;
+    const auto* property = static_cast<Property*>(state);
+    const Group& group = *property->group;
+    const int inputs = property->inputs();
     const int parameters = static_cast<int>(group.dtype);
-    if (dtypes[0] < 0) dtypes[0] = dtypes[kInputs];
+    if (dtypes[0] < 0) dtypes[0] = dtypes[inputs];
     const bool half = dtypes[0] == static_cast<int>(DType::kFloat16) || dtypes[0] == static_cast<int>(DType::kBFloat16);
     if (dtypes[0] >= 0 && dtypes[0] != parameters && !(half && group.dtype == DType::kFloat32)) {
       throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(dtypes[0]) +
                                   ", parameters and statistics are " + dtype_name(parameters) +
                                   "; call cast() on the net.");
     }
-    dtypes[kInputs] = dtypes[0];
-    dtypes[kInputs + 1] = static_cast<int>(DType::kFloat64);
+    dtypes[inputs] = dtypes[0];
+    dtypes[inputs + 1] = static_cast<int>(DType::kFloat64);
+    if (property->follows) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
     dtypes[1] = dtypes[2] = parameters;
-    for (int i = kInputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
+    for (int i = inputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
   });
 }
 
@@ -575,7 +598,7 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
     const auto* property = static_cast<Property*>(state);
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
     auto* created = new Operator(property->group, device, layout_of(shape, property->axis, property->group->name),
-                                 dtype_of(dtypes[0]), property->relu);
+                                 dtype_of(dtypes[0]), property->relu, property->follows);
     static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
     ret->num_callbacks = 3;
     ret->callbacks = callbacks;
@@ -603,7 +626,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
     auto* property = new Property{find_group(std::stoll(arguments["group"])), std::stoi(arguments["axis"]),
-                                  arguments["relu"] == "1", {}};
+                                  arguments["relu"] == "1", arguments["follows"] == "1", {}};
     for (void*& context : property->contexts) context = property;
     ret->contexts = property->contexts;
   });
