@@ -87,8 +87,8 @@ class SyncBatchNorm(nn.BatchNorm):
         who did not: on the native back end it is the text of the error; on the portable one it is a
         `SyncBatchNormError` that the operator that failed has printed.
 
-    Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 with
-    parameters and statistics in float32.
+    Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 or bfloat16
+    with parameters and statistics in float32.
 
     Outputs: **out**, shape and dtype of data.
 
@@ -185,7 +185,7 @@ class SyncBatchNorm(nn.BatchNorm):
         alone = len(devices) <= 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
         if alone or (is_array and not mx.autograd.is_training()):
             out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-            return F.Activation(out, act_type="relu") if self._activation else out
+            return F.relu(out) if self._activation else out
         if is_array and not _participants.takes_part(x.context, _participants.current()):
             raise ValueError(absent_text(self.name, x.context))
         if mx.util.is_np_array():
@@ -202,9 +202,9 @@ class SyncBatchNorm(nn.BatchNorm):
             relu, static = self._activation is not None, trace is not None
             out, call = native.normalize(F, *arrays, group, axis, relu=relu, static=static, after=after)
         else:
-            cast_input = not is_array or np.dtype(x.dtype) != np.dtype(group.dtype)
+            cast_input = not is_array or _name_of(x.dtype) != group.dtype
             out, call = portable.normalize(F, *arrays, group, axis, cast_input, after)
-            out = F.Activation(out, act_type="relu") if self._activation else out
+            out = F.relu(out) if self._activation else out  # Activation would turn NaN into 0
         self._last_call = None if trace is None else (trace, call)
         return out
 
@@ -254,15 +254,19 @@ class SyncBatchNorm(nn.BatchNorm):
         axis = self._kwargs["axis"]
         if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
             raise ValueError(f"{where}: axis={axis} does not fit an input of shape {x.shape}; it takes 2 or more axes.")
+        if x.size == 0:
+            raise ValueError(
+                f"{where}: the input of shape {x.shape} on {x.context} is empty. A device without images cannot take "
+                f"part; leave it out with gluon_syncbn.devices(...)."
+            )
         channels = self.gamma.shape[0]
         if channels > 0 and x.shape[axis] != channels:
             raise ValueError(
                 f"{where}: it has {channels} channels, but axis {axis} of the input of shape {x.shape} has "
                 f"{x.shape[axis]}."
             )
-        dtype = np.dtype(x.dtype).name
-        expected = np.dtype(self.running_mean.dtype).name
-        if dtype != expected and not (dtype == "float16" and expected == "float32"):
+        dtype, expected = _name_of(x.dtype), _name_of(self.running_mean.dtype)
+        if dtype != expected and not (dtype in ("float16", "bfloat16") and expected == "float32"):
             raise ValueError(
                 f"{where}: the input is {dtype}, parameters and statistics are {expected}; "
                 f"call cast({dtype!r}) on the net."
@@ -272,6 +276,12 @@ class SyncBatchNorm(nn.BatchNorm):
         options = {**self._options._asdict(), "activation": self._activation}
         chosen = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         return super().__repr__()[:-1] + (f", {chosen})" if chosen else ")")
+
+
+def _name_of(dtype) -> str:
+    """MXNet's name of a dtype; it stands in for bfloat16, which NumPy does not have, with a structure of that name."""
+    dtype = np.dtype(dtype)
+    return dtype.name if dtype.names is None else dtype.names[0]
 
 
 def _static_trace() -> Optional[mx.sym.Symbol]:

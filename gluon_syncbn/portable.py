@@ -161,6 +161,11 @@ class _AllReduce(mx.operator.CustomOp):
             return
         participants = _participants.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
+        if not size:
+            raise ValueError(
+                f"SyncBatchNorm '{group.name}': the input on {self._device} is empty. A device without images cannot "
+                f"take part; leave it out with gluon_syncbn.devices(...)."
+            )
         local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), group.dtype))
         try:
             merged, number = group.meet_forward(self._device, local, participants)

@@ -597,8 +597,13 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
   return or_error([&] {
     const auto* property = static_cast<Property*>(state);
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
-    auto* created = new Operator(property->group, device, layout_of(shape, property->axis, property->group->name),
-                                 dtype_of(dtypes[0]), property->relu, property->follows);
+    const Layout layout = layout_of(shape, property->axis, property->group->name);
+    if (layout.size() == 0) {
+      throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input on " + device +
+                                  " is empty. A device without images cannot take part; leave it out with "
+                                  "gluon_syncbn.devices(...).");
+    }
+    auto* created = new Operator(property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->follows);
     static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
     ret->num_callbacks = 3;
     ret->callbacks = callbacks;
