@@ -8,9 +8,16 @@ from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402
 from gluon_syncbn._rendezvous import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
-from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm  # noqa: E402
+from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
 
 watch()
 
 __version__ = "0.1.0"
-__all__ = ["SyncBatchNorm", "SyncBatchNormError", "convert_batchnorm", "convert_sync_batchnorm", "devices"]
+__all__ = [
+    "SyncBatchNorm",
+    "SyncBatchNormError",
+    "convert_batchnorm",
+    "convert_sync_batchnorm",
+    "devices",
+    "freeze_statistics",
+]

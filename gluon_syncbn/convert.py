@@ -105,6 +105,30 @@ def convert_batchnorm(block: Block) -> Block:
     return block
 
 
+def freeze_statistics(block: Block, frozen: bool = True) -> Block:
+    """Normalize with the running statistics in training too, from now on, or with ``frozen=False`` again with the batch's.
+
+    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not, in the middle of training: cached graphs are
+    dropped and built anew with the same flags. γ and β go on learning unless their ``grad_req`` is set to ``'null'``.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block.
+
+    Examples
+    --------
+    >>> freeze_statistics(net)
+    >>> net.collect_params('.*gamma|.*beta').setattr('grad_req', 'null')  # as fixed as in a pretrained backbone
+    """
+    blocks = _all_blocks(block)
+    for item in blocks:
+        if isinstance(item, _BatchNorm):
+            item._kwargs["use_global_stats"] = frozen
+    _drop_cached_graphs(blocks)
+    return block
+
+
 def _can_convert(block: Block) -> bool:
     """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can tell."""
     if isinstance(block, (SyncBatchNorm, contrib_nn.SyncBatchNorm)):

@@ -195,16 +195,3 @@ def test_grad_req_add_and_null(mode):
     layer.gamma.grad_req = layer.beta.grad_req = "null"
     _, inputs = step(layer, shards, heads, devices)
     assert oracle.distance([item.grad.asnumpy() for item in inputs], expected.input_gradients) < 1e-4
-
-
-def test_groups_of_neighbours():
-    shapes = [(2, 3, 4, 4), (1, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4)]
-    layer, devices, (gamma, beta) = make_layer(shapes, 1, group_size=2, momentum=0)
-    shards, heads = random_shards(shapes), random_shards(shapes, seed=3)
-    observed = observe(layer, shards, heads, devices)
-    for pair in (slice(0, 2), slice(2, 4)):
-        expected = oracle.batch_norm(shards[pair], gamma, beta, heads=heads[pair])
-        assert oracle.distance(observed.outputs[pair], expected.outputs) < 1e-5
-        assert oracle.distance(observed.input_gradients[pair], expected.input_gradients) < 1e-4
-        for device in devices[pair]:
-            assert oracle.distance([layer.running_var.data(device).asnumpy()], [expected.var]) < 1e-5
