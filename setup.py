@@ -115,7 +115,7 @@ setup(
             "scipy<1.12",
             "tensorflow-cpu==2.13.1",
         ],
-        "test": [*EXAMPLES, "psutil", "pytest", "pytest-timeout", "ruff==0.15.*"],
+        "test": [*EXAMPLES, "hypothesis", "psutil", "pytest", "pytest-timeout", "ruff==0.15.*"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.8",

@@ -109,7 +109,9 @@ def instruction_set() -> str:
 
 
 def _take_part(number: int, devices: Sequence[str]) -> None:
-    _library.gluon_syncbn_take_part(number, (ctypes.c_char_p * len(devices))(*(d.encode() for d in devices)), len(devices))
+    _library.gluon_syncbn_take_part(
+        number, (ctypes.c_char_p * len(devices))(*(d.encode() for d in devices)), len(devices)
+    )
 
 
 if _library is not None:

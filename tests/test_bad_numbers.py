@@ -89,8 +89,10 @@ def test_one_value_in_all(mode):
 
 def test_a_mean_of_a_million_with_a_deviation_of_a_hundredth(mode, backend):
     """In float32, whose numbers are 0.06 apart there. nn.BatchNorm's result has no right digit."""
-    shards, heads = (random_shards([(4, 3, 16, 16)] * 2, seed=seed, mean=mean, std=std) for seed, mean, std in
-                     ((0, 1e6, 1e-2), (1, 0, 1)))
+    shards, heads = (
+        random_shards([(4, 3, 16, 16)] * 2, seed=seed, mean=mean, std=std)
+        for seed, mean, std in ((0, 1e6, 1e-2), (1, 0, 1))
+    )
     layer, seen = run(shards, heads, mode, momentum=0)
     expected = oracle.batch_norm(shards, np.ones(3), np.zeros(3), heads=heads)
     np.testing.assert_allclose(layer.running_mean.data(mx.cpu(1)).asnumpy(), expected.mean, rtol=1e-7)

@@ -17,7 +17,9 @@ from harness import ROOT
 TIMEOUT = 1.5
 LIMIT = 60  # seconds after which a process counts as hung
 RIGHT = "RIGHT AFTERWARDS"
-MISSING = "SyncBatchNorm '{}': {} pass waited 1.5 s for 1 of 2 devices. Arrived: cpu(0). Missing: cpu(1). Usual reasons: (1)"
+MISSING = (
+    "SyncBatchNorm '{}': {} pass waited 1.5 s for 1 of 2 devices. Arrived: cpu(0). Missing: cpu(1). Usual reasons: (1)"
+)
 FORWARD, BACKWARD = MISSING.format("first", "forward"), MISSING.format("third", "backward")
 
 

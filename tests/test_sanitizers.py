@@ -18,16 +18,30 @@ def build_and_run(tmp_path, flags, sources, arguments=()):
     return done.stdout
 
 
+RENDEZVOUS = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), os.path.join(CSRC, "rendezvous.cpp")]
+KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "kernels.cpp")]
+ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
 def test_rendezvous_under_thread_sanitizer(tmp_path):
-    sources = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), os.path.join(CSRC, "rendezvous.cpp")]
-    told = build_and_run(tmp_path, ["-fsanitize=thread", "-pthread"], sources, ["100000"])
+    told = build_and_run(tmp_path, ["-fsanitize=thread", "-pthread"], RENDEZVOUS, ["100000"])
     assert told.startswith("100000 generations") and told.endswith(" 0 failures\n")
 
 
+def test_rendezvous_under_address_and_undefined_behaviour_sanitizer(tmp_path):
+    told = build_and_run(tmp_path, [*ADDRESS, "-pthread"], RENDEZVOUS, ["20000"])
+    assert told.startswith("20000 generations") and told.endswith(" 0 failures\n")
+
+
 def test_kernels_under_address_and_undefined_behaviour_sanitizer(tmp_path):
-    sources = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "kernels.cpp")]
-    flags = ["-O3", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    assert build_and_run(tmp_path, flags, sources).endswith(": 80 cases, 0 failures\n")
+    flags = ["-O3", "-fopenmp", *ADDRESS]
+    assert build_and_run(tmp_path, flags, KERNELS).endswith(": 80 cases, 0 failures\n")
+
+
+def test_kernels_of_several_devices_under_thread_sanitizer(tmp_path):
+    """Without OpenMP, whose runtime library the sanitizer cannot see into."""
+    flags = ["-O2", "-fsanitize=thread", "-pthread", "-Wno-unknown-pragmas"]
+    assert build_and_run(tmp_path, flags, KERNELS, ["4"]).endswith(": 320 cases, 0 failures\n")
 
 
 def test_everything_compiles_without_warnings(tmp_path):

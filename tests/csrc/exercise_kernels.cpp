@@ -1,11 +1,15 @@
 // Every pass over every dtype and layout, on buffers that end where the tensor ends, for AddressSanitizer and
-// UndefinedBehaviorSanitizer; with 1 and 3 threads, whose results must have the same bits.
+// UndefinedBehaviorSanitizer; with 1 and 3 threads, whose results must have the same bits. And the same by several devices'
+// threads at once, for ThreadSanitizer. Usage: exercise_kernels [devices]
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "kernels.h"
@@ -14,7 +18,7 @@ using namespace gluon_syncbn;
 
 namespace {
 
-int failures = 0;
+std::atomic<int> failures{0};
 
 struct Buffer {
   Buffer(DType dtype, int64_t size) : bytes(static_cast<size_t>(size) * width(dtype)), data(new char[bytes]) {
@@ -65,9 +69,7 @@ void exercise(DType dtype, const Layout& layout, bool relu) {
   }
 }
 
-}  // namespace
-
-int main() {
+int exercise_all() {
   const Layout layouts[] = {{1, 1, 1},  {3, 5, 1},    {2, 300, 1},   {700, 129, 1}, {1, 3, 63},
                             {4, 3, 64}, {2, 7, 4097}, {3, 33, 1023}, {9, 1, 65},    {130, 64, 9}};
   int count = 0;
@@ -79,6 +81,17 @@ int main() {
       }
     }
   }
-  std::printf("%s: %d cases, %d failures\n", instruction_set(), count, failures);
+  return count;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int devices = count > 1 ? std::atoi(arguments[1]) : 1;
+  std::vector<std::thread> threads;
+  std::atomic<int> cases{0};
+  for (int device = 0; device < devices; ++device) threads.emplace_back([&cases] { cases += exercise_all(); });
+  for (std::thread& thread : threads) thread.join();
+  std::printf("%s: %d cases, %d failures\n", instruction_set(), cases.load(), failures.load());
   return failures == 0 ? 0 : 1;
 }

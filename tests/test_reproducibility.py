@@ -1,0 +1,89 @@
+"""The same seed gives the same bits after 100 steps on 4 devices, whatever the order in which devices arrive."""
+
+import pytest
+from harness import MODES, run_python
+
+TRAIN = """
+import hashlib, os, random, time
+import gluon_syncbn
+from harness import *
+from mxnet.gluon import nn
+
+delays = random.Random({order})
+
+class Delay(mx.operator.CustomOp):
+    '''Comes late by up to a millisecond, at random.'''
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(delays.random() / 1000)
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        time.sleep(delays.random() / 1000)
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+@mx.operator.register('delay')
+class DelayProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Delay()
+
+class Late(mx.gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.Custom(x, op_type='delay')
+
+class Net(mx.gluon.HybridBlock):
+    '''A head that two branches share, besides layers of their own.'''
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.stem = nn.HybridSequential()
+            self.stem.add(nn.Conv2D(6, 3, in_channels=3), Late(), norm(6), nn.Activation('relu'), Late())
+            self.head = nn.HybridSequential()
+            self.head.add(nn.Conv2D(6, 3, padding=1, in_channels=6), norm(6), Late())
+            self.last = nn.Dense(4, in_units=6)
+
+    def hybrid_forward(self, F, x):
+        x = self.stem(F.cast(x, 'float32'))
+        small = F.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type='avg')
+        levels = [F.mean(self.head(level), axis=(2, 3)) for level in (x, small)]
+        return F.cast(self.last(levels[0] + levels[1]), 'float32')
+
+def norm(channels):
+    return gluon_syncbn.SyncBatchNorm(in_channels=channels, timeout=30)
+
+mx.random.seed(7)
+np.random.seed(7)
+devices = cpus(4)
+net = Net()
+net.initialize(mx.init.Xavier(), ctx=devices)
+set_mode(net, {mode!r})
+trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {{'learning_rate': 0.05, 'momentum': 0.9}})
+loss_of = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+rng = np.random.RandomState(3)
+for _ in range(100):
+    images, labels = rng.standard_normal((8, 3, 8, 8)), rng.randint(0, 4, 8)
+    parts = zip(*(mx.gluon.utils.split_and_load(mx.nd.array(item), devices) for item in (images, labels)))
+    with autograd.record():
+        losses = [loss_of(net(x), y) for x, y in parts]
+    autograd.backward(losses)
+    trainer.step(8)
+mx.nd.waitall()
+digest = hashlib.sha256()
+for parameter in net.collect_params().values():
+    for device in devices:
+        value = parameter.data(device).asnumpy()
+        assert np.isfinite(value).all()
+        digest.update(value.tobytes())
+print('BITS', digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_the_same_bits_after_100_steps(mode, backend):
+    bits = set()
+    for order in (1, 2):
+        done = run_python(TRAIN.format(mode=mode, order=order), seconds=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        bits.add(done.stdout.split("BITS")[1])
+    assert len(bits) == 1

@@ -1,0 +1,25 @@
+"""Thousands of steps: memory and threads stay what they are, and every step gives the same bits for the same batch.
+
+The long versions are in docs/: 20,000 steps of benchmarks/long_run.py, 6,000 of benchmarks/soak.py.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+
+def run(script, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    command = [sys.executable, os.path.join(ROOT, "benchmarks", script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("steps", [2000])
+def test_memory_and_threads(steps, backend):
+    done = run("long_run.py", "--steps", str(steps))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"step {steps}: " in done.stdout
+    assert f"back end {backend}: memory grew by" in done.stdout
