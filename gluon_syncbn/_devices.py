@@ -24,9 +24,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     ctx_list : mx.Context or sequence of mx.Context
         The devices that take part.
     net : Block, optional
-        Its gradients on the other devices are set to zero and count as fresh, so that one ``Trainer.step`` in the block or
-        behind it adds up what was computed, updates all devices, and does not complain of stale gradients. (Parameters
-        with ``grad_req='add'`` keep what has been added up.)
+        Its gradients on the other devices are set to zero and count as fresh, so that one ``Trainer.step`` in the block
+        or behind it adds up what was computed, updates all devices, and does not complain of stale gradients.
+        (Parameters with ``grad_req='add'`` keep what has been added up.)
 
     Raises
     ------

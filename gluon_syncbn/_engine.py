@@ -16,8 +16,8 @@ do, it asks for space.) Then no slot is ever shared, and memory is constant from
 
 Random generators are the same story: all CPU contexts draw from ``MXNET_CPU_PARALLEL_RAND_COPY`` of them (1 by
 default), so two devices cannot both be inside a net with Dropout between synchronized layers. Here the ring is as long
-as the number of Dropouts in flight that it can serve, devices times Dropouts of a net; each generator takes 5 MB, so it is
-made no longer than most nets need.
+as the number of Dropouts in flight that it can serve, devices times Dropouts of a net; each generator takes 5 MB, so it
+is made no longer than most nets need.
 
 GPUs have pools of their own and need none of this.
 """
@@ -34,8 +34,8 @@ CPU_RINGS = {"MXNET_CPU_TEMP_COPY": (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": 
 def set_cpu_rings() -> None:
     """Give CPU contexts enough temp-space slots and random generators, except where the user has chosen a number.
 
-    Does nothing where there is a GPU. Warns (UserWarning) where MXNet's engine has already started and may go on with its
-    old numbers.
+    Does nothing where there is a GPU. Warns (UserWarning) where MXNet's engine has already started and may go on with
+    its old numbers.
     """
     ours = {name: value for name, (value, _) in CPU_RINGS.items() if name not in os.environ}
     if not ours or mx.context.num_gpus() > 0:

@@ -5,13 +5,13 @@ all pending work. A device that comes to a rendezvous in between finds no thread
 the timeout; and if an operator has failed by then, MXNet throws its error through ``fork``, which ends the process with
 ``terminate called``. So all pending work is waited for here, before MXNet begins: at exit by `atexit`, whose handlers
 run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
-`os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait ends,
-because every rendezvous does.
+`os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait
+ends, because every rendezvous does.
 
 One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
 takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
-thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are let
-go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
+thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are
+let go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
 thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
 (csrc/python_operator.cpp).
 """
@@ -31,7 +31,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 def _finish_pending_work(occasion: str) -> None:
-    """Wait until nothing runs; an error of work that no one has asked for yet is logged, for no one will see it else."""
+    """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it."""
     try:
         mx.nd.waitall()
     except mx.MXNetError as error:

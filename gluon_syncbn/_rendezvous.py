@@ -179,10 +179,8 @@ class Rendezvous:
     def _twice_text(self, round_: _Round, rank: int) -> str:
         missing = ", ".join(self._ranks[rank] for rank in round_.missing())
         return (
-            f"{self._what}: {self._ranks[rank]} arrived twice before {missing} arrived. Every device must run this layer "
-            f"equally often per step. A net with static_alloc and static_shape that runs several times per step on one "
-            f"device has no order between its runs: call hybridize() on it without them, or run it on one concatenated "
-            f"batch."
+            f"{self._what}: {self._ranks[rank]} arrived twice before {missing} arrived. Every device must run this "
+            f"layer equally often per step, and in the same order."
         )
 
     def _missing_text(self, round_: _Round) -> str:

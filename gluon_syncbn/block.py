@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from typing import List, Optional, Union
+from typing import List, Optional, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -12,6 +12,7 @@ from mxnet.gluon import HybridBlock, nn
 from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import BACKENDS, choose
 from gluon_syncbn._group import Group, Options, absent_text, check_devices, check_timeout, neighbourhoods
+from gluon_syncbn._order import keep_order
 from gluon_syncbn._transport import check_kvstore
 
 _layers = weakref.WeakSet()
@@ -196,8 +197,10 @@ class SyncBatchNorm(nn.BatchNorm):
         group = self._group_on(devices)
         arrays = (x, gamma, beta, running_mean, running_var)
         axis = self._kwargs["axis"]
-        trace = None if is_array else _static_trace()
+        net, trace = (None, None) if is_array else _static_trace()
         after = self._call_before(trace)
+        if net is not None:
+            keep_order(net, trace, self)
         if isinstance(group, native.NativeGroup):
             relu, static = self._activation is not None, trace is not None
             out, call = native.normalize(F, *arrays, group, axis, relu=relu, static=static, after=after)
@@ -284,8 +287,8 @@ def _name_of(dtype) -> str:
     return dtype.name if dtype.names is None else dtype.names[0]
 
 
-def _static_trace() -> Optional[mx.sym.Symbol]:
-    """If the net is being traced for a graph with ``static_alloc`` and ``static_shape``: a symbol that names the trace.
+def _static_trace() -> Tuple[Optional[HybridBlock], Optional[mx.sym.Symbol]]:
+    """If a net is traced for a graph with ``static_alloc`` and ``static_shape``: it, and a symbol that names the trace.
 
     The flags that count are those of the block that owns the graph, and MXNet does not tell its children. They may have
     other flags of their own, and what is safe in a static graph is not in another, so the owner is looked up on the
@@ -299,6 +302,7 @@ def _static_trace() -> Optional[mx.sym.Symbol]:
             trace = frame.f_locals["symbol_inputs"][0]
         if frame.f_code is HybridBlock._build_cache.__code__:
             flags = dict(frame.f_locals["self"]._flags)
-            return trace if flags.get("static_alloc") and flags.get("static_shape") else None
+            static = flags.get("static_alloc") and flags.get("static_shape")
+            return (frame.f_locals["self"], trace) if static and trace is not None else (None, None)
         frame = frame.f_back
-    return None
+    return None, None

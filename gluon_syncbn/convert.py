@@ -106,10 +106,10 @@ def convert_batchnorm(block: Block) -> Block:
 
 
 def freeze_statistics(block: Block, frozen: bool = True) -> Block:
-    """Normalize with the running statistics in training too, from now on, or with ``frozen=False`` again with the batch's.
+    """Normalize with the running statistics in training too; with ``frozen=False``, with those of the batch again.
 
-    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not, in the middle of training: cached graphs are
-    dropped and built anew with the same flags. γ and β go on learning unless their ``grad_req`` is set to ``'null'``.
+    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not, in the middle of training: cached graphs
+    are dropped and built anew with the same flags. γ and β go on learning unless their ``grad_req`` is ``'null'``.
 
     Raises
     ------

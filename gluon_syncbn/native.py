@@ -142,6 +142,11 @@ def leave_error(text: str) -> None:
         _library.gluon_syncbn_leave_error(text.encode())
 
 
+def empty_operator() -> Optional[ctypes.c_void_p]:
+    """The address of a function that MXNet's engine may run as an operator that does nothing; None if not compiled."""
+    return None if _library is None else ctypes.cast(_library.gluon_syncbn_empty_operator, ctypes.c_void_p)
+
+
 def stop_calling_python() -> None:
     """Before the interpreter ends: MXNet's threads are not to call wrapped operators any more."""
     if _library is not None:

@@ -3,10 +3,10 @@
     python tests/branches.py --backend native --mode static --first 0 --count 500
 
 A graph has 2 to 6 branches of different depth, joined by add or concat, made of synchronized layers, convolutions,
-pooling, Dropout, and a head (convolution and synchronized layer) that branches share and may call several times. It runs
-one training step on 2 to 4 devices. The reference is the same graph with `nn.BatchNorm` on one device, and with the masks
-that Dropout drew. float64 graphs may have ReLU and maximum pooling; float32 ones, whose convolutions work in oneDNN's
-layouts, are smooth, so that rounding cannot flip a decision.
+pooling, Dropout, and a head (convolution and synchronized layer) that branches share and may call several times. It
+runs one training step on 2 to 4 devices. The reference is the same graph with `nn.BatchNorm` on one device, and with
+the masks that Dropout drew. float64 graphs may have ReLU and maximum pooling; float32 ones, whose convolutions work in
+oneDNN's layouts, are smooth, so that rounding cannot flip a decision.
 """
 
 import argparse

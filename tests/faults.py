@@ -2,12 +2,13 @@
 
     python tests/faults.py FAULT --layer native|portable|contrib --mode imperative|hybridize|static
 
-A fault that the process survives ends with a full step, whose result is compared with `nn.BatchNorm` on the concatenated
-batch; then it prints RIGHT AFTERWARDS. test_faults.py says what must happen; benchmarks/reliability.py measures it,
-and does the same to the layer that MXNet ships, which is why everything here is done to a net and not to our layer.
-"""
+A fault that the process survives ends with a full step, whose result is compared with `nn.BatchNorm` on the
+concatenated batch; then it prints RIGHT AFTERWARDS. test_faults.py says what must happen; benchmarks/reliability.py
+measures it, and does the same to the layer that MXNet ships, which is why everything here is done to a net and not to
+our layer."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -116,10 +117,8 @@ def print_error(error: Exception) -> None:
 
 def settle() -> None:
     """What the README says to do after an error."""
-    try:
+    with contextlib.suppress(mx.MXNetError):
         mx.nd.waitall()
-    except mx.MXNetError:
-        pass
 
 
 def missing_forward(net):

@@ -70,7 +70,7 @@ def test_constant_channels(mode):
 
 
 def test_one_value_in_all(mode):
-    """N = 1: one device with one image of one pixel takes part. As with nn.BatchNorm the output is β, the gradient 0."""
+    """N = 1: one device with one image of one pixel. As with nn.BatchNorm the output is β, the gradient 0."""
     layer = SyncBatchNorm(in_channels=3, timeout=20, momentum=0)
     layer.initialize(ctx=cpus(2))
     set_mode(layer, mode)
@@ -106,8 +106,11 @@ def test_a_mean_of_a_million_with_a_deviation_of_a_hundredth(mode, backend):
 
 
 def test_an_empty_shard(mode):
-    """MXNet has arrays of 0 images only with NumPy shapes. (On portable it is refused where Python sees it, which is not
-    in a graph: there MXNet itself divides by zero when it reshapes an empty array, as the README tells.)"""
+    """MXNet has arrays of 0 images only with NumPy shapes.
+
+    On portable it is refused where Python sees it, which is not in a graph: there MXNet itself divides by zero when it
+    reshapes an empty array, as the README tells.
+    """
     code = """
 from harness import *
 from gluon_syncbn import SyncBatchNorm

@@ -1,4 +1,4 @@
-"""What goes wrong ends within the timeout, says what it was, and harms nothing: each fault of faults.py in its own process.
+"""What goes wrong ends within the timeout, says what it was, and harms nothing: faults.py, each in its own process.
 
 The three modes of a fault run side by side, as most of the time is spent waiting on purpose.
 """

@@ -1,7 +1,6 @@
 """Hypothesis looks for a case in which the layer differs from the oracle: rank, axis, shape, dtype, shards, options."""
 
 import hypothesis
-import mxnet as mx
 import numpy as np
 import oracle
 import pytest

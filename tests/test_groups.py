@@ -1,4 +1,4 @@
-"""Who synchronizes with whom: groups of neighbours, steps on some devices only, evaluation in the middle of training."""
+"""Who synchronizes with whom: groups of neighbours, steps on some devices, evaluation in the middle of training."""
 
 import mxnet as mx
 import numpy as np
@@ -142,17 +142,15 @@ def test_training_with_a_smaller_last_batch(mode, inside, update_on_kvstore):
 def test_a_device_that_is_not_in_the_list(mode):
     layer = make(mode)
     words = r"'stem': ran on cpu\(2\) in training mode, which is not in the list of gluon_syncbn.devices"
-    with pytest.raises((ValueError, mx.MXNetError), match=words):
-        with gluon_syncbn.devices(cpus(2)), autograd.record():
-            layer(mx.nd.ones((1, 3, 4, 4), ctx=mx.cpu(2)))
+    with pytest.raises((ValueError, mx.MXNetError), match=words), gluon_syncbn.devices(cpus(2)), autograd.record():
+        layer(mx.nd.ones((1, 3, 4, 4), ctx=mx.cpu(2)))
     check(layer, cpus(4), random_shards(SHAPES), random_shards(SHAPES, seed=1))
 
 
 def test_an_exception_in_the_block_ends_it(mode):
     layer = make(mode)
-    with pytest.raises(KeyError, match="mine"):
-        with gluon_syncbn.devices(cpus(2)):
-            raise KeyError("mine")
+    with pytest.raises(KeyError, match="mine"), gluon_syncbn.devices(cpus(2)):
+        raise KeyError("mine")
     observe(layer, random_shards(SHAPES), random_shards(SHAPES), cpus(4))
 
 
@@ -165,6 +163,5 @@ def test_an_exception_in_the_block_ends_it(mode):
     ],
 )
 def test_lists_that_cannot_be(mode, chosen, error, words):
-    with pytest.raises(error, match=words):
-        with gluon_syncbn.devices(chosen):
-            pass
+    with pytest.raises(error, match=words), gluon_syncbn.devices(chosen):
+        pass

@@ -5,9 +5,17 @@
 """
 
 import os
+import time
 
+import mxnet as mx
+import numpy as np
+import oracle
 import pytest
-from harness import ROOT, run_python
+from harness import MODES, ROOT, cpus, random_shards, run_python, set_mode
+from mxnet import autograd
+from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm
 
 CHUNK = 125
 # Up to 6 branches with several Dropouts each on 4 devices are more generators in flight than our default serves.
@@ -22,3 +30,48 @@ def test_random_graphs(first, backend):
     done = run_python(code, seconds=200, MXNET_CPU_PARALLEL_RAND_COPY=GENERATORS)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr[-3000:]
     assert f"RIGHT: {CHUNK} graphs" in done.stdout
+
+
+class _LateOnTheSecondDevice(mx.operator.CustomOp):
+    def __init__(self, device):
+        super().__init__()
+        self.seconds = 0.02 * device.device_id
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(self.seconds)
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("late_on_the_second_device")
+class _LateProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return _LateOnTheSecondDevice(ctx)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_net_that_runs_twice_per_step_on_each_device(mode, backend):
+    """As a head on pyramid levels, or a discriminator. On one device the input of the second run is ready first."""
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=3, timeout=10), SyncBatchNorm(in_channels=3, timeout=10))
+    net.initialize(ctx=cpus(2))
+    set_mode(net, mode)
+    mean = np.zeros(3)
+    for seed in range(10):
+        runs = [random_shards([(2, 3, 8, 8)] * 2, seed=2 * seed + run) for run in range(2)]
+        outputs = [[], []]
+        with autograd.record():
+            for rank, device in enumerate(cpus(2)):
+                first, second = (mx.nd.array(run[rank], ctx=device) for run in runs)
+                outputs[0].append(net(mx.nd.Custom(first, op_type="late_on_the_second_device")))
+                outputs[1].append(net(second))
+        autograd.backward(outputs[0] + outputs[1])
+        for run, seen in zip(runs, outputs):
+            inner = oracle.batch_norm(run, np.ones(3), np.zeros(3))
+            expected = oracle.batch_norm(inner.outputs, np.ones(3), np.zeros(3))
+            assert oracle.distance([item.asnumpy() for item in seen], expected.outputs) < 1e-5
+            mean = 0.9 * mean + 0.1 * inner.mean
+        for device in cpus(2):
+            assert oracle.distance([net[0].running_mean.data(device).asnumpy()], [mean]) < 1e-5

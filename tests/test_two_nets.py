@@ -107,7 +107,7 @@ for number in range(1, 1001):
 
 
 def test_a_thousand_nets_leave_no_memory_and_no_threads(mode):
-    """Per net, a group for each of two layers. What MXNet itself keeps of a net without any layer of ours is the measure."""
+    """Two layers each, so that what is left of a group, of arrays or of a thread would show."""
     done = run_python(THOUSAND.format(mode=mode), seconds=200)
     assert done.returncode == 0, done.stdout + done.stderr
     (_, threads), (middle, _), (end, threads_at_the_end) = (

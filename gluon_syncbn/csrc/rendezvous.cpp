@@ -105,9 +105,7 @@ std::string Rendezvous::names(const Round& round, bool present) const {
 
 std::string Rendezvous::twice_text(const Round& round, size_t rank) const {
   return what_ + ": " + ranks_[rank] + " arrived twice before " + names(round, false) +
-         " arrived. Every device must run this layer equally often per step. A net with static_alloc and static_shape "
-         "that runs several times per step on one device has no order between its runs: call hybridize() on it without "
-         "them, or run it on one concatenated batch.";
+         " arrived. Every device must run this layer equally often per step, and in the same order.";
 }
 
 std::string Rendezvous::missing_text(const Round& round) const {

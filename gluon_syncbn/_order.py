@@ -1,0 +1,73 @@
+"""Calls of one static net on one device keep the order in which Python made them.
+
+The engine orders operators by the arrays that they write. A graph with ``static_alloc`` and ``static_shape`` does not
+tell it that a layer writes its running statistics, and while the outputs of one call are in use, the next call of the
+net runs in memory of its own: nothing orders the two. A layer would then meet the second call of one device with the
+first of another, which is wrong, or meet one device twice, which is an error. (`SyncBatchNorm._call_before` does the
+same for several calls of a layer within one graph.)
+
+So before each call of such a net in training mode, an empty operator that "writes" the running statistics of all its
+layers on that device is given to the engine: it waits for what the call before does with them, and the next call waits
+for it. The net is the block that owns the graph; a forward pre-hook on it does this. One push per call and device.
+"""
+
+import ctypes
+import weakref
+from typing import List
+
+import mxnet as mx
+from mxnet.base import _LIB, check_call
+from mxnet.gluon import Block
+
+from gluon_syncbn import native
+
+# mxnet::Context: the device's type (1 is a CPU) and number. The operator runs on a CPU thread, whatever it waits for.
+_CPU = (ctypes.c_int * 2)(1, 0)
+_nets = weakref.WeakKeyDictionary()
+
+
+def keep_order(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
+    """From now on, calls of ``net`` on one device run ``layer`` in their order. ``trace`` names the graph built now."""
+    empty_operator = native.empty_operator()
+    if empty_operator is None or not hasattr(_LIB, "MXEnginePushSyncND"):  # MXNet 1.6 has no such function
+        return
+    if net not in _nets:
+        _nets[net] = _Order(empty_operator)
+        net.register_forward_pre_hook(_nets[net])
+    _nets[net].add(trace, layer)
+
+
+class _Order:
+    """The forward pre-hook of one net."""
+
+    def __init__(self, empty_operator: ctypes.c_void_p):
+        self._empty_operator = empty_operator
+        self._trace = None
+        self._layers: List[weakref.ref] = []
+
+    def add(self, trace: mx.sym.Symbol, layer: Block) -> None:
+        if self._trace is not trace:  # the graph is built anew
+            self._trace, self._layers = trace, []
+        self._layers.append(weakref.ref(layer))
+
+    def __call__(self, net: Block, inputs) -> None:
+        device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+        if device is None or not mx.autograd.is_training():
+            return
+        arrays = [
+            array
+            for layer in (reference() for reference in self._layers)
+            if layer is not None and hasattr(layer, "_group")  # not converted back since
+            for array in (layer.running_mean._data or ())
+            if array.context == device
+        ]
+        if not arrays:
+            return
+        handles = (ctypes.c_void_p * len(arrays))(*{array.handle.value for array in arrays})
+        # With a priority, so that it is not bundled with other operators, which would then wait with it.
+        function, nothing, priority, name = self._empty_operator, None, 1, b"SyncBatchNormOrder"
+        check_call(
+            _LIB.MXEnginePushSyncND(
+                function, nothing, nothing, _CPU, nothing, 0, handles, len(handles), nothing, priority, name
+            )
+        )
