@@ -39,6 +39,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     Every device must run the layer the same number of times per step. One that does not come ends in an error on
     all devices that wait (see ``timeout``); after you have caught it, call ``mx.nd.waitall()`` before the next step.
+    For a step with fewer images than devices see `gluon_syncbn.devices`.
 
     Parameters
     ----------
@@ -84,9 +85,9 @@ class SyncBatchNorm(nn.BatchNorm):
     RuntimeError
         Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or ``backend='native'`` where it cannot run.
     MXNetError
-        Where an output is read, if a device did not come. The reason names the layer, the direction, who arrived and
-        who did not: on the native back end it is the text of the error; on the portable one it is a
-        `SyncBatchNormError` that the operator that failed has printed.
+        Where an output is read, if a device did not come. The text names the layer, the direction, who arrived and
+        who did not. (On the portable back end the operator that failed prints it as a `SyncBatchNormError`, too; and
+        only prints it where nothing is compiled.)
 
     Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 or bfloat16
     with parameters and statistics in float32.

@@ -109,3 +109,26 @@ step(net, shards, shards, cpus(4))
     assert done.returncode == 0
     assert "Error" not in done.stdout + done.stderr
     assert time.perf_counter() - started < 25
+
+
+def test_without_the_compiled_library_the_reason_is_printed():
+    """The error itself has MXNet's generic text then."""
+    code = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
+from harness import *
+from gluon_syncbn import SyncBatchNorm
+layer = SyncBatchNorm(in_channels=3, timeout=1, prefix='stem_')
+layer.initialize(ctx=cpus(2))
+with autograd.record():
+    output = layer(mx.nd.ones((2, 3)))
+try:
+    output.asnumpy()
+except mx.MXNetError:
+    print('FAILED', layer.backend)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "FAILED portable" in done.stdout
+    assert "SyncBatchNormError: SyncBatchNorm 'stem': forward pass waited 1 s for 1 of 2 devices" in done.stdout
