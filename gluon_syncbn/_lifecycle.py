@@ -24,13 +24,14 @@ import time
 import mxnet as mx
 
 from gluon_syncbn import native
+from gluon_syncbn._fork import before_fork
 from gluon_syncbn.block import live_layers
 
 _SECONDS_TO_DROP_OPERATORS = 0.01
 _log = logging.getLogger("gluon_syncbn")
 
 
-def _finish_pending_work(occasion: str) -> None:
+def finish_pending_work(occasion: str) -> None:
     """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it."""
     try:
         mx.nd.waitall()
@@ -43,16 +44,12 @@ def _finish_pending_work(occasion: str) -> None:
 
 
 def _at_exit() -> None:
-    _finish_pending_work("When the process ended")
+    finish_pending_work("When the process ended")
     native.stop_calling_python()
-
-
-def _before_fork() -> None:
-    _finish_pending_work("When the process forked")
 
 
 def watch() -> None:
     """Wait for pending work before exits and forks from now on."""
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(before=_before_fork)
+        os.register_at_fork(before=before_fork)

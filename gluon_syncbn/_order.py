@@ -13,7 +13,6 @@ for it. The net is the block that owns the graph; a forward pre-hook on it does 
 
 import ctypes
 import weakref
-from typing import List
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -43,27 +42,27 @@ class _Order:
     def __init__(self, empty_operator: ctypes.c_void_p):
         self._empty_operator = empty_operator
         self._trace = None
-        self._layers: List[weakref.ref] = []
+        self._layers = weakref.WeakSet()
 
     def add(self, trace: mx.sym.Symbol, layer: Block) -> None:
         if self._trace is not trace:  # the graph is built anew
-            self._trace, self._layers = trace, []
-        self._layers.append(weakref.ref(layer))
+            self._trace, self._layers = trace, weakref.WeakSet()
+        self._layers.add(layer)
 
     def __call__(self, net: Block, inputs) -> None:
         device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
         if device is None or not mx.autograd.is_training():
             return
-        arrays = [
-            array
-            for layer in (reference() for reference in self._layers)
-            if layer is not None and hasattr(layer, "_group")  # not converted back since
+        found = {
+            array.handle.value
+            for layer in self._layers
+            if hasattr(layer, "_group")  # not converted back since
             for array in (layer.running_mean._data or ())
             if array.context == device
-        ]
-        if not arrays:
+        }
+        if not found:
             return
-        handles = (ctypes.c_void_p * len(arrays))(*{array.handle.value for array in arrays})
+        handles = (ctypes.c_void_p * len(found))(*found)
         # With a priority, so that it is not bundled with other operators, which would then wait with it.
         function, nothing, priority, name = self._empty_operator, None, 1, b"SyncBatchNormOrder"
         check_call(

@@ -128,7 +128,7 @@ try:
 except mx.MXNetError:
     print('FAILED', layer.backend)
 """
-    done = run_python(code)
+    done = run_python(code, GLUON_SYNCBN_BACKEND="auto")
     assert done.returncode == 0, done.stderr
     assert "FAILED portable" in done.stdout
     assert "SyncBatchNormError: SyncBatchNorm 'stem': forward pass waited 1 s for 1 of 2 devices" in done.stdout

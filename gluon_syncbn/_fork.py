@@ -1,0 +1,12 @@
+"""What the interpreter calls before a fork, and holds until its very end.
+
+So nothing is imported here before it is needed: what this module refers to would outlive the rest of Python, MXNet's
+tables of operators among it, and a process whose last arrays remember a Python operator would end in a segmentation
+fault.
+"""
+
+
+def before_fork() -> None:
+    from gluon_syncbn._lifecycle import finish_pending_work
+
+    finish_pending_work("When the process forked")
