@@ -12,8 +12,8 @@ from mxnet.gluon import HybridBlock, nn
 from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import BACKENDS, choose
 from gluon_syncbn._group import Group, Options, absent_text, check_devices, check_timeout, neighbourhoods
-from gluon_syncbn._order import keep_order
 from gluon_syncbn._transport import check_kvstore
+from gluon_syncbn._writes import declare_writes
 
 _layers = weakref.WeakSet()
 
@@ -201,7 +201,7 @@ class SyncBatchNorm(nn.BatchNorm):
         net, trace = (None, None) if is_array else _static_trace()
         after = self._call_before(trace)
         if net is not None:
-            keep_order(net, trace, self)
+            declare_writes(net, trace, self)
         if isinstance(group, native.NativeGroup):
             relu, static = self._activation is not None, trace is not None
             out, call = native.normalize(F, *arrays, group, axis, relu=relu, static=static, after=after)

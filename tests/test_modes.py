@@ -1,5 +1,7 @@
 """Prediction mode, frozen statistics and one device are nn.BatchNorm itself; training mode follows the calls."""
 
+import time
+
 import mxnet as mx
 import numpy as np
 import oracle
@@ -165,3 +167,45 @@ def test_gradients_through_prediction_mode(mode):
         )
     for actual, expected in zip(*results):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Late(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(0.1)
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("late")
+class _LateProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return _Late()
+
+
+class Late(mx.gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.Custom(x, op_type="late")
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode):
+    """The first step of a Trainer too, which copies all parameters: in static graphs it lost what came later."""
+    net = nn.HybridSequential()
+    net.add(Late(), SyncBatchNorm(in_channels=5, timeout=30), Late(), SyncBatchNorm(in_channels=5, timeout=30))
+    net.initialize(ctx=cpus(2))
+    set_mode(net, mode)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
+    shards = random_shards(SHAPES)
+    expected = oracle.batch_norm(shards, np.ones(5), np.zeros(5))
+    step(net, shards, shards, cpus(2))
+    trainer.step(4)
+    for device in cpus(2):  # read while the net may still run
+        np.testing.assert_allclose(net[1].running_mean.data(device).asnumpy(), 0.1 * expected.mean, rtol=1e-4)
+        np.testing.assert_allclose(net[1].running_var.data(device).asnumpy(), 0.9 + 0.1 * expected.var, rtol=1e-4)
+    with autograd.record():
+        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+    for device in cpus(2):
+        np.testing.assert_allclose(net[1].running_mean.data(device).asnumpy(), 0.19 * expected.mean, rtol=1e-4)
+    assert len(outputs) == 2

@@ -672,7 +672,7 @@ EXPORTED void gluon_syncbn_drop_group(int64_t number) {
   gluon_syncbn::groups().erase(number);
 }
 
-// What the engine runs for its order's sake alone (_order.py).
+// What the engine runs for its order's sake alone (_writes.py).
 EXPORTED void gluon_syncbn_empty_operator(void*, void*) {}
 
 // Groups that are alive; for tests.

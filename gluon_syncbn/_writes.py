@@ -1,14 +1,16 @@
-"""Calls of one static net on one device keep the order in which Python made them.
+"""Tells MXNet's engine what a static graph does not: that its layers write their running statistics.
 
-The engine orders operators by the arrays that they write. A graph with ``static_alloc`` and ``static_shape`` does not
-tell it that a layer writes its running statistics, and while the outputs of one call are in use, the next call of the
-net runs in memory of its own: nothing orders the two. A layer would then meet the second call of one device with the
-first of another, which is wrong, or meet one device twice, which is an error. (`SyncBatchNorm._call_before` does the
-same for several calls of a layer within one graph.)
+The engine orders operators by the arrays that they write. A graph with ``static_alloc`` and ``static_shape`` counts the
+running statistics as only read. Two things go wrong then. Whoever reads them next does not wait: ``save_parameters``,
+or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an update was lost. And
+while the outputs of one call are in use, the next call of the net runs in memory of its own, and nothing orders the
+two: a layer would meet the second call of one device with the first of another, which is wrong, or meet one device
+twice, which is an error. (`SyncBatchNorm._call_before` orders several calls of a layer within one graph.)
 
-So before each call of such a net in training mode, an empty operator that "writes" the running statistics of all its
-layers on that device is given to the engine: it waits for what the call before does with them, and the next call waits
-for it. The net is the block that owns the graph; a forward pre-hook on it does this. One push per call and device.
+So behind each call of such a net in training mode, an empty operator that "writes" the running statistics of all its
+layers on that device is given to the engine. It waits for what the call does with them, and whoever reads them, the
+next call among others, waits for it. The net is the block that owns the graph; a forward hook on it does this. One push
+per call and device.
 """
 
 import ctypes
@@ -25,19 +27,19 @@ _CPU = (ctypes.c_int * 2)(1, 0)
 _nets = weakref.WeakKeyDictionary()
 
 
-def keep_order(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
-    """From now on, calls of ``net`` on one device run ``layer`` in their order. ``trace`` names the graph built now."""
+def declare_writes(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
+    """From now on the engine knows that calls of ``net`` write ``layer``; ``trace`` names the graph built now."""
     empty_operator = native.empty_operator()
     if empty_operator is None or not hasattr(_LIB, "MXEnginePushSyncND"):  # MXNet 1.6 has no such function
         return
     if net not in _nets:
-        _nets[net] = _Order(empty_operator)
-        net.register_forward_pre_hook(_nets[net])
+        _nets[net] = _Declaration(empty_operator)
+        net.register_forward_hook(_nets[net])
     _nets[net].add(trace, layer)
 
 
-class _Order:
-    """The forward pre-hook of one net."""
+class _Declaration:
+    """The forward hook of one net."""
 
     def __init__(self, empty_operator: ctypes.c_void_p):
         self._empty_operator = empty_operator
@@ -49,7 +51,7 @@ class _Order:
             self._trace, self._layers = trace, weakref.WeakSet()
         self._layers.add(layer)
 
-    def __call__(self, net: Block, inputs) -> None:
+    def __call__(self, net: Block, inputs, outputs) -> None:
         device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
         if device is None or not mx.autograd.is_training():
             return
@@ -57,7 +59,7 @@ class _Order:
             array.handle.value
             for layer in self._layers
             if hasattr(layer, "_group")  # not converted back since
-            for array in (layer.running_mean._data or ())
+            for array in [*(layer.running_mean._data or ()), *(layer.running_var._data or ())]
             if array.context == device
         }
         if not found:
