@@ -40,54 +40,41 @@ def test_import_after_the_engine_has_started_warns(early):
     assert f"set {chosen} before the program starts" in done.stderr
 
 
-def test_the_slots_prevent_the_deadlock_that_mxnet_has_by_default(backend):
-    """The reason for all of this: with MXNet's 4 slots this net cannot run, and says so; with ours it does."""
-    code = """
+STARVED = """
 import gluon_syncbn
 from harness import *
 net = mx.gluon.nn.HybridSequential()
 for _ in range(4):
-    net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
-net.initialize(ctx=cpus(2))
-set_mode(net, 'static')
-shards = random_shards([(1, 8, 8, 8)] * 2)
+    net.add({before}, gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
+net.initialize(ctx=cpus({devices}))
+set_mode(net, {mode!r})
+shards = random_shards([(1, 8, 8, 8)] * {devices})
 try:
     for _ in range(5):
-        outputs, inputs = step(net, shards, shards, cpus(2))
+        step(net, shards, shards, cpus({devices}))
         mx.nd.waitall()
     print('RAN')
 except mx.MXNetError as error:
     print(error)
     print('FAILED')
 """
-    assert run_python(code).stdout.strip().endswith("RAN")
-    starved = run_python(code, MXNET_CPU_TEMP_COPY=1)
-    assert starved.stdout.strip().endswith("FAILED")
-    assert "ran out of temp-space slots or random generators (now MXNET_CPU_TEMP_COPY=1, " in starved.stdout
 
 
-def test_the_generators_prevent_the_deadlock_that_dropout_has_by_default(backend):
-    code = """
-import gluon_syncbn
-from harness import *
-net = mx.gluon.nn.HybridSequential()
-for _ in range(2):
-    net.add(mx.gluon.nn.Dropout(0.5), gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
-net.initialize(ctx=cpus(4))
-shards = random_shards([(1, 8, 8, 8)] * 4)
-try:
-    for _ in range(3):
-        step(net, shards, shards, cpus(4))
-        mx.nd.waitall()
-    print('RAN')
-except mx.MXNetError as error:
-    print(error)
-    print('FAILED')
-"""
+@pytest.mark.parametrize(
+    "name, before, devices, mode",
+    [
+        ("MXNET_CPU_TEMP_COPY", "mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8)", 2, "static"),
+        ("MXNET_CPU_PARALLEL_RAND_COPY", "mx.gluon.nn.Dropout(0.5)", 4, "imperative"),
+    ],
+)
+def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend):
+    """The reason for all of this: with too few this net cannot run, and says so; with ours it does."""
+    code = STARVED.format(before=before, devices=devices, mode=mode)
     assert run_python(code).stdout.strip().endswith("RAN")
-    starved = run_python(code, MXNET_CPU_PARALLEL_RAND_COPY=1)
+    starved = run_python(code, **{name: 1})
     assert starved.stdout.strip().endswith("FAILED")
-    assert "MXNET_CPU_PARALLEL_RAND_COPY=1)" in starved.stdout
+    assert "ran out of temp-space slots or random generators (now MXNET_CPU" in starved.stdout
+    assert f"{name}=1" in starved.stdout
 
 
 BORDERS = """

@@ -1,11 +1,10 @@
 """Prediction mode, frozen statistics and one device are nn.BatchNorm itself; training mode follows the calls."""
 
-import time
-
 import mxnet as mx
 import numpy as np
 import oracle
 import pytest
+from delay import Late
 from harness import MODES, cpus, observe, random_affine, random_shards, set_mode, step
 from mxnet import autograd
 from mxnet.gluon import nn
@@ -169,31 +168,12 @@ def test_gradients_through_prediction_mode(mode):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-class _Late(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        time.sleep(0.1)
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], out_grad[0])
-
-
-@mx.operator.register("late")
-class _LateProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return _Late()
-
-
-class Late(mx.gluon.HybridBlock):
-    def hybrid_forward(self, F, x):
-        return F.Custom(x, op_type="late")
-
-
 @pytest.mark.parametrize("mode", list(MODES))
 def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode):
     """The first step of a Trainer too, which copies all parameters: in static graphs it lost what came later."""
     net = nn.HybridSequential()
-    net.add(Late(), SyncBatchNorm(in_channels=5, timeout=30), Late(), SyncBatchNorm(in_channels=5, timeout=30))
+    for _ in range(2):
+        net.add(Late(lambda device: 0.1), SyncBatchNorm(in_channels=5, timeout=30))
     net.initialize(ctx=cpus(2))
     set_mode(net, mode)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})

@@ -5,12 +5,12 @@
 """
 
 import os
-import time
 
 import mxnet as mx
 import numpy as np
 import oracle
 import pytest
+from delay import Late
 from harness import MODES, ROOT, cpus, random_shards, run_python, set_mode
 from mxnet import autograd
 from mxnet.gluon import nn
@@ -32,25 +32,6 @@ def test_random_graphs(first, backend):
     assert f"RIGHT: {CHUNK} graphs" in done.stdout
 
 
-class _LateOnTheSecondDevice(mx.operator.CustomOp):
-    def __init__(self, device):
-        super().__init__()
-        self.seconds = 0.02 * device.device_id
-
-    def forward(self, is_train, req, in_data, out_data, aux):
-        time.sleep(self.seconds)
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], out_grad[0])
-
-
-@mx.operator.register("late_on_the_second_device")
-class _LateProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return _LateOnTheSecondDevice(ctx)
-
-
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_net_that_runs_twice_per_step_on_each_device(mode, backend):
     """As a head on pyramid levels, or a discriminator. On one device the input of the second run is ready first."""
@@ -58,6 +39,7 @@ def test_a_net_that_runs_twice_per_step_on_each_device(mode, backend):
     net.add(SyncBatchNorm(in_channels=3, timeout=10), SyncBatchNorm(in_channels=3, timeout=10))
     net.initialize(ctx=cpus(2))
     set_mode(net, mode)
+    late = Late(lambda device: 0.02 * device.device_id)
     mean = np.zeros(3)
     for seed in range(10):
         runs = [random_shards([(2, 3, 8, 8)] * 2, seed=2 * seed + run) for run in range(2)]
@@ -65,7 +47,7 @@ def test_a_net_that_runs_twice_per_step_on_each_device(mode, backend):
         with autograd.record():
             for rank, device in enumerate(cpus(2)):
                 first, second = (mx.nd.array(run[rank], ctx=device) for run in runs)
-                outputs[0].append(net(mx.nd.Custom(first, op_type="late_on_the_second_device")))
+                outputs[0].append(net(late(first)))
                 outputs[1].append(net(second))
         autograd.backward(outputs[0] + outputs[1])
         for run, seen in zip(runs, outputs):

@@ -4,32 +4,16 @@ import pytest
 from harness import MODES, run_python
 
 TRAIN = """
-import hashlib, os, random, time
+import hashlib, random
 import gluon_syncbn
+from delay import Late
 from harness import *
 from mxnet.gluon import nn
 
 delays = random.Random({order})
 
-class Delay(mx.operator.CustomOp):
-    '''Comes late by up to a millisecond, at random.'''
-
-    def forward(self, is_train, req, in_data, out_data, aux):
-        time.sleep(delays.random() / 1000)
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        time.sleep(delays.random() / 1000)
-        self.assign(in_grad[0], req[0], out_grad[0])
-
-@mx.operator.register('delay')
-class DelayProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Delay()
-
-class Late(mx.gluon.HybridBlock):
-    def hybrid_forward(self, F, x):
-        return F.Custom(x, op_type='delay')
+def late():
+    return Late(lambda device: delays.random() / 1000)
 
 class Net(mx.gluon.HybridBlock):
     '''A head that two branches share, besides layers of their own.'''
@@ -38,9 +22,9 @@ class Net(mx.gluon.HybridBlock):
         super().__init__()
         with self.name_scope():
             self.stem = nn.HybridSequential()
-            self.stem.add(nn.Conv2D(6, 3, in_channels=3), Late(), norm(6), nn.Activation('relu'), Late())
+            self.stem.add(nn.Conv2D(6, 3, in_channels=3), late(), norm(6), nn.Activation('relu'), late())
             self.head = nn.HybridSequential()
-            self.head.add(nn.Conv2D(6, 3, padding=1, in_channels=6), norm(6), Late())
+            self.head.add(nn.Conv2D(6, 3, padding=1, in_channels=6), norm(6), late())
             self.last = nn.Dense(4, in_units=6)
 
     def hybrid_forward(self, F, x):
