@@ -35,8 +35,10 @@ EXPECTED = {
     "missing_forward": Outcome(0, ("ERROR: MXNetError: " + FORWARD, RIGHT), True),
     "missing_backward": Outcome(0, ("ERROR: MXNetError: " + BACKWARD, RIGHT), True),
     "read_early": Outcome(0, ("ERROR: MXNetError: " + FORWARD, RIGHT), True),
+    # Either may miss the other: MXNet keeps the error of a custom operator in one slot per process, and may hand it to
+    # another operator that ends in the same instant.
     "operator_fails_between_layers": Outcome(
-        0, ("OSError: the disk is full", "ERROR: MXNetError: " + MISSING.format("second", "forward"), RIGHT), True
+        0, ("OSError: the disk is full", "': forward pass waited 1.5 s for 1 of 2 devices. Arrived: cpu(", RIGHT), True
     ),
     "exception_between_layers": Outcome(0, ("ERROR: MXNetError: " + FORWARD, RIGHT), True),
     "called_twice": Outcome(0, ("ERROR: MXNetError: SyncBatchNorm 'first': forward pass", "cpu(1)", RIGHT), False),
