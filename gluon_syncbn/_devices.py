@@ -6,7 +6,7 @@ from typing import Iterator, Optional, Sequence, Set, Union
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn import _participants
+from gluon_syncbn import _participants, native
 from gluon_syncbn.block import SyncBatchNorm, live_layers
 
 
@@ -54,9 +54,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     mx.nd.waitall()
     if net is not None:
         _clear_gradients(net, chosen)
-    before, number = _participants.current(), _participants.number_of(list(chosen))
+    before, number = _participants.current(), _participants.number_of(chosen)
     rounds = {layer: layer.synchronized_passes(number) for layer in live_layers()}
-    _participants.change(number)
+    _put_in_force(number)
     try:
         yield
         mx.nd.waitall()
@@ -65,10 +65,16 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
             mx.nd.waitall()
         raise
     finally:
-        _participants.change(before)
+        _put_in_force(before)
     for layer in live_layers():
         if layer.synchronized_passes(number) > rounds.get(layer, 0):
             _spread_statistics(layer, chosen)
+
+
+def _put_in_force(number: int) -> None:
+    """In both back ends. No operator may be running."""
+    _participants.change(number)
+    native.take_part(number, _participants.names_of(number))
 
 
 def _check(ctx_list) -> Set[mx.Context]:

@@ -5,7 +5,7 @@ time after Python has started it, and hands it to its backward pass. So that it 
 under, the list changes only while nothing runs: `devices` waits for all pending work on its way in and out.
 """
 
-from typing import Callable, Dict, FrozenSet, List, Optional, Sequence
+from typing import Dict, FrozenSet, Iterable, List, Optional
 
 import mxnet as mx
 
@@ -13,7 +13,6 @@ EVERYONE = 0
 
 _lists: List[Optional[FrozenSet[mx.Context]]] = [None]
 _numbers: Dict[FrozenSet[mx.Context], int] = {}
-_listeners: List[Callable[[int, Sequence[str]], None]] = []
 _current = EVERYONE
 
 
@@ -22,7 +21,7 @@ def current() -> int:
     return _current
 
 
-def number_of(devices: Sequence[mx.Context]) -> int:
+def number_of(devices: Iterable[mx.Context]) -> int:
     """The number of this list of devices; the same for the same devices."""
     members = frozenset(devices)
     if members not in _numbers:
@@ -37,14 +36,11 @@ def takes_part(device: mx.Context, number: int) -> bool:
 
 
 def change(number: int) -> None:
-    """Put list ``number`` in force. No operator may be running."""
+    """Put list ``number`` in force in Python; `native.take_part` does in the compiled operator."""
     global _current
     _current = number
-    names = sorted(str(device) for device in _lists[number] or ())
-    for listener in _listeners:
-        listener(number, names)
 
 
-def on_change(listener: Callable[[int, Sequence[str]], None]) -> None:
-    """Call ``listener(number, names of its devices)`` at every change."""
-    _listeners.append(listener)
+def names_of(number: int) -> List[str]:
+    """The devices of list ``number``; none for everyone."""
+    return sorted(str(device) for device in _lists[number] or ())

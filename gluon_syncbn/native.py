@@ -25,7 +25,6 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB
 
-from gluon_syncbn import _participants
 from gluon_syncbn._group import Options, next_number, usual_reasons
 
 _OPERATOR = "gluon_syncbn_native"
@@ -108,14 +107,11 @@ def instruction_set() -> str:
     return "not compiled" if _library is None else _library.gluon_syncbn_instruction_set().decode()
 
 
-def _take_part(number: int, devices: Sequence[str]) -> None:
-    _library.gluon_syncbn_take_part(
-        number, (ctypes.c_char_p * len(devices))(*(d.encode() for d in devices)), len(devices)
-    )
-
-
-if _library is not None:
-    _participants.on_change(_take_part)
+def take_part(number: int, devices: Sequence[str]) -> None:
+    """Put list ``number`` of `gluon_syncbn._participants`, of these devices, in force. No operator may be running."""
+    if _library is not None:
+        names = (ctypes.c_char_p * len(devices))(*(device.encode() for device in devices))
+        _library.gluon_syncbn_take_part(number, names, len(devices))
 
 
 def wrap(operator: str) -> str:

@@ -40,6 +40,18 @@ struct MXNetFunctions {
 
 }  // extern "C"
 
+namespace gluon_syncbn {
+
+using AnyCallback = int (*)(void);
+
+// The C interface declares every callback as int (*)(void); void (*)(void) is C++'s word for "of any type".
+template <typename Function>
+AnyCallback any(Function function) {
+  return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
+}
+
+}  // namespace gluon_syncbn
+
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };
 

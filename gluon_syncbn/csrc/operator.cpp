@@ -4,10 +4,10 @@
 //   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (native.py tells
-// why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass
-// `saved` (mean, invstd, count of all devices, number of the forward round, number of the participants; count 0 after
-// prediction mode). The arrays are dense: native.py keeps oneDNN's layouts away from the operator.
+// Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (block.py tells
+// why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved` (mean, invstd,
+// count of all devices, number of the forward round, number of the participants; count 0 after prediction mode). The
+// arrays are dense: native.py keeps oneDNN's layouts away from the operator.
 //
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
 // therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
@@ -169,11 +169,13 @@ std::shared_ptr<Group> find_group(int64_t number) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Arrays and small vectors
 
-// One of the handles that MXNet passes to a callback, which must free all of them, used or not.
+// One of the handles that MXNet passes to a callback, which must free all of them, used or not; or none, if null.
 class Array {
  public:
   explicit Array(void* handle) : handle_(handle) {}
-  ~Array() { mxnet.array_free(handle_); }
+  ~Array() {
+    if (handle_) mxnet.array_free(handle_);
+  }
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
 
@@ -187,11 +189,6 @@ class Array {
 
  private:
   void* handle_;
-};
-
-struct OptionalArray {
-  explicit OptionalArray(void* handle) : array(handle ? new Array(handle) : nullptr) {}
-  const std::unique_ptr<const Array> array;
 };
 
 std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
@@ -235,7 +232,7 @@ class Operator {
 
   void forward(void** arrays, const int* requests, bool is_train) {
     const Array data(arrays[0]), gamma(arrays[1]), beta(arrays[2]);
-    const OptionalArray after(follows_ ? arrays[3] : nullptr);
+    const Array after(follows_ ? arrays[3] : nullptr);
     arrays += 3 + (follows_ ? 1 : 0);
     const Array out(arrays[0]), saved(arrays[1]);
     const Array running_mean(arrays[2]), running_var(arrays[3]);
@@ -271,11 +268,11 @@ class Operator {
   void backward(void** arrays, const int* requests) {
     const Array d_out(arrays[0]), d_saved(arrays[1]);
     const Array data(arrays[2]), gamma(arrays[3]), beta(arrays[4]);
-    const OptionalArray after(follows_ ? arrays[5] : nullptr);
+    const Array after(follows_ ? arrays[5] : nullptr);
     arrays += 5 + (follows_ ? 1 : 0);
     const Array out(arrays[0]), saved(arrays[1]);
     const Array d_data(arrays[2]), d_gamma(arrays[3]), d_beta(arrays[4]);
-    const OptionalArray d_after(follows_ ? arrays[5] : nullptr);  // never wanted
+    const Array d_after(follows_ ? arrays[5] : nullptr);  // never wanted
     arrays += 5 + (follows_ ? 1 : 0);
     const Array running_mean(arrays[0]), running_var(arrays[1]);
     const auto data_request = static_cast<Request>(requests[0]);
@@ -582,14 +579,6 @@ int run_forward(int, void** arrays, int*, const int* requests, int is_train, voi
 
 int run_backward(int, void** arrays, int*, const int* requests, int, void* state) {
   return or_error([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
-}
-
-using AnyCallback = int (*)(void);
-
-// The C interface declares every callback as int (*)(void); void (*)(void) is C++'s word for "of any type".
-template <typename Function>
-AnyCallback any(Function function) {
-  return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
 }
 
 int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,

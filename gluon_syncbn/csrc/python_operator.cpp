@@ -31,13 +31,6 @@ thread_local std::string left_behind;
 std::atomic<bool> python_is_gone{false};
 std::atomic<int> deletions{0};
 
-using AnyCallback = int (*)(void);
-
-template <typename Function>
-AnyCallback any(Function function) {
-  return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
-}
-
 int or_error(int returned) {
   if (returned) return returned;
   const std::string text = std::exchange(left_behind, "");
