@@ -101,7 +101,7 @@ def resident():
 
 for number in range(1, 1001):
     once()
-    if number in (300, 650, 1000):
+    if number % 200 == 0:
         print('MEMORY', *resident())
 """
 
@@ -110,8 +110,7 @@ def test_a_thousand_nets_leave_no_memory_and_no_threads(mode):
     """Two layers each, so that what is left of a group, of arrays or of a thread would show."""
     done = run_python(THOUSAND.format(mode=mode), seconds=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    (_, threads), (middle, _), (end, threads_at_the_end) = (
-        [int(word) for word in line.split()[1:]] for line in done.stdout.splitlines() if line.startswith("MEMORY")
-    )
-    assert (end - middle) / 350 < 2048, "bytes per net"
-    assert threads_at_the_end <= threads + 2  # MXNet adds one when more operators are pending than ever before
+    memory, threads = np.array([line.split()[1:] for line in done.stdout.splitlines()], dtype=int).T
+    # What is left behind by each net shows in every window; what an allocator does now and then, in one or two.
+    assert min(np.diff(memory)) / 200 < 2048, f"bytes per net: {np.diff(memory) / 200}"
+    assert threads[-1] <= threads[0] + 2  # MXNet adds one when more operators are pending than ever before
