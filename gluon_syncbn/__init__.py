@@ -4,20 +4,29 @@ from gluon_syncbn._engine import set_cpu_rings
 
 set_cpu_rings()
 
+from gluon_syncbn import symbol  # noqa: E402
 from gluon_syncbn._devices import devices  # noqa: E402
+from gluon_syncbn._export import export_plain_graphs  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402
 from gluon_syncbn._rendezvous import SyncBatchNormError  # noqa: E402
+from gluon_syncbn._symbol_block import watch_symbol_blocks  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
+from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 
 watch()
+watch_symbol_blocks()
+export_plain_graphs()
 
 __version__ = "0.1.0"
 __all__ = [
     "SyncBatchNorm",
     "SyncBatchNormError",
     "convert_batchnorm",
+    "convert_symbol",
     "convert_sync_batchnorm",
     "devices",
     "freeze_statistics",
+    "plain_symbol",
+    "symbol",
 ]

@@ -1,8 +1,10 @@
 """The group of devices that share one layer's statistics: who they are, how long they wait, what they exchange."""
 
 import itertools
+import json
 import os
 import threading
+import time
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from gluon_syncbn import _participants
 from gluon_syncbn._engine import rings_in_force
-from gluon_syncbn._rendezvous import Rendezvous
+from gluon_syncbn._rendezvous import SECONDS_BETWEEN_FAILURES, Rendezvous, SyncBatchNormError
 from gluon_syncbn._statistics import Moments, add_ranks, merge
 from gluon_syncbn._transport import KVStoreTransport
 
@@ -55,6 +57,40 @@ class Options(NamedTuple):
         return default_timeout() if self.timeout is None else self.timeout
 
 
+class Description(NamedTuple):
+    """A group as a graph describes it that no layer owns; the text of this makes the same group in another process.
+
+    Which devices there are is not known before they come, only how many: 0 if that was not said either, and then it can
+    not train. ``dtype`` is that of parameters and statistics.
+    """
+
+    name: str
+    num_devices: int
+    group_size: Optional[int]
+    timeout: Optional[float]
+    kvstore: Optional[str]
+    dtype: str
+    momentum: float
+    epsilon: float
+    scale: bool
+
+    @property
+    def reference(self) -> str:
+        """The text by which a graph names this group."""
+        return json.dumps(self._asdict())
+
+    @property
+    def on_gpu(self) -> bool:
+        return mx.context.num_gpus() > 0
+
+    @classmethod
+    def parse(cls, reference: str) -> "Description":
+        return cls(**json.loads(reference))
+
+    def options(self) -> Options:
+        return Options(self.num_devices, self.group_size, self.timeout, self.kvstore)
+
+
 class Group:
     """The synchronization of one layer over its devices.
 
@@ -63,7 +99,8 @@ class Group:
     name : str
         The layer's name, for errors.
     devices : sequence of mx.Context
-        In rank order: the order in which the parameters were initialised; `check_devices` has accepted them.
+        In rank order: the order in which the parameters were initialised; `check_devices` has accepted them. None for a
+        group that is open: it takes in the first ``options.num_devices`` that come.
     options : Options
         ``group_size`` splits the devices into neighbours that synchronize among themselves.
     dtype : str
@@ -90,11 +127,22 @@ class Group:
         self.scale = scale
         self.number = next_number()
         self._options = options
+        self._size = len(self.devices) or options.num_devices
         self._timeout = options.seconds()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._places: Dict[int, Dict[mx.Context, Place]] = {}  # by participants
-        self._place_of(self.devices[0], _participants.EVERYONE)  # a KVStore that cannot be made shows here
+        if self.devices:
+            self._place_of(self.devices[0], _participants.EVERYONE)  # a KVStore that cannot be made shows here
         _groups[self.number] = self
+
+    @property
+    def reference(self) -> str:
+        """The text by which a graph names this group."""
+        return str(self.number)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.devices[0].device_type == "gpu"
 
     def rounds(self, participants: int) -> int:
         """How many forward passes were met by exactly these participants."""
@@ -145,7 +193,14 @@ class Group:
         return place.backward.meet(place.rank, sums, key=number).result
 
     def _place_of(self, device: mx.Context, participants: int) -> "Place":
-        with self._lock:
+        with self._changed:
+            if not self._size:
+                raise ValueError(
+                    f"SyncBatchNorm '{self.name}': its graph does not say on how many devices it trains. Give "
+                    f"num_devices where the layer is made, or call hybridize() again after initialize()."
+                )
+            if len(self.devices) < self._size:
+                self._wait_for_devices(device)
             if participants not in self._places:
                 self._places[participants] = self._make_places(participants)
             place = self._places[participants].get(device)
@@ -156,8 +211,25 @@ class Group:
         shown = ", ".join(str(item) for item in self.devices)
         raise ValueError(
             f"SyncBatchNorm '{self.name}': its graph was built for {shown}, and now runs on {device}. "
-            f"Call hybridize() again after the parameters have moved to other devices."
+            f"Call hybridize() again after the parameters have moved to other devices; load a symbol again before it "
+            f"is bound to other devices."
         )
+
+    def _wait_for_devices(self, device: mx.Context) -> None:
+        """The first round of an open group: returns when as many devices as it has are there."""
+        if device not in self.devices:
+            self.devices.append(device)
+        if len(self.devices) == self._size:
+            self.devices.sort(key=lambda item: (item.device_type, item.device_id))
+            self._changed.notify_all()
+        if not self._changed.wait_for(lambda: len(self.devices) == self._size, self._timeout):
+            arrived = ", ".join(map(str, self.devices))
+            time.sleep(self.devices.index(device) * SECONDS_BETWEEN_FAILURES)
+            raise SyncBatchNormError(
+                f"SyncBatchNorm '{self.name}': forward pass waited {self._timeout:g} s for "
+                f"{self._size - len(self.devices)} of {self._size} devices. Arrived: {arrived}. Missing: devices that "
+                f"have never run it; it was made for num_devices={self._size}. {usual_reasons()}"
+            )
 
 
 class Place(NamedTuple):
@@ -182,14 +254,26 @@ def absent_text(name: str, device: mx.Context) -> str:
     )
 
 
-def find_group(number: int) -> Group:
-    """The group that a graph names by its number.
+def find_group(reference: str) -> Group:
+    """The group that a graph names: one of this process by its number, or one made here and now of a description.
 
     Raises
     ------
     KeyError
-        Its layer is gone, or lives in another process (a graph that was saved while it was synchronized).
+        The layer of that number is gone, or lives in another process.
     """
+    if "{" in reference:
+        described = Description.parse(reference)
+        return Group(
+            described.name,
+            [],
+            described.options(),
+            described.dtype,
+            momentum=described.momentum,
+            epsilon=described.epsilon,
+            scale=described.scale,
+        )
+    number = int(reference)
     group = _groups.get(number)
     if group is None:
         raise KeyError(
@@ -222,9 +306,14 @@ def check_devices(name: str, devices: Sequence[mx.Context], options: Options) ->
             f"SyncBatchNorm '{name}': group_size={options.group_size} does not divide its {len(devices)} devices "
             f"({shown})."
         )
-    if len(devices) > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+    check_engine(name, len(devices))
+
+
+def check_engine(name: str, num_devices: int) -> None:
+    """RuntimeError if MXNet runs on its NaiveEngine, where no device could ever wait for another."""
+    if num_devices > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
         raise RuntimeError(
-            f"SyncBatchNorm '{name}': MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time, so {len(devices)} "
+            f"SyncBatchNorm '{name}': MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time, so {num_devices} "
             f"devices could never meet. Unset it, or debug on one device."
         )
 

@@ -66,7 +66,7 @@ class _Round:
 
 # MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
 # one error. Ranks that share a failed round leave it this many seconds apart.
-_SECONDS_BETWEEN_FAILURES = 0.05
+SECONDS_BETWEEN_FAILURES = 0.05
 
 
 class Rendezvous:
@@ -130,7 +130,7 @@ class Rendezvous:
             with self._changed:
                 place = round_.released_with_error
                 round_.released_with_error += 1
-            time.sleep(place * _SECONDS_BETWEEN_FAILURES)
+            time.sleep(place * SECONDS_BETWEEN_FAILURES)
             raise SyncBatchNormError(round_.error)
         return round_.meeting
 

@@ -3,17 +3,19 @@
 import sys
 import threading
 import weakref
-from typing import List, Optional, Tuple, Union
+from typing import List, NamedTuple, Optional, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock, nn
 
 from gluon_syncbn import _participants, native, portable
-from gluon_syncbn._backend import BACKENDS, choose
-from gluon_syncbn._group import Group, Options, absent_text, check_devices, check_timeout, neighbourhoods
-from gluon_syncbn._transport import check_kvstore
+from gluon_syncbn._backend import choose
+from gluon_syncbn._graph import MARK, mark
+from gluon_syncbn._group import Description, Group, absent_text, check_devices, neighbourhoods
+from gluon_syncbn._options import check_options
 from gluon_syncbn._writes import declare_writes
+from gluon_syncbn.symbol import make_node
 
 _layers = weakref.WeakSet()
 
@@ -80,8 +82,6 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError, TypeError
         For options that cannot work, when the layer is made; for devices, channels or a dtype that do not fit, at the
         first call that shows them. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
-    NotImplementedError
-        Several devices under ``mx.npx.set_np()``.
     RuntimeError
         Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or ``backend='native'`` where it cannot run.
     MXNetError
@@ -148,21 +148,9 @@ class SyncBatchNorm(nn.BatchNorm):
     ) -> None:
         """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
         where = f"SyncBatchNorm '{self.name}'"
-        for option, value in (("num_devices", num_devices), ("group_size", group_size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{where}: {option} must be a positive integer or None, not {value!r}.")
-        if timeout is not None:
-            timeout = check_timeout(timeout, where)
-        if backend not in BACKENDS:
-            raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, not {backend!r}.")
-        if activation not in (None, "relu"):
-            raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
-        check_kvstore(kvstore, where)
-        if backend == "native":
-            choose(where, backend, [], kvstore)
+        self._options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
         self._requested_backend = backend
         self._activation = activation
-        self._options = Options(num_devices, group_size, timeout, kvstore)
         self._group = None
         self._group_lock = threading.Lock()
         self._last_call = None
@@ -178,41 +166,102 @@ class SyncBatchNorm(nn.BatchNorm):
         return "batchnorm"
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        if mx.util.is_np_array():
+            return self._under_numpy(F, x, gamma, beta, running_mean, running_var)
         devices = self._devices()
         is_array = F is mx.nd
         if is_array:
             self._check_input(x)
         if devices:
             check_devices(self.name, devices, self._options)
-        alone = len(devices) <= 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
-        if alone or (is_array and not mx.autograd.is_training()):
+        if self._is_alone(is_array) or (is_array and not mx.autograd.is_training()):
             out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
             return F.relu(out) if self._activation else out
         if is_array and not _participants.takes_part(x.context, _participants.current()):
             raise ValueError(absent_text(self.name, x.context))
-        if mx.util.is_np_array():
-            raise NotImplementedError(
-                f"SyncBatchNorm '{self.name}': MXNet's NumPy interface is not supported on several devices yet; "
-                f"call mx.npx.reset_np()."
-            )
-        group = self._group_on(devices)
         arrays = (x, gamma, beta, running_mean, running_var)
-        axis = self._kwargs["axis"]
-        net, trace = (None, None) if is_array else _static_trace()
-        after = self._call_before(trace)
-        if net is not None:
-            declare_writes(net, trace, self)
-        if isinstance(group, native.NativeGroup):
-            relu, static = self._activation is not None, trace is not None
-            out, call = native.normalize(F, *arrays, group, axis, relu=relu, static=static, after=after)
-        else:
-            cast_input = not is_array or _name_of(x.dtype) != group.dtype
-            out, call = portable.normalize(F, *arrays, group, axis, cast_input, after)
-            out = F.relu(out) if self._activation else out  # Activation would turn NaN into 0
-        self._last_call = None if trace is None else (trace, call)
+        if is_array:
+            return self.synchronized(F, arrays, None)[0]
+        trace = find_trace()
+        if not devices or trace is None:
+            return self._as_symbol(arrays)[0]
+        out, call = self.synchronized(F, arrays, trace, after=self.call_before(trace))
+        self.remember_call(trace, call)
         return out
 
-    def _call_before(self, trace):
+    def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden):
+        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it; None if it meets no one."""
+        if self._devices():
+            check_devices(self.name, self._devices(), self._options)
+        if self._is_alone(is_array=False):
+            return None
+        if trace is None or not self._devices():
+            return self._as_symbol(inputs, after, name, hidden)
+        return self.synchronized(mx.sym, inputs, trace, after, name, hidden)
+
+    def _is_alone(self, is_array: bool) -> bool:
+        """Whether the layer is `nn.BatchNorm` here. A symbol may be made before its devices are known."""
+        devices = self._devices()
+        alone = len(devices) <= 1 and (is_array or bool(devices))
+        return alone or self._options.group_size == 1 or self._kwargs["use_global_stats"]
+
+    def synchronized(self, F, arrays, trace: Optional["Trace"], after=None, name: str = "fwd", hidden=None):
+        """The layer on several devices: what it returns, and its call (see `native.normalize`).
+
+        ``arrays`` are the five of ``hybrid_forward``; ``trace`` tells of the graph that is being made, if F makes
+        symbols, and ``name`` and ``hidden`` are the last node's name and attributes in it.
+        """
+        group = self._group_on(self._devices())
+        axis, relu = self._kwargs["axis"], self._activation is not None
+        is_native = isinstance(group, native.NativeGroup)
+        node = {}
+        if trace is not None:
+            if trace.is_static:
+                declare_writes(trace.net, trace.symbol, self)
+            node = {"name": name, "attr": {**(hidden or {}), MARK: self._mark(relu and is_native)}}
+        if is_native:
+            is_static = trace is not None and trace.is_static
+            return native.normalize(F, *arrays, group, axis, relu=relu, static=is_static, after=after, **node)
+        cast_input = trace is not None or _name_of(arrays[0].dtype) != group.dtype
+        out, call = portable.normalize(F, *arrays, group, axis, cast_input, after, **node)
+        return (F.relu(out) if relu else out), call  # Activation would turn NaN into 0
+
+    def _under_numpy(self, F, *arrays):
+        """The same for ``mx.np.ndarray``, or symbols of that kind."""
+        with mx.util.np_array(False):
+            return self.hybrid_forward(F, *(item.as_nd_ndarray() for item in arrays)).as_np_ndarray()
+
+    def _mark(self, relu: bool) -> str:
+        options = {**self._options._asdict(), "dtype": np.dtype(self.running_mean.dtype).name}
+        if not isinstance(options["kvstore"], str):
+            options["kvstore"] = None
+        kwargs = self._kwargs
+        return mark(kwargs["axis"], kwargs["eps"], kwargs["momentum"], kwargs["fix_gamma"], relu, options)
+
+    def _as_symbol(self, arrays, after=None, name: str = "fwd", hidden=None):
+        """The layer in a symbol of the user's, which may be saved, bound by a Module or put into a SymbolBlock."""
+        where, options, kwargs = f"SyncBatchNorm '{self.name}'", self._options, self._kwargs
+        if options.kvstore is not None and not isinstance(options.kvstore, str):
+            raise TypeError(f"{where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
+        described = Description(
+            self.name,
+            len(self._devices()) or options.num_devices or 0,
+            options.group_size,
+            options.timeout,
+            options.kvstore,
+            np.dtype(self.running_mean.dtype).name,
+            kwargs["momentum"],
+            kwargs["eps"],
+            not kwargs["fix_gamma"],
+        )
+        relu = self._activation is not None
+        return make_node(arrays, self._requested_backend, described, kwargs["axis"], relu, after, name, hidden)
+
+    def remember_call(self, trace: "Trace", call) -> None:
+        """Of the last call in a static graph; `call_before` returns it in the same graph."""
+        self._last_call = (trace.symbol, call) if trace.is_static else None
+
+    def call_before(self, trace: "Trace"):
         """The last call of this layer in the same static graph, or None.
 
         A static graph does not count what a call does to the running statistics as writing, so calls of a layer on
@@ -220,7 +269,7 @@ class SyncBatchNorm(nn.BatchNorm):
         the one before. Elsewhere the engine orders them by the running statistics.
         """
         before = self._last_call
-        return before[1] if trace is not None and before is not None and before[0] is trace else None
+        return before[1] if trace.is_static and before is not None and before[0] is trace.symbol else None
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
@@ -288,22 +337,40 @@ def _name_of(dtype) -> str:
     return dtype.name if dtype.names is None else dtype.names[0]
 
 
-def _static_trace() -> Tuple[Optional[HybridBlock], Optional[mx.sym.Symbol]]:
-    """If a net is traced for a graph with ``static_alloc`` and ``static_shape``: it, and a symbol that names the trace.
+class Trace(NamedTuple):
+    """A graph of Gluon's that is being made: of which net, a symbol that names it, and of which kind."""
 
-    The flags that count are those of the block that owns the graph, and MXNet does not tell its children. They may have
-    other flags of their own, and what is safe in a static graph is not in another, so the owner is looked up on the
-    stack. A trace that does not come from a hybridized block's first call counts as not static, which is always safe.
+    net: Optional[HybridBlock]
+    symbol: mx.sym.Symbol
+    is_static: bool
 
-    The symbol is the graph's first input, which is a new object in each trace.
+
+# Where graphs are made; each has a list ``symbol_inputs`` of the graph's inputs, which are new objects each time.
+_TRACERS = [HybridBlock._get_graph.__code__]
+
+
+def traces_graphs(method):
+    """Decorates a method ``_get_graph`` that is not HybridBlock's."""
+    _TRACERS.append(method.__code__)
+    return method
+
+
+def find_trace() -> Optional[Trace]:
+    """The graph that is being made now; None if a user calls blocks with symbols.
+
+    It is static if it is for ``static_alloc`` and ``static_shape``. The flags that count are those of the block that
+    owns the graph, and MXNet does not tell its children. They may have other flags of their own, and what is safe in a
+    static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
+    block's first call counts as not static, which is always safe.
     """
-    frame, trace = sys._getframe(), None
+    frame, symbol = sys._getframe(), None
     while frame is not None:
-        if frame.f_code is HybridBlock._get_graph.__code__:
-            trace = frame.f_locals["symbol_inputs"][0]
+        if frame.f_code in _TRACERS:
+            symbol = frame.f_locals["symbol_inputs"][0]
         if frame.f_code is HybridBlock._build_cache.__code__:
-            flags = dict(frame.f_locals["self"]._flags)
-            static = flags.get("static_alloc") and flags.get("static_shape")
-            return (frame.f_locals["self"], trace) if static and trace is not None else (None, None)
+            net = frame.f_locals["self"]
+            flags = dict(net._flags)
+            is_static = bool(flags.get("static_alloc") and flags.get("static_shape"))
+            return None if symbol is None else Trace(net, symbol, is_static)
         frame = frame.f_back
-    return None, None
+    return None if symbol is None else Trace(None, symbol, False)

@@ -5,7 +5,6 @@ right, whether it is a child, an attribute, an element of a list, or held by a c
 names and position in ``.params`` files are the same as before.
 """
 
-import json
 import logging
 from collections import Counter
 from typing import Iterator, List, Optional
@@ -14,6 +13,8 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib import nn as contrib_nn
 from mxnet.gluon.nn import basic_layers
 
+from gluon_syncbn._graph import count_others, norms_of
+from gluon_syncbn._symbol_block import SynchronizedSymbolBlock, restore, synchronize
 from gluon_syncbn.block import SyncBatchNorm
 
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
@@ -63,6 +64,10 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     """
     blocks = _all_blocks(block)
     SyncBatchNorm(num_devices=num_devices, **options)  # refuses wrong options before anything has changed
+    symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
+    for item in symbol_blocks:
+        synchronize(item, num_devices=num_devices, **options)
+        blocks += item.norms()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm):
@@ -99,6 +104,9 @@ def convert_batchnorm(block: Block) -> Block:
         layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
         for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
             del layer.__dict__[name]
+    for item in blocks:
+        if isinstance(item, SynchronizedSymbolBlock):
+            restore(item)
     _separate_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
@@ -140,6 +148,12 @@ def _can_convert(block: Block) -> bool:
     return inherits or kind.__name__ == "BatchNormCudnnOff"  # gluoncv's, which only turns cuDNN off
 
 
+def _is_convertible_symbol(block: Block) -> bool:
+    """Whether ``block`` is a SymbolBlock with BatchNorm nodes, and does not synchronize yet."""
+    is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
+    return is_plain and type(block).forward is SymbolBlock.forward and bool(norms_of(block._cached_graph[1]))
+
+
 def _restore_axis(layer: SyncBatchNorm) -> None:
     """contrib's layer keeps other operator options than `nn.BatchNorm`, which always has an axis."""
     for name in ("ndev", "key"):
@@ -157,6 +171,8 @@ def _all_blocks(root: Block) -> List[Block]:
         if id(block) not in found:
             found[id(block)] = block
             waiting.extend(_blocks_in(vars(block), set()))
+            if isinstance(block, SynchronizedSymbolBlock):
+                waiting.extend(block.norms())
     return list(found.values())
 
 
@@ -207,7 +223,7 @@ def _separate_relus(blocks: List[Block]) -> None:
 
 def _drop_cached_graphs(blocks: List[Block]) -> None:
     for block in blocks:
-        if isinstance(block, HybridBlock) and not isinstance(block, SymbolBlock):
+        if isinstance(block, HybridBlock):
             block._clear_cached_op()
 
 
@@ -215,13 +231,14 @@ def _warn_of_others(blocks: List[Block]) -> None:
     """Say which BatchNorm of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
-            count = sum(node["op"] == "BatchNorm" for node in nodes)
+            graph = block._cached_graph[1]
+            count = count_others(graph) + (0 if isinstance(block, SynchronizedSymbolBlock) else len(norms_of(graph)))
             if count:
                 _log.warning(
-                    "%d BatchNorm nodes inside SymbolBlock '%s' stay unsynchronized: a graph that is already "
-                    "symbolic cannot be converted yet. Build the net from blocks, or train it with these frozen.",
+                    "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "
+                    "graph, or the block has a forward pass of its own.",
                     count,
+                    type(block).__name__,
                     block.name,
                 )
         elif isinstance(block, _BatchNorm) and not _can_convert(block):

@@ -19,13 +19,13 @@ that do (a product with 1, a cast to the same type) left garbage in hybridized g
 import ctypes
 import weakref
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB
 
-from gluon_syncbn._group import Options, next_number, usual_reasons
+from gluon_syncbn._group import Description, Options, next_number, usual_reasons
 
 _OPERATOR = "gluon_syncbn_native"
 LIBRARY = Path(__file__).with_name("libgluon_syncbn.so")
@@ -84,9 +84,60 @@ def _load() -> ctypes.CDLL:
         ctypes.c_char_p,
         ctypes.c_void_p,
     ]
-    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions())) != 0:
+    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions()), _make_described_group) != 0:
         raise RuntimeError("MXNet refused to register the operator")
     return library
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
+def _make_described_group(reference: bytes) -> int:
+    """Called by the operator, on the thread that makes or loads a symbol."""
+    try:
+        described = Description.parse(reference.decode())
+        number = next_number()
+        _make_group(
+            number,
+            described.name,
+            None,
+            described.num_devices,
+            described.options(),
+            described.dtype,
+            described.momentum,
+            described.epsilon,
+            described.scale,
+        )
+        return number
+    except Exception as problem:
+        leave_error(str(problem))
+        return -1
+
+
+def _make_group(
+    number: int,
+    name: str,
+    devices: Optional[Sequence[mx.Context]],
+    size: int,
+    options: Options,
+    dtype: str,
+    momentum: float,
+    epsilon: float,
+    scale: bool,
+) -> None:
+    """Have the operator make a group; without ``devices`` it is open to any ``size``."""
+    names = None if devices is None else (ctypes.c_char_p * size)(*(str(device).encode() for device in devices))
+    _library.gluon_syncbn_make_group(
+        number,
+        name.encode(),
+        names,
+        size,
+        options.group_size or size,
+        options.seconds(),
+        momentum,
+        epsilon,
+        scale,
+        _DTYPE_FLAGS[np.dtype(dtype).name],
+        usual_reasons().encode(),
+    )
 
 
 def _mxnet_functions() -> _MXNetFunctions:
@@ -173,21 +224,14 @@ class NativeGroup:
         self.devices: List[mx.Context] = list(devices)
         self.dtype = dtype
         self.number = next_number()
-        names = (ctypes.c_char_p * len(self.devices))(*(str(device).encode() for device in self.devices))
-        _library.gluon_syncbn_make_group(
-            self.number,
-            name.encode(),
-            names,
-            len(self.devices),
-            options.group_size or len(self.devices),
-            options.seconds(),
-            momentum,
-            epsilon,
-            scale,
-            _DTYPE_FLAGS[np.dtype(dtype).name],
-            usual_reasons().encode(),
-        )
+        size = len(self.devices)
+        _make_group(self.number, name, self.devices, size, options, dtype, momentum, epsilon, scale)
         weakref.finalize(self, _library.gluon_syncbn_drop_group, self.number).atexit = False
+
+    @property
+    def reference(self) -> str:
+        """The text by which a graph names this group."""
+        return str(self.number)
 
     def rounds(self, participants: int) -> int:
         """How many forward passes were met by exactly these participants."""
@@ -195,7 +239,19 @@ class NativeGroup:
 
 
 def normalize(
-    F, x, gamma, beta, running_mean, running_var, group: NativeGroup, axis: int, relu: bool, static: bool, after=None
+    F,
+    x,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    group: Union[NativeGroup, Description],
+    axis: int,
+    relu: bool,
+    static: bool,
+    after=None,
+    name: str = "fwd",
+    attr: Optional[Dict[str, str]] = None,
 ):
     """Batch Normalization of ``x`` with the statistics of the whole group.
 
@@ -206,7 +262,7 @@ def normalize(
         Any shape with at least 2 dimensions; float32, float64, float16 or bfloat16.
     gamma, beta, running_mean, running_var : NDArray or Symbol
         Shape (C,), of the group's dtype.
-    group : NativeGroup
+    group : NativeGroup or Description
     axis : int
         Of the channels.
     relu : bool
@@ -215,6 +271,8 @@ def normalize(
         Whether this is for a graph with ``static_alloc`` and ``static_shape``.
     after : Symbol, optional
         The call of this layer that must come before this one, as returned.
+    name, attr : str, dict
+        Of the last node, if F makes a symbol.
 
     Returns
     -------
@@ -228,14 +286,15 @@ def normalize(
         running_mean,
         running_var,
         op_type=_OPERATOR,
-        group=group.number,
+        group=group.reference,
         axis=axis,
         relu=int(relu),
         follows=int(after is not None),
-        name="fwd",
+        name=name + "_sync",
     )
-    return (F.identity(out) if static else _whole(F, out)), call
+    last = {} if F is mx.nd else {"name": name, "attr": attr}
+    return (F.identity(out, **last) if static else _whole(F, out, **last)), call
 
 
-def _whole(F, x):
-    return F.slice_axis(x, axis=0, begin=0, end=None)
+def _whole(F, x, **named):
+    return F.slice_axis(x, axis=0, begin=0, end=None, **named)

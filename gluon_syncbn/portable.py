@@ -33,12 +33,13 @@ is large against the deviation.
 """
 
 import contextlib
+from typing import Dict, Optional, Union
 
 import mxnet as mx
 import numpy as np
 
 from gluon_syncbn import _participants, native
-from gluon_syncbn._group import Group, find_group
+from gluon_syncbn._group import Description, Group, find_group
 from gluon_syncbn._host import HostAccess
 from gluon_syncbn._statistics import BatchView, Moments, moving_average
 
@@ -47,7 +48,20 @@ _NAME = "gluon_syncbn_all_reduce"
 _LOST = np.nan
 
 
-def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: int, cast_input: bool, after=None):
+def normalize(
+    F,
+    x,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    group: Union[Group, Description],
+    axis: int,
+    cast_input: bool,
+    after=None,
+    name: str = "fwd",
+    attr: Optional[Dict[str, str]] = None,
+):
     """Batch Normalization of ``x`` with the statistics of the whole group.
 
     Parameters
@@ -57,13 +71,15 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
         Any shape with at least 2 dimensions; float32, float64 or float16.
     gamma, beta, running_mean, running_var : NDArray or Symbol
         Shape (C,), of the group's dtype.
-    group : Group
+    group : Group or Description
     axis : int
         Of the channels.
     cast_input : bool
         Whether x may be of another dtype than the statistics.
     after : Symbol, optional
         The call of this layer that must come before this one, as returned.
+    name, attr : str, dict
+        Of the last node, if F makes a symbol.
 
     Returns
     -------
@@ -72,7 +88,7 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
     """
     values = F.cast(x, dtype=group.dtype) if cast_input else x
     rows = _as_rows(F, values, axis)
-    total, shift, centred = _centre(F, rows, on_gpu=group.devices[0].device_type == "gpu")
+    total, shift, centred = _centre(F, rows, on_gpu=group.on_gpu)
     # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
     sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
     inputs = [sums, F.size_array(x), gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
@@ -81,9 +97,9 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
         running_mean,
         running_var,
         op_type=_OPERATOR,
-        group=group.number,
+        group=group.reference,
         follows=int(after is not None),
-        name="all_reduce",
+        name=name + "_all_reduce",
     )
     weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
     out = F.BatchNorm(
@@ -96,7 +112,7 @@ def normalize(F, x, gamma, beta, running_mean, running_var, group: Group, axis: 
         eps=group.epsilon,
         momentum=1,
         fix_gamma=False,
-        name="fwd",
+        **({} if F is mx.nd else {"name": name, "attr": attr}),
     )
     return out, call
 
@@ -222,9 +238,9 @@ class _AllReduce(mx.operator.CustomOp):
 @mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
     @_keeping_the_text()
-    def __init__(self, group, follows):
+    def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
-        self._group = find_group(int(group))
+        self._group = find_group(group)
         self._follows = follows == "1"
 
     def list_arguments(self):

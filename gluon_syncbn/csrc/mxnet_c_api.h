@@ -50,6 +50,9 @@ AnyCallback any(Function function) {
   return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
 }
 
+// The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
+std::string take_error();
+
 }  // namespace gluon_syncbn
 
 // enum OpReqType (include/mxnet/op_attr_types.h)

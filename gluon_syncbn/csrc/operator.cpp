@@ -9,6 +9,11 @@
 // count of all devices, number of the forward round, number of the participants; count 0 after prediction mode). The
 // arrays are dense: native.py keeps oneDNN's layouts away from the operator.
 //
+// A graph names its group in one of two ways. A net's own graph gives the number of one that Python has made for the
+// layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
+// the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
+// many devices there are, and takes in those that come.
+//
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
 // therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
 
@@ -16,14 +21,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
+#include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -76,11 +86,19 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
+// By type and number, so that cpu(2) comes before cpu(10).
+bool comes_before(const std::string& a, const std::string& b) {
+  return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) < std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
+}
+
 class Group {
  public:
-  Group(std::string layer, std::vector<std::string> devices, size_t circle_size, double timeout, std::string advice)
+  // Of `devices`; or, if there are none, open to the first `size` that come.
+  Group(std::string layer, std::vector<std::string> devices, size_t size, size_t circle_size, double timeout,
+        std::string advice)
       : name(std::move(layer)),
         devices_(std::move(devices)),
+        size_(size),
         circle_size_(circle_size),
         timeout_(timeout),
         advice_(std::move(advice)) {}
@@ -93,7 +111,13 @@ class Group {
 
   // Where `device` meets the others that take part. Circles are made when the first of them comes.
   Place place_of(const std::string& device, int64_t taking_part) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (size_ == 0) {
+      throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph does not say on how many devices it trains. "
+                                  "Give num_devices where the layer is made, or call hybridize() again after "
+                                  "initialize().");
+    }
+    if (devices_.size() < size_) wait_for_devices(device, lock);
     std::map<std::string, Place>& places = places_[taking_part];
     if (places.empty()) make_circles(places, taking_part);
     const auto found = places.find(device);
@@ -104,7 +128,8 @@ class Group {
     }
     throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + join(devices_) +
                                 ", and now runs on " + device +
-                                ". Call hybridize() again after the parameters have moved to other devices.");
+                                ". Call hybridize() again after the parameters have moved to other devices; load a "
+                                "symbol again before it is bound to other devices.");
   }
 
   // Forward rounds so far in which exactly these took part.
@@ -118,6 +143,26 @@ class Group {
   }
 
  private:
+  // The first round of an open group: comes back when as many devices as it has are there.
+  void wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock) {
+    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
+    if (devices_.size() == size_) {
+      std::sort(devices_.begin(), devices_.end(), comes_before);
+      complete_.notify_all();
+    }
+    const auto all_are_here = [&] { return devices_.size() == size_; };
+    if (!complete_.wait_for(lock, std::chrono::duration<double>(timeout_), all_are_here)) {
+      std::ostringstream text;
+      text << "SyncBatchNorm '" << name << "': forward pass waited " << timeout_ << " s for "
+           << size_ - devices_.size() << " of " << size_ << " devices. Arrived: " << join(devices_)
+           << ". Missing: devices that have never run it; it was made for num_devices=" << size_ << ". " << advice_;
+      const auto place = std::find(devices_.begin(), devices_.end(), device) - devices_.begin();
+      lock.unlock();
+      std::this_thread::sleep_for(place * kBetweenFailures);
+      throw RendezvousError(text.str());
+    }
+  }
+
   void make_circles(std::map<std::string, Place>& places, int64_t taking_part) const {
     for (size_t start = 0; start < devices_.size(); start += circle_size_) {
       std::vector<std::string> members;
@@ -136,11 +181,13 @@ class Group {
     return all.lists[taking_part].count(device) > 0;
   }
 
-  const std::vector<std::string> devices_;
+  std::vector<std::string> devices_;
+  const size_t size_;
   const size_t circle_size_;
   const double timeout_;
   const std::string advice_;
   std::mutex mutex_;
+  std::condition_variable complete_;
   std::map<int64_t, std::map<std::string, Place>> places_;  // by participants, then by device
 };
 
@@ -164,6 +211,21 @@ std::shared_ptr<Group> find_group(int64_t number) {
         "convert_batchnorm(net) before you export.");
   }
   return found->second;
+}
+
+// Python's function that makes a group of a description; its number, or -1 after leaving the text of an error.
+using MakeGroup = int64_t (*)(const char* description);
+MakeGroup make_described_group = nullptr;
+
+// The group that the attribute of a graph's node names.
+std::shared_ptr<Group> group_of(const std::string& reference) {
+  if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
+  const int64_t number = make_described_group(reference.c_str());
+  if (number < 0) throw std::invalid_argument(take_error());
+  std::shared_ptr<Group> group = find_group(number);
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  groups().erase(number);  // it lives as long as the node
+  return group;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -592,6 +654,11 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
                                   " is empty. A device without images cannot take part; leave it out with "
                                   "gluon_syncbn.devices(...).");
     }
+    if (std::string(device).compare(0, 3, "cpu") != 0) {
+      throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': this graph was made for the compiled " +
+                                  "kernels, which run on CPU contexts, and is bound to " + device +
+                                  ". Load it with gluon_syncbn.symbol.load(file, backend='portable').");
+    }
     auto* created = new Operator(property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->follows);
     static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
     ret->num_callbacks = 3;
@@ -619,7 +686,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   return or_error([&] {
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
-    auto* property = new Property{find_group(std::stoll(arguments["group"])), std::stoi(arguments["axis"]),
+    auto* property = new Property{group_of(arguments["group"]), std::stoi(arguments["axis"]),
                                   arguments["relu"] == "1", arguments["follows"] == "1", {}};
     for (void*& context : property->contexts) context = property;
     ret->contexts = property->contexts;
@@ -635,18 +702,21 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Registers the operator with the MXNet that `functions` belong to; 0, or MXNet's error code.
-EXPORTED int gluon_syncbn_register(const MXNetFunctions* functions) {
+EXPORTED int gluon_syncbn_register(const MXNetFunctions* functions, gluon_syncbn::MakeGroup make_described_group) {
   gluon_syncbn::mxnet = *functions;
+  gluon_syncbn::make_described_group = make_described_group;
   return functions->custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 
-// Makes the group that graphs name by `number`; neighbours among `devices` synchronize in circles of `group_size`.
+// Makes the group that graphs name by `number`, open to any `num_devices` if `devices` is null; neighbours synchronize in
+// circles of `group_size`.
 EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const char* const* devices, int num_devices,
                                       int group_size, double timeout_seconds, double momentum, double epsilon,
                                       int scale, int dtype, const char* advice) {
   using namespace gluon_syncbn;
-  auto group = std::make_shared<Group>(name, std::vector<std::string>(devices, devices + num_devices),
-                                       static_cast<size_t>(group_size), timeout_seconds, advice);
+  const std::vector<std::string> names(devices, devices + (devices ? num_devices : 0));
+  auto group = std::make_shared<Group>(name, names, static_cast<size_t>(num_devices), static_cast<size_t>(group_size),
+                                       timeout_seconds, advice);
   group->momentum = momentum;
   group->epsilon = epsilon;
   group->scale = scale != 0;

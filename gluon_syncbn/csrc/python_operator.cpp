@@ -33,8 +33,7 @@ std::atomic<int> deletions{0};
 
 int or_error(int returned) {
   if (returned) return returned;
-  const std::string text = std::exchange(left_behind, "");
-  throw dmlc::Error(text.empty() ? "gluon_syncbn: an operator failed; the reason was printed above." : text);
+  throw dmlc::Error(gluon_syncbn::take_error());
 }
 
 // A list of callbacks of which some are replaced; those get the wrapper as their context, to find the original.
@@ -130,6 +129,12 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 }
 
 }  // namespace
+
+std::string take_error() {
+  const std::string text = std::exchange(left_behind, "");
+  return text.empty() ? "gluon_syncbn: an operator failed; the reason was printed above." : text;
+}
+
 }  // namespace gluon_syncbn
 
 // What Python calls (native.py)

@@ -48,6 +48,8 @@ class RendezvousError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+constexpr std::chrono::milliseconds kBetweenFailures{50};
+
 class Rendezvous {
  public:
   // What a rank takes home; valid as long as it is held.
@@ -62,7 +64,7 @@ class Rendezvous {
   // MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
   // one error. Ranks that share a failed round leave it `between_failures` apart.
   Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
-             std::chrono::milliseconds between_failures = std::chrono::milliseconds(50));
+             std::chrono::milliseconds between_failures = kBetweenFailures);
 
   // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank
   // of the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.

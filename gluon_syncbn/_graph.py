@@ -1,0 +1,266 @@
+"""Rewrites the Batch Normalizations of a symbol, and leaves everything else in it as it was.
+
+A symbol is edited as the JSON text that MXNet itself writes and reads, so that every other node keeps its name, its
+attributes and its place, whatever operator it is. Each Batch Normalization is replaced by a small symbol of its own (a
+*fragment*), whose last node takes over the name and the hidden attributes (``__lr_mult__`` and the like), so that
+``sym.get_internals()['bn0_output']`` finds it as before.
+
+A synchronized layer is several nodes. The last of them is marked with the hidden attribute ``__syncbn__``, which tells
+what the layer is, so that it can be found, replaced by a plain BatchNorm, or made anew for another number of devices.
+"""
+
+import json
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import mxnet as mx
+
+MARK = "__syncbn__"
+OPERATORS = ("gluon_syncbn_native", "gluon_syncbn_all_reduce", "gluon_syncbn_all_reduce_wrapped")
+# What MXNet calls Batch Normalization, and whether it ends in a ReLU.
+_PLAIN = {
+    "BatchNorm": False,
+    "BatchNorm_v1": False,
+    "_npx_batch_norm": False,
+    "_contrib_SyncBatchNorm": False,
+    "_contrib_BatchNormWithReLU": True,
+}
+
+Entry = Tuple[int, int, int]  # an output of a node, as JSON names it: node, number of the output, version
+
+
+class Norm(NamedTuple):
+    """One Batch Normalization of a graph, plain or synchronized.
+
+    ``options`` are those of the synchronized layer (``num_devices``, ``group_size``, ``timeout``, ``kvstore``,
+    ``dtype``); None if it is plain. ``hidden`` are the attributes that MXNet keeps for others.
+    """
+
+    name: str
+    operator: str
+    axis: int
+    epsilon: float
+    momentum: float
+    fix_gamma: bool
+    use_global_stats: bool
+    relu: bool
+    options: Optional[Dict[str, Any]]
+    hidden: Dict[str, str]
+    inputs: List[Entry]
+    parameters: List[str]  # names of the variables gamma, beta, moving mean and variance
+
+    @property
+    def running_mean(self) -> str:
+        return self.parameters[2]
+
+
+def mark(axis: int, epsilon: float, momentum: float, fix_gamma: bool, relu: bool, options: Dict[str, Any]) -> str:
+    """The text of the hidden attribute of a synchronized layer's last node."""
+    return json.dumps(
+        {"axis": axis, "eps": epsilon, "momentum": momentum, "fix_gamma": fix_gamma, "relu": relu, "options": options}
+    )
+
+
+def norms_of(sym: mx.sym.Symbol) -> List[Norm]:
+    """The Batch Normalizations of a symbol that can be rewritten, inputs first."""
+    return list(_find_norms(_to_graph(sym)).values())
+
+
+def count_others(sym: mx.sym.Symbol) -> int:
+    """How many Batch Normalizations of a symbol cannot be rewritten: their mean or variance is an output too."""
+    graph = _to_graph(sym)
+    norms = _find_norms(graph)
+    return sum(node["op"] in _PLAIN and number not in norms for number, node in enumerate(graph["nodes"]))
+
+
+Make = Callable[[Norm, List[mx.sym.Symbol], Optional[mx.sym.Symbol]], Optional[Tuple[mx.sym.Symbol, Any]]]
+
+
+def rewrite(
+    source: Union[mx.sym.Symbol, str], make: Make, after: Optional[Dict[str, str]] = None
+) -> Tuple[mx.sym.Symbol, Dict[str, mx.sym.Symbol]]:
+    """Replace Batch Normalizations of a symbol.
+
+    Parameters
+    ----------
+    source : Symbol or str
+        Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is.
+    make : callable
+        ``make(norm, inputs, after)`` returns what is to take the place of ``norm``, or None to leave it: ``out``, a
+        symbol of the symbols ``inputs`` (data, gamma, beta, moving mean, moving variance), and ``call``, which is
+        handed as ``after`` to the next one with the same running mean; None if that need not know.
+    after : dict, optional
+        Names of variables that stand for the call before the first one, by the name of the running mean.
+
+    Returns
+    -------
+    Symbol, dict
+        The new symbol, and the last calls by the name of the running mean.
+    """
+    graph = _to_graph(source)
+    norms = _find_norms(graph)
+    builder = _Builder(graph)
+    calls = {running_mean: builder.variable(name) for running_mean, name in (after or {}).items()}
+    for number, node in enumerate(graph["nodes"]):
+        norm = norms.get(number)
+        if norm is None:
+            builder.keep(number, node)
+            continue
+        inputs = [mx.sym.var(f"input{i}") for i in range(5)]
+        before = mx.sym.var("after") if norm.running_mean in calls else None
+        with _Names(norm.name):
+            made = make(norm, inputs, before)
+        if made is None:
+            builder.keep(number, node)
+            continue
+        out, call = made
+        entries = {f"input{i}": builder.new(entry) for i, entry in enumerate(norm.inputs)}
+        if before is not None:
+            entries["after"] = calls[norm.running_mean]
+        heads = builder.insert(mx.sym.Group([out] if call is None else [out, call]), entries)
+        builder.replace(number, heads[0])
+        if call is not None:
+            calls[norm.running_mean] = heads[1]
+    is_numpy = isinstance(source, mx.sym.numpy._Symbol)
+    outputs = len(graph["heads"])
+    result = builder.finish(list(calls.values()))
+    chosen = mx.sym.Group([result[i] for i in range(outputs)]) if calls else result
+    last_calls = {running_mean: result[outputs + i] for i, running_mean in enumerate(calls)}
+    return (chosen.as_np_ndarray() if is_numpy else chosen), last_calls
+
+
+def _to_graph(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
+    return json.loads(source if isinstance(source, str) else source.tojson(remove_amp_cast=False))
+
+
+def _find_norms(graph) -> Dict[int, Norm]:
+    nodes = graph["nodes"]
+    used = [entry for node in nodes for entry in node["inputs"]] + graph["heads"]
+    with_statistics = {entry[0] for entry in used if entry[1] > 0}
+    found = {}
+    for number, node in enumerate(nodes):
+        attributes = node.get("attrs", {})
+        hidden = {key: value for key, value in attributes.items() if key.startswith("__") and key != MARK}
+        if MARK in attributes:
+            told = json.loads(attributes[MARK])
+            options, relu, inputs = told["options"], told["relu"], _inputs_of_marked(nodes, node)
+        elif node["op"] in _PLAIN and number not in with_statistics:
+            told, options, relu, inputs = attributes, None, _PLAIN[node["op"]], node["inputs"]
+        else:
+            continue
+        found[number] = Norm(
+            name=node["name"],
+            operator=node["op"],
+            axis=int(told.get("axis", 1)),
+            epsilon=float(told.get("eps", 1e-3)),
+            momentum=float(told.get("momentum", 0.9)),
+            fix_gamma=_is_true(told.get("fix_gamma", True)),
+            use_global_stats=_is_true(told.get("use_global_stats", False)),
+            relu=relu,
+            options=options,
+            hidden=hidden,
+            inputs=inputs,
+            parameters=[nodes[entry[0]]["name"] for entry in inputs[1:]],
+        )
+    return found
+
+
+def _inputs_of_marked(nodes, last) -> List[Entry]:
+    """Data, gamma, beta, running mean and variance of the synchronized layer that ends in this node."""
+    if last["op"] == "BatchNorm":  # the portable one: this node has x, and a weight from the custom operator
+        data, custom = last["inputs"][0], nodes[nodes[last["inputs"][1][0]]["inputs"][0][0]]
+        gamma, beta = custom["inputs"][2:4]
+    else:  # one node, with one before it and one behind
+        custom = nodes[last["inputs"][0][0]]
+        dense, gamma, beta = custom["inputs"][:3]
+        data = nodes[dense[0]]["inputs"][0]
+    return [data, gamma, beta, *custom["inputs"][-2:]]
+
+
+def _is_true(value) -> bool:
+    return str(value) in ("True", "true", "1")
+
+
+class _Names(mx.name.NameManager):
+    """Given names as they are, without the prefix of a block that is being traced; others begin with ``prefix``."""
+
+    def __init__(self, prefix: str):
+        super().__init__()
+        self._prefix = prefix
+
+    def get(self, name, hint):
+        return name or f"{self._prefix}_{super().get(None, hint)}"
+
+
+class _Builder:
+    """The new graph while it grows; nodes of the old one are named by their old numbers."""
+
+    def __init__(self, graph):
+        self._graph = graph
+        self._nodes = []
+        self._places: Dict[int, int] = {}  # of kept nodes, by old number
+        self._replaced: Dict[int, Entry] = {}
+
+    def new(self, entry: Entry) -> Entry:
+        """What an entry of the old graph has become."""
+        if entry[0] in self._replaced:
+            return self._replaced[entry[0]]
+        return (self._places[entry[0]], *entry[1:])
+
+    def variable(self, name: str) -> Entry:
+        self._nodes.append({"op": "null", "name": name, "inputs": []})
+        return (len(self._nodes) - 1, 0, 0)
+
+    def keep(self, number: int, node) -> None:
+        kept = {**node, "inputs": [self.new(entry) for entry in node["inputs"]]}
+        if "control_deps" in node:
+            kept["control_deps"] = [self.new((other, 0, 0))[0] for other in node["control_deps"]]
+        self._places[number] = len(self._nodes)
+        self._nodes.append(kept)
+
+    def replace(self, number: int, entry: Entry) -> None:
+        self._replaced[number] = entry
+
+    def insert(self, fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
+        """Add a fragment's nodes, with entries for its variables; returns what its outputs have become."""
+        graph = _to_graph(fragment)
+        places: Dict[int, Entry] = {}
+
+        def moved(entry):
+            node, output, version = places[entry[0]]
+            return (node, output or entry[1], version)
+
+        for number, node in enumerate(graph["nodes"]):
+            if node["op"] == "null":
+                places[number] = inputs[node["name"]]
+            else:
+                self._nodes.append({**node, "inputs": [moved(entry) for entry in node["inputs"]]})
+                places[number] = (len(self._nodes) - 1, 0, 0)
+        return [moved(entry) for entry in graph["heads"]]
+
+    def finish(self, more_heads: List[Entry]) -> mx.sym.Symbol:
+        heads = [self.new(entry) for entry in self._graph["heads"]] + more_heads
+        return mx.sym.load_json(json.dumps(_without_dead_nodes({**self._graph, "nodes": self._nodes, "heads": heads})))
+
+
+def _without_dead_nodes(graph):
+    """Only what the outputs need: MXNet would set up every node of the text, also one whose layer is gone."""
+    nodes = graph["nodes"]
+    needed, waiting = set(), [entry[0] for entry in graph["heads"]]
+    while waiting:
+        number = waiting.pop()
+        if number not in needed:
+            needed.add(number)
+            waiting += [entry[0] for entry in nodes[number]["inputs"]] + nodes[number].get("control_deps", [])
+    order = {old: new for new, old in enumerate(sorted(needed))}
+    kept = []
+    for old in sorted(needed):
+        node = {**nodes[old], "inputs": [(order[entry[0]], *entry[1:]) for entry in nodes[old]["inputs"]]}
+        if "control_deps" in node:
+            node["control_deps"] = [order[other] for other in node["control_deps"]]
+        kept.append(node)
+    return {
+        "nodes": kept,
+        "arg_nodes": [number for number, node in enumerate(kept) if node["op"] == "null"],
+        "heads": [(order[entry[0]], *entry[1:]) for entry in graph["heads"]],
+        "attrs": graph.get("attrs", {}),
+    }

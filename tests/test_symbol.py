@@ -1,0 +1,233 @@
+"""The Symbol and Module interface: several contexts train as one would with the concatenated batch."""
+
+import contextlib
+
+import mxnet as mx
+import numpy as np
+import oracle
+import pytest
+from harness import cpus, run_python
+
+import gluon_syncbn
+from gluon_syncbn import convert_symbol, plain_symbol
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+SHAPE = (6, 3, 8, 8)
+
+
+def network(norm, **options):
+    """Two norms, one behind a convolution and one next to the output; all that Module needs."""
+    data = mx.sym.var("data")
+    x = mx.sym.Convolution(data, num_filter=5, kernel=(3, 3), name="conv")
+    x = norm(x, fix_gamma=False, name="bn0", **options)
+    x = mx.sym.Activation(x, act_type="relu", name="relu")
+    x = mx.sym.FullyConnected(x, num_hidden=4, name="fc")
+    x = norm(x, fix_gamma=True, eps=1e-4, momentum=0.8, name="bn1", **options)
+    return mx.sym.SoftmaxOutput(x, name="softmax")
+
+
+def make_module(sym, devices, parameters=None):
+    module = mx.mod.Module(sym, context=devices)
+    module.bind([("data", SHAPE)], [("softmax_label", SHAPE[:1])], inputs_need_grad=True)
+    mx.random.seed(0)
+    module.init_params(mx.init.Xavier(), *(parameters or ()))
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    return module
+
+
+def train(module, steps=3):
+    """Outputs, input gradients and parameters after a few steps of training on random batches."""
+    rng = np.random.RandomState(0)
+    for _ in range(steps):
+        batch = mx.io.DataBatch(
+            [mx.nd.array(rng.standard_normal(SHAPE) * 2 + 1)], [mx.nd.array(rng.randint(4, size=SHAPE[0]))]
+        )
+        module.forward_backward(batch)
+        module.update()
+    outputs = module.get_outputs()[0].asnumpy(), module.get_input_grads()[0].asnumpy()
+    arguments, states = module.get_params()
+    return outputs, {name: item.asnumpy() for name, item in {**arguments, **states}.items()}
+
+
+def assert_close(actual, expected):
+    for a, b in zip(actual[0], expected[0]):
+        assert oracle.distance([a], [b]) < 1e-4
+    assert actual[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert np.abs(actual[1][name] - value).max() < 1e-4 * max(np.abs(value).max(), 0.1), name
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(make_module(network(mx.sym.BatchNorm), cpus(1)))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_module_trains_as_on_one_device(count, expected):
+    sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=count, timeout=20)
+    assert_close(train(make_module(sym, cpus(count))), expected)
+
+
+def test_a_converted_symbol_trains_as_on_one_device(expected):
+    plain = network(mx.sym.BatchNorm)
+    sym = convert_symbol(plain, num_devices=2, timeout=20)
+    assert sym.list_arguments() == plain.list_arguments()
+    assert sym.list_auxiliary_states() == plain.list_auxiliary_states()
+    assert sym.list_outputs() == plain.list_outputs()
+    assert {"conv_output", "bn0_output", "bn1_output"} <= set(sym.get_internals().list_outputs())
+    assert_close(train(make_module(sym, cpus(2))), expected)
+
+
+def test_without_conversion_the_devices_would_differ(expected):
+    """That the tests above can fail."""
+    with pytest.raises(AssertionError):
+        assert_close(train(make_module(network(mx.sym.BatchNorm), cpus(2))), expected)
+
+
+def test_fit_and_checkpoints(tmp_path):
+    """`Module.fit`, a checkpoint, and training on with another number of devices than it was saved with."""
+    rng = np.random.RandomState(0)
+    labels = rng.randint(4, size=24)
+    data = rng.standard_normal((24, *SHAPE[1:])) + labels[:, None, None, None]
+    prefix = str(tmp_path / "net")
+    sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=2, timeout=20)
+    module = mx.mod.Module(sym, context=cpus(2))
+    iterator = mx.io.NDArrayIter(data, labels, SHAPE[0])
+    module.fit(iterator, num_epoch=8, initializer=mx.init.Xavier(), optimizer_params={"learning_rate": 0.1})
+    accuracy = dict(module.score(iterator, "acc"))["accuracy"]
+    assert accuracy > 0.6
+    module.save_checkpoint(prefix, 1)
+    sym, arguments, states = mx.model.load_checkpoint(prefix, 1)
+    for loaded, devices in (
+        (sym, cpus(2)),
+        (convert_symbol(sym, num_devices=3, timeout=20), cpus(3)),
+        (plain_symbol(sym), cpus(1)),
+    ):
+        again = mx.mod.Module(loaded, context=devices)
+        again.bind(iterator.provide_data, iterator.provide_label)
+        again.set_params(arguments, states)
+        iterator.reset()
+        assert dict(again.score(iterator, "acc"))["accuracy"] == pytest.approx(accuracy)
+    assert "Custom" not in plain_symbol(sym).tojson()
+
+
+def test_a_saved_symbol_loads_where_only_the_package_was_imported(tmp_path, expected):
+    file = str(tmp_path / "net-symbol.json")
+    network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=2, timeout=20).save(file)
+    code = f"""
+import sys
+sys.path.insert(0, 'tests')
+import gluon_syncbn
+import mxnet as mx
+sym = mx.sym.load({file!r})
+module = mx.mod.Module(sym, context=[mx.cpu(0), mx.cpu(1)])
+module.bind([('data', {SHAPE})], [('softmax_label', {SHAPE[:1]})])
+module.init_params()
+module.forward_backward(mx.io.DataBatch([mx.nd.random.normal(shape={SHAPE})], [mx.nd.zeros({SHAPE[0]})]))
+print('SUM', module.get_outputs()[0].sum().asscalar())
+"""
+    done = run_python(code)
+    assert "SUM 6" in done.stdout or "SUM 5.99" in done.stdout, done.stdout + done.stderr
+    assert_close(train(make_module(mx.sym.load(file), cpus(2))), expected)
+
+
+def test_a_symbol_of_the_compiled_back_end_loads_on_the_portable_one(tmp_path, expected, backend):
+    if backend == "portable":
+        sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=2, timeout=20, backend="native", activation="relu")
+        file = str(tmp_path / "net-symbol.json")
+        sym.save(file)
+        loaded = gluon_syncbn.symbol.load(file)
+        assert "gluon_syncbn_native" in sym.tojson() and "gluon_syncbn_native" not in loaded.tojson()
+        sym = loaded
+    else:
+        sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=2, timeout=20, activation="relu")
+    reference = train(make_module(network(relu_norm), cpus(1)))
+    assert_close(train(make_module(sym, cpus(2))), reference)
+
+
+def relu_norm(*args, **kwargs):
+    return mx.sym.relu(mx.sym.BatchNorm(*args, **kwargs))
+
+
+def test_one_that_does_not_come_is_an_error():
+    sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=3, timeout=1)
+    module = make_module(sym, cpus(2))
+    with pytest.raises(mx.MXNetError, match=r"'bn0': forward pass waited 1 s for 1 of 3 devices. Arrived"):
+        train(module, 1)
+    with pytest.raises(mx.MXNetError):
+        mx.nd.waitall()
+
+
+@pytest.mark.parametrize(
+    "options, count, text",
+    [({"num_devices": None}, 2, "does not say on how many devices"), ({"num_devices": 2}, 3, "was built for cpu")],
+)
+def test_wrong_numbers_of_devices(options, count, text):
+    module = make_module(network(gluon_syncbn.symbol.SyncBatchNorm, timeout=1, **options), cpus(count))
+    with pytest.raises(mx.MXNetError, match=text):
+        train(module, 1)
+    with contextlib.suppress(mx.MXNetError):
+        mx.nd.waitall()
+
+
+def test_groups_and_nodes_that_share_their_statistics(backend):
+    """Pairs of four devices; the running mean that two nodes share sees both, in the order of the graph."""
+    data = mx.sym.var("data")
+    variables = [mx.sym.var(f"shared_{name}") for name in ("gamma", "beta", "moving_mean", "moving_var")]
+    first, second = (mx.sym.BatchNorm(item, *variables, fix_gamma=False) for item in (data, data * 3))
+    sym = convert_symbol(mx.sym.Group([first, second]), num_devices=4, group_size=2, timeout=20)
+    executors = [sym.simple_bind(device, data=(2, 3)) for device in cpus(4)]
+    for executor in executors:
+        executor.arg_dict["shared_gamma"][:] = 1
+    shards = np.random.RandomState(0).standard_normal((4, 2, 3)).astype("float32")
+    for _ in range(2):
+        for executor, shard in zip(executors, shards):
+            executor.forward(is_train=True, data=mx.nd.array(shard))
+        mx.nd.waitall()
+    for pair in (slice(0, 2), slice(2, 4)):
+        expected = oracle.batch_norm(list(shards[pair]), np.ones(3), np.zeros(3), 1, epsilon=1e-3)
+        average = 0
+        for value in (expected.mean, 3 * expected.mean) * 2:
+            average = 0.9 * average + 0.1 * value
+        for executor, output in zip(executors[pair], expected.outputs):
+            assert oracle.distance([executor.outputs[0].asnumpy()], [output]) < 1e-5
+            np.testing.assert_allclose(executor.aux_dict["shared_moving_mean"].asnumpy(), average, rtol=1e-5)
+
+
+def test_hidden_attributes_and_frozen_nodes_stay():
+    data = mx.sym.var("data")
+    x = mx.sym.BatchNorm(data, name="a", attr={"__lr_mult__": "0.5"})
+    x = mx.sym.BatchNorm(x, name="b", use_global_stats=True)
+    sym = convert_symbol(x, num_devices=2)
+    assert sym.attr_dict()["a"]["__lr_mult__"] == "0.5"
+    assert sym.attr_dict()["b"]["use_global_stats"] == "True"
+    assert plain_symbol(sym).attr_dict()["a"]["__lr_mult__"] == "0.5"
+    assert plain_symbol(sym).tojson() == plain_symbol(plain_symbol(sym)).tojson()
+
+
+def test_bad_input():
+    data = mx.sym.var("data")
+    norm = gluon_syncbn.symbol.SyncBatchNorm
+    with pytest.raises(TypeError, match="data must be a Symbol, not NDArray"):
+        norm(mx.nd.ones((1, 1)))
+    with pytest.raises(ValueError, match="'x': num_devices must be a positive integer"):
+        norm(data, num_devices=0, name="x")
+    with pytest.raises(ValueError, match="'x': group_size=2 does not divide num_devices=3"):
+        norm(data, num_devices=3, group_size=2, name="x")
+    with pytest.raises(ValueError, match="'x': dtype must be"):
+        norm(data, num_devices=2, dtype="float16", name="x")
+    with pytest.raises(TypeError, match="'x': a symbol can be saved, so kvstore must be a name"):
+        norm(data, num_devices=2, kvstore=mx.kv.create("local"), name="x")
+    with pytest.raises(ValueError, match="num_devices must be given"):
+        convert_symbol(norm(data), None)
+    with pytest.raises(TypeError, match="expected a Symbol"):
+        convert_symbol(mx.gluon.nn.BatchNorm(), 2)
+    statistics = mx.sym.BatchNorm(data, name="x", output_mean_var=True)
+    with pytest.raises(ValueError, match="mean or variance of 1 BatchNorm nodes"):
+        convert_symbol(statistics, 2)
+
+
+def test_a_symbol_for_one_device_is_plain():
+    sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=1)
+    assert "Custom" not in sym.tojson() and '"BatchNorm"' in sym.tojson()
