@@ -7,6 +7,7 @@ set_cpu_rings()
 from gluon_syncbn import symbol  # noqa: E402
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._export import export_plain_graphs  # noqa: E402
+from gluon_syncbn._install import install, uninstall  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402
 from gluon_syncbn._rendezvous import SyncBatchNormError  # noqa: E402
 from gluon_syncbn._symbol_block import watch_symbol_blocks  # noqa: E402
@@ -27,6 +28,8 @@ __all__ = [
     "convert_sync_batchnorm",
     "devices",
     "freeze_statistics",
+    "install",
     "plain_symbol",
     "symbol",
+    "uninstall",
 ]

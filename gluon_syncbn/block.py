@@ -190,11 +190,12 @@ class SyncBatchNorm(nn.BatchNorm):
         return out
 
     def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden):
-        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it; None if it meets no one."""
+        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it."""
         if self._devices():
             check_devices(self.name, self._devices(), self._options)
         if self._is_alone(is_array=False):
-            return None
+            out = mx.sym.BatchNorm(*inputs, name=name, attr=hidden or None, **self._kwargs)
+            return (mx.sym.relu(out) if self._activation else out), None
         if trace is None or not self._devices():
             return self._as_symbol(inputs, after, name, hidden)
         return self.synchronized(mx.sym, inputs, trace, after, name, hidden)

@@ -1,0 +1,105 @@
+"""Scripts that use contrib's layer get ours, unedited, in the networks of GluonCV that take ``norm_layer``."""
+
+import json
+
+import mxnet as mx
+import pytest
+from harness import run_python
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm
+
+CONTRIB_LAYER, CONTRIB_SYMBOL = mx.gluon.contrib.nn.SyncBatchNorm, mx.sym.contrib.SyncBatchNorm
+
+
+@pytest.fixture
+def installed():
+    gluon_syncbn.install()
+    yield
+    gluon_syncbn.uninstall()
+
+
+def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
+    from gluoncv.model_zoo.rcnn.faster_rcnn import predefined_models
+    from gluoncv.nn import feature
+
+    places = [
+        (mx.gluon.contrib.nn, "SyncBatchNorm", CONTRIB_LAYER),
+        (mx.gluon.contrib.nn.basic_layers, "SyncBatchNorm", CONTRIB_LAYER),
+        (predefined_models, "SyncBatchNorm", CONTRIB_LAYER),
+        (mx.sym.contrib, "SyncBatchNorm", CONTRIB_SYMBOL),
+        (feature, "SyncBatchNorm", CONTRIB_SYMBOL),
+    ]
+    gluon_syncbn.install()
+    gluon_syncbn.install()
+    now = [getattr(module, name) for module, name, _ in places]
+    gluon_syncbn.uninstall()
+    assert all(issubclass(item, SyncBatchNorm) for item in now[:3]) and now[3] is now[4] is not CONTRIB_SYMBOL
+    assert all(getattr(module, name) is before for module, name, before in places)
+    gluon_syncbn.uninstall()
+
+
+def test_the_layer_takes_what_contribs_takes(installed):
+    layer = mx.gluon.contrib.nn.SyncBatchNorm(4, 2, 0.8, 1e-3, True, False)
+    assert layer.gamma.shape == (4,) and layer._options.num_devices == 2
+    kwargs = {"axis": 1, "eps": 1e-3, "momentum": 0.8, "fix_gamma": True, "use_global_stats": False}
+    assert {key: layer._kwargs[key] for key in kwargs} == kwargs
+    assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm
+
+
+SCRIPT = """
+import sys
+from mxnet import gluon
+if __name__ == '__main__':
+    print('ARGUMENTS', sys.argv[1:], gluon.contrib.nn.SyncBatchNorm.__module__, sys.path[0])
+    import helper
+"""
+
+
+def test_run_starts_a_script_with_ours(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("print('HELPED')")
+    code = "import sys, runpy; sys.argv = {}; runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)"
+    done = run_python(code.format(["run", str(tmp_path / "script.py"), "--syncbn", "3"]))
+    assert f"ARGUMENTS ['--syncbn', '3'] gluon_syncbn._install {tmp_path}" in done.stdout, done.stderr
+    assert "HELPED" in done.stdout and done.returncode == 0
+    done = run_python(f"import os; os.chdir({str(tmp_path)!r}); " + code.format(["run", "-m", "script", "x"]))
+    assert "ARGUMENTS ['x'] gluon_syncbn._install" in done.stdout, done.stderr
+    done = run_python(code.format(["run", "missing.py"]))
+    assert done.returncode == 1 and "there is no file missing.py" in done.stderr
+    done = run_python(code.format(["run"]))
+    assert done.returncode == 2 and "usage: python -m gluon_syncbn.run" in done.stdout
+
+
+# What GluonCV's training scripts build with --syncbn on two devices, on random weights, with the smallest input.
+LAYER = "norm_layer=mx.gluon.contrib.nn.SyncBatchNorm, norm_kwargs={'num_devices': 2}"
+NETWORKS = {
+    "ssd": ("ssd_300_mobilenet0.25_voc", 128, LAYER),
+    "yolo3": ("yolo3_mobilenet0.25_voc", 64, LAYER),
+    "fcn": ("fcn_resnet50_ade", 32, LAYER),
+    "pspnet": ("psp_resnet50_ade", 32, LAYER),
+    "faster_rcnn": ("faster_rcnn_fpn_syncbn_resnet50_v1b_coco", 128, "num_devices=2"),
+    "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", 128, "num_devices=2"),
+}
+STEP = """
+import gluon_syncbn
+gluon_syncbn.install()
+import sys
+sys.path.insert(0, 'benchmarks')
+import json, mxnet as mx, zoo
+def with_syncbn(name, size, images):
+    return zoo.build(name, size, images, {options})
+print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn)))
+"""
+
+
+@pytest.mark.parametrize("network", list(NETWORKS))
+def test_gluoncvs_networks_with_their_own_syncbn_option(network):
+    name, size, options = NETWORKS[network]
+    code = STEP.format(name=name, size=size, options=options)
+    done = run_python(code, seconds=200, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.split("RESULT")[1])
+    assert result["layers"] > 20
+    assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
+    assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize
