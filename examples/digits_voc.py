@@ -1,4 +1,4 @@
-"""A small detection set that needs no download, written as a Pascal VOC tree.
+"""A small set for detection and segmentation that needs no download, written as a Pascal VOC tree.
 
 Real handwritten digits (`sklearn.datasets.load_digits`, 1,797 images of 8×8 pixels) at random sizes, places and
 colours on crops of the two photographs that scikit-learn ships. Held-out images share neither digits nor parts of the
@@ -10,7 +10,7 @@ from typing import List, Tuple
 from xml.etree import ElementTree
 
 import numpy as np
-from gluoncv.data import VOCDetection
+from gluoncv.data import VOCDetection, VOCSegmentation
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 
@@ -19,6 +19,7 @@ IMAGE_SIZE = 128
 DIGIT_SIZES = (28, 64)
 BACKGROUND_BRIGHTNESS = 0.5  # of the photograph; the ink is bright, so that an hour's training is not needed
 INK = (200, 255)
+VISIBLE = 0.3  # share of ink from which on a pixel belongs to a digit
 DIGITS_PER_IMAGE = (2, 6)
 PLACES_TO_TRY = 20
 HELD_OUT_SHARE = 0.25
@@ -31,23 +32,32 @@ class DigitsDetection(VOCDetection):
     CLASSES = CLASSES
 
 
+class DigitsSegmentation(VOCSegmentation):
+    """gluoncv's Pascal VOC loader for masks, with this set's classes; class 0 is the background."""
+
+    BASE_DIR = f"VOC{YEAR}"
+    CLASSES = ("background", *CLASSES)
+    NUM_CLASS = len(CLASSES)
+
+
 def write_digits_voc(root: Path, train: int = 1200, test: int = 200, seed: int = 0) -> Path:
     """Write the set below ``root`` unless it is there already; return ``root``.
 
     Parameters
     ----------
     root : Path
-        Gets ``VOC2007/{JPEGImages,Annotations,ImageSets}``.
+        Gets ``VOC2007/{JPEGImages,Annotations,SegmentationClass,ImageSets}``.
     train, test : int
-        Numbers of images in the lists ``trainval`` and ``test``.
+        Numbers of images in the lists ``trainval`` and ``test``; for masks the latter is called ``val``.
     seed : int
         The same seed writes the same images.
     """
-    lists = root / f"VOC{YEAR}" / "ImageSets" / "Main"
+    lists = root / f"VOC{YEAR}" / "ImageSets"
+    files = {"trainval": ("Main/trainval", "Segmentation/trainval"), "test": ("Main/test", "Segmentation/val")}
     wanted = {"trainval": train, "test": test}
-    if all(_count_lines(lists / f"{name}.txt") == count for name, count in wanted.items()):
+    if all(_count_lines(lists / f"{file}.txt") == wanted[name] for name in wanted for file in files[name]):
         return root
-    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+    for folder in ("JPEGImages", "Annotations", "SegmentationClass", "ImageSets/Main", "ImageSets/Segmentation"):
         (root / f"VOC{YEAR}" / folder).mkdir(parents=True, exist_ok=True)
     rng = np.random.RandomState(seed)
     digits = load_digits()
@@ -59,11 +69,12 @@ def write_digits_voc(root: Path, train: int = 1200, test: int = 200, seed: int =
         photographs = [_part(photograph, name) for photograph in load_sample_images().images]
         names = []
         for _ in range(count):
-            picture, objects = _compose(rng, photographs, digits.images, digits.target, choice[name])
+            picture, mask, objects = _compose(rng, photographs, digits.images, digits.target, choice[name])
             names.append(f"{number:06d}")
-            _write_image(root / f"VOC{YEAR}", names[-1], picture, objects)
+            _write_image(root / f"VOC{YEAR}", names[-1], picture, mask, objects)
             number += 1
-        (lists / f"{name}.txt").write_text("\n".join(names) + "\n")
+        for file in files[name]:
+            (lists / f"{file}.txt").write_text("\n".join(names) + "\n")
     return root
 
 
@@ -76,12 +87,13 @@ def _part(photograph: np.ndarray, name: str) -> np.ndarray:
     return photograph[:, :border] if name == "trainval" else photograph[:, border:]
 
 
-def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List[tuple]]:
+def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, np.ndarray, List[tuple]]:
     photograph = photographs[rng.randint(len(photographs))]
     side = rng.randint(IMAGE_SIZE // 2, min(photograph.shape[:2]))
     top, left = (rng.randint(extent - side + 1) for extent in photograph.shape[:2])
     crop = Image.fromarray(photograph[top : top + side, left : left + side])
     picture = np.asarray(crop.resize((IMAGE_SIZE, IMAGE_SIZE), Image.BILINEAR)) * BACKGROUND_BRIGHTNESS
+    mask = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
     objects = []
     taken, wanted = [], rng.randint(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
     for _ in range(PLACES_TO_TRY):
@@ -95,18 +107,20 @@ def _compose(rng, photographs, images, labels, choice) -> Tuple[np.ndarray, List
         ink = np.asarray(Image.fromarray(images[digit] / 16).resize((size, size), Image.BICUBIC)).clip(0, 1)
         patch = picture[y : y + size, x : x + size]
         patch += ink[..., None] * (rng.uniform(*INK, size=3) - patch)
-        rows, columns = (np.flatnonzero(ink.max(axis=axis) > 0.3) for axis in (1, 0))
+        mask[y : y + size, x : x + size][ink > VISIBLE] = labels[digit] + 1
+        rows, columns = (np.flatnonzero(ink.max(axis=axis) > VISIBLE) for axis in (1, 0))
         box = (x + columns[0], y + rows[0], x + columns[-1] + 1, y + rows[-1] + 1)
         objects.append((CLASSES[labels[digit]], box))
-    return picture.astype(np.uint8), objects
+    return picture.astype(np.uint8), mask, objects
 
 
 def _overlap(a, b) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def _write_image(folder: Path, name: str, picture: np.ndarray, objects: List[tuple]) -> None:
+def _write_image(folder: Path, name: str, picture: np.ndarray, mask: np.ndarray, objects: List[tuple]) -> None:
     Image.fromarray(picture).save(folder / "JPEGImages" / f"{name}.jpg", quality=95)
+    Image.fromarray(mask).save(folder / "SegmentationClass" / f"{name}.png")
     annotation = ElementTree.Element("annotation")
     size = ElementTree.SubElement(annotation, "size")
     for tag, extent in zip(("width", "height", "depth"), (IMAGE_SIZE, IMAGE_SIZE, 3)):

@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib
 import mxnet as mx
 import numpy as np
+from devices import parse_devices
 from digits_voc import DigitsDetection, write_digits_voc
 from gluoncv import model_zoo
 from gluoncv.data import VOCDetection
@@ -60,17 +61,6 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     if options.dataset == "voc" and options.root is None:
         parser.error("--dataset voc needs --root, the folder that holds VOC2007")
     return options
-
-
-def parse_devices(text: str) -> list:
-    """``cpu:4`` is cpu(0) to cpu(3); ``cpu:0,2`` and ``gpu:0,1`` list devices."""
-    kind, _, numbers = text.partition(":")
-    try:
-        make = {"cpu": mx.cpu, "gpu": mx.gpu}[kind]
-        ids = [int(number) for number in numbers.split(",")]
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1") from None
-    return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
 
 
 def load_datasets(options):

@@ -133,11 +133,14 @@ def test_accepts_what_gluoncv_passes_to_the_contrib_layer():
     assert type(net.bn1) is SyncBatchNorm and net.bn1._options.num_devices == 2
 
 
-def test_warns_of_batchnorm_inside_a_symbol(caplog):
-    net = model_zoo.get_model("ssd_300_mobilenet0.25_custom", classes=["a"], pretrained_base=False)
+def test_warns_of_a_symbol_whose_statistics_are_outputs(caplog):
+    x = mx.sym.BatchNorm(mx.sym.var("data"), name="first")
+    both = mx.sym.BatchNorm(x, name="second", output_mean_var=True)
+    net = mx.gluon.SymbolBlock([both[0], both[1]], mx.sym.var("data"))
     convert_sync_batchnorm(net)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "BatchNorm nodes inside SymbolBlock" in warning and "stay unsynchronized" in warning
+    assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in warning and "stay unsynchronized" in warning
+    assert [layer.name for layer in net.norms()] == ["first"]
 
 
 def test_export_after_converting_back_needs_nothing_of_ours(tmp_path):

@@ -1,0 +1,195 @@
+"""Train a segmentation network (GluonCV's PSPNet, on its ResNet-18) on several devices of one host.
+
+    python examples/train_segmentation.py --norm syncbn --devices cpu:4 --batch-per-device 1
+
+PSPNet has a branch that pools the whole image to one pixel and normalizes that. With one image per device,
+`nn.BatchNorm` sees one value per channel there: it returns β whatever the image, and its running variance goes to 0, so
+that in evaluation the branch explodes. Compare ``--norm bn``. The data set is made here, see digits_voc.py. Writes to
+``--output``: last.params, masks.png with held-out images, and history.json.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import matplotlib
+import mxnet as mx
+import numpy as np
+from devices import parse_devices
+from digits_voc import DigitsSegmentation, write_digits_voc
+from gluoncv.model_zoo.fcn import _FCNHead
+from gluoncv.model_zoo.pspnet import _PyramidPooling
+from gluoncv.model_zoo.segbase import SegBaseModel
+from gluoncv.utils.metrics.segmentation import SegmentationMetric
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from mxnet.gluon.data.vision import transforms
+from tqdm import tqdm
+
+import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+SIDE = 128  # of the images, in pixels
+STRIDE = 8  # of GluonCV's dilated backbones
+WARM_UP_STEPS = 50
+AUXILIARY = 0.2  # weight of the loss of the branch behind the third stage, as in GluonCV
+NORMALIZE = transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+def parse_arguments(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--norm", choices=["syncbn", "bn"], default="syncbn", help="normalization layer")
+    parser.add_argument(
+        "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
+    )
+    parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
+    parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
+    parser.add_argument("--root", type=Path, default=Path("runs/digits_voc"), help="where to write the data set")
+    parser.add_argument("--output", type=Path, default=Path("runs/segmentation"))
+    return parser.parse_args(arguments)
+
+
+class PSPNet(SegBaseModel):
+    """GluonCV's PSPNet with heads that fit ResNet-18; its own are made for ResNet-50 and larger."""
+
+    def __init__(self, nclass: int):
+        super().__init__(nclass, aux=True, backbone="resnet18", pretrained_base=False, crop_size=SIDE)
+        with self.name_scope():
+            self.head = nn.HybridSequential()
+            side = SIDE // STRIDE
+            self.head.add(
+                _PyramidPooling(512, side, side, norm_layer=nn.BatchNorm, norm_kwargs=None),
+                nn.Conv2D(128, 3, padding=1, use_bias=False),
+                nn.BatchNorm(),
+                nn.Activation("relu"),
+                nn.Conv2D(nclass, 1),
+            )
+            self.auxlayer = _FCNHead(256, nclass)
+
+    def hybrid_forward(self, F, x):
+        c3, c4 = self.base_forward(x)
+        return tuple(F.contrib.BilinearResize2D(y, **self._up_kwargs) for y in (self.head(c4), self.auxlayer(c3)))
+
+
+class TrainingLoss(gluon.HybridBlock):
+    """The net and its loss, one number per device, as one graph with casts at its borders.
+
+    What several CPU devices need to train for long (gluon_syncbn's README, "Several CPU devices").
+    """
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.loss = gluon.loss.SoftmaxCrossEntropyLoss(axis=1)  # GluonCV's cannot be hybridized
+
+    def hybrid_forward(self, F, image, mask):
+        main, auxiliary = self.net(F.cast(image, dtype="float32"))
+        mask = F.cast(mask, dtype="float32")
+        return F.cast(F.sum(self.loss(main, mask) + AUXILIARY * self.loss(auxiliary, mask)), dtype="float32")
+
+
+def make_loaders(options):
+    root = str(write_digits_voc(options.root))
+    prepare = transforms.Compose([transforms.ToTensor(), NORMALIZE])
+    train, test = (DigitsSegmentation(root, split, "testval", prepare) for split in ("train", "val"))
+    batch = options.batch_per_device * len(options.devices)
+    return (
+        gluon.data.DataLoader(train, batch, shuffle=True, last_batch="discard", num_workers=options.workers),
+        gluon.data.DataLoader(test, 10),
+    )
+
+
+def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
+    """One pass over the training images; returns the mean loss per image."""
+    total, images, waiting = 0.0, 0, []
+    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
+        for batch in loader:
+            shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
+            with autograd.record():
+                losses = [loss_of(image, mask) for image, mask in shards]
+            autograd.backward(losses)
+            trainer.step(len(batch[0]))
+            waiting.append(losses)
+            if len(waiting) > 1:  # read one step late, so that MXNet always has the next step at hand
+                total += sum(float(loss.asnumpy()) for loss in waiting.pop(0))
+                images += len(batch[0])
+                bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
+            bar.update(len(batch[0]))
+    total += sum(float(loss.asnumpy()) for loss in waiting[0])
+    return total / (images + loader._batch_sampler._batch_size)
+
+
+def evaluate(net, loader, device) -> float:
+    """Mean intersection over union of all classes, background included, on held-out images."""
+    metric = SegmentationMetric(net.nclass)
+    for images, masks in loader:
+        metric.update([masks], [net(images.as_in_context(device))[0].as_in_context(mx.cpu())])
+    return float(metric.get()[1])
+
+
+def draw_masks(net, dataset, device, path: Path, columns: int = 6) -> None:
+    figure, axes = plt.subplots(3, columns, figsize=(2 * columns, 6.4))
+    for column, title in enumerate(("image", "truth", "predicted")):
+        axes[column, 0].set_ylabel(title)
+    for number, column in enumerate(axes.T):
+        picture, mask = dataset[number]
+        predicted = net(picture.expand_dims(0).as_in_context(device))[0][0].argmax(axis=0)
+        mean, std = (np.array(values).reshape(3, 1, 1) for values in (NORMALIZE._mean, NORMALIZE._std))
+        column[0].imshow((picture.asnumpy() * std + mean).transpose(1, 2, 0).clip(0, 1))
+        for axis, labels in zip(column[1:], (mask, predicted)):
+            drawn = axis.imshow(labels.asnumpy(), cmap="nipy_spectral", vmin=0, vmax=10, interpolation="nearest")
+        for axis in column:
+            axis.set(xticks=[], yticks=[])
+    figure.tight_layout(rect=(0, 0, 0.93, 1))
+    bar = figure.colorbar(drawn, cax=figure.add_axes((0.94, 0.1, 0.01, 0.5)), ticks=range(11))
+    bar.ax.set_yticklabels(["none", *map(str, range(10))], fontsize=7)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def train(options) -> list:
+    """Run the whole training; returns one dict per epoch with loss, mIoU and seconds."""
+    for seed in (random.seed, np.random.seed, mx.random.seed):
+        seed(options.seed)
+    options.output.mkdir(parents=True, exist_ok=True)
+    parameters = str(options.output / "last.params")
+    train_loader, test_loader = make_loaders(options)
+
+    net = PSPNet(DigitsSegmentation.NUM_CLASS)
+    if options.norm == "syncbn":
+        gluon_syncbn.convert_sync_batchnorm(net)
+    net.initialize(mx.init.Xavier(magnitude=2), ctx=options.devices)
+    steps = options.epochs * len(train_loader)
+    schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
+    loss_of = TrainingLoss(net)
+    loss_of.hybridize(static_alloc=True, static_shape=True)
+    # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
+    plain = PSPNet(DigitsSegmentation.NUM_CLASS)
+    plain.hybridize(static_alloc=True, static_shape=True)
+
+    history = []
+    for epoch in range(1, options.epochs + 1):
+        started = time.perf_counter()
+        loss = train_epoch(loss_of, train_loader, trainer, options.devices, f"epoch {epoch}/{options.epochs}")
+        seconds = time.perf_counter() - started
+        net.save_parameters(parameters)
+        plain.load_parameters(parameters, ctx=options.devices[0])
+        score = evaluate(plain, test_loader, options.devices[0])
+        history.append({"loss": loss, "miou": score, "seconds": seconds})
+        (options.output / "history.json").write_text(json.dumps(history, indent=1))
+        print(f"epoch {epoch}: loss {loss:.3f}, mIoU {score:.3f}, {seconds:.0f} s", flush=True)
+    draw_masks(plain, test_loader._dataset, options.devices[0], options.output / "masks.png")
+    print(f"wrote {parameters} and masks.png in {options.output}")
+    return history
+
+
+if __name__ == "__main__":
+    train(parse_arguments())

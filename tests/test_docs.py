@@ -1,0 +1,47 @@
+"""The documentation builds without a warning, and each of its code blocks runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+DOCS = Path(ROOT) / "docs"
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+def run(command, folder, seconds=200):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    return subprocess.run(command, cwd=folder, env=variables, timeout=seconds, capture_output=True, text=True)
+
+
+def test_it_builds_without_warnings(tmp_path):
+    done = run([sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), "."], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    assert all(f'id="gluon_syncbn.{name}"' in reference for name in ("SyncBatchNorm", "devices", "install"))
+    assert len(list(tmp_path.glob("*.html"))) >= len(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks(page, tmp_path):
+    """Python blocks in the order of the page, as one program; then its commands, with the output that it shows."""
+    blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
+    (tmp_path / "page.py").write_text("\n".join(text for kind, text in blocks if kind == "python"), encoding="utf-8")
+    done = run([sys.executable, "page.py"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in (text for kind, text in blocks if kind == "console"):
+        command, *shown = text.splitlines()
+        assert command.startswith("$ python ")
+        done = run([sys.executable, *command.split()[2:]], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "\n".join(shown) in done.stdout
+
+
+def test_every_page_is_in_the_contents():
+    contents = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= set(contents.split("maxdepth: 1")[1].split())
