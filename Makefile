@@ -1,4 +1,4 @@
-# make train | test | lint | wheels: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | docs | lint | wheels: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -6,12 +6,15 @@ BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint wheels
+.PHONY: train test docs lint wheels
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+docs: .venv/installed
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -25,5 +28,5 @@ wheels: .venv/installed
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[cpu,examples,test]'
+	$(BIN)/python -m pip install --quiet -e '.[cpu,examples,test,docs]'
 	touch $@

@@ -115,7 +115,18 @@ setup(
             "scipy<1.12",
             "tensorflow-cpu==2.13.1",
         ],
-        "test": [*EXAMPLES, "hypothesis", "psutil", "pytest", "pytest-timeout", "ruff==0.15.*"],
+        "docs": ["furo", "myst-parser", "sphinx<9"],
+        "test": [
+            *EXAMPLES,
+            "hypothesis",
+            "onnx<1.14",  # MXNet's exporter calls what later versions have dropped
+            "onnxruntime",
+            "psutil",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff==0.15.*",
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3.8",

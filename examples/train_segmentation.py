@@ -135,7 +135,7 @@ def evaluate(net, loader, device) -> float:
 
 
 def draw_masks(net, dataset, device, path: Path, columns: int = 6) -> None:
-    figure, axes = plt.subplots(3, columns, figsize=(2 * columns, 6.4))
+    figure, axes = plt.subplots(3, columns, figsize=(2 * columns, 6))
     for column, title in enumerate(("image", "truth", "predicted")):
         axes[column, 0].set_ylabel(title)
     for number, column in enumerate(axes.T):

@@ -9,6 +9,7 @@ A synchronized layer is several nodes. The last of them is marked with the hidde
 what the layer is, so that it can be found, replaced by a plain BatchNorm, or made anew for another number of devices.
 """
 
+import inspect
 import json
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
@@ -24,6 +25,11 @@ _PLAIN = {
     "_contrib_SyncBatchNorm": False,
     "_contrib_BatchNormWithReLU": True,
 }
+
+# MXNet 1.6 never removes casts here.
+_AS_IT_IS = (
+    {"remove_amp_cast": False} if "remove_amp_cast" in inspect.signature(mx.sym.Symbol.tojson).parameters else {}
+)
 
 Entry = Tuple[int, int, int]  # an output of a node, as JSON names it: node, number of the output, version
 
@@ -129,7 +135,7 @@ def rewrite(
 
 
 def _to_graph(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
-    return json.loads(source if isinstance(source, str) else source.tojson(remove_amp_cast=False))
+    return json.loads(source if isinstance(source, str) else source.tojson(**_AS_IT_IS))
 
 
 def _find_norms(graph) -> Dict[int, Norm]:

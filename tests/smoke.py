@@ -3,10 +3,13 @@
     python tests/smoke.py
 
 A small net trains a step on 2 CPU contexts with the compiled operator, in every mode, and gives what nn.BatchNorm gives
-for the whole batch on one; and a device that does not come is named in the error.
+for the whole batch on one; its exported graph is plain and converts again; Module and the NumPy interface run; and a
+device that does not come is named in the error.
 """
 
+import os
 import sys
+import tempfile
 
 import mxnet as mx
 import numpy as np
@@ -49,6 +52,37 @@ def step(net, devices):
     return [np.concatenate([item.asnumpy() for item in items]) for items in (outputs, [x.grad for x in inputs])]
 
 
+def graphs(net) -> None:
+    """What a trained static net exports, as a SymbolBlock and as a Module on two devices."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = os.path.join(folder, "net")
+        net.export(prefix)
+        sym, arguments, states = mx.model.load_checkpoint(prefix, 0)
+        assert "Custom" not in sym.tojson() and sym.tojson().count('"BatchNorm"') == 2
+        block = mx.gluon.SymbolBlock.imports(prefix + "-symbol.json", ["data"], prefix + "-0000.params", ctx=DEVICES)
+    gluon_syncbn.convert_sync_batchnorm(block, backend="native", timeout=20)
+    outputs, _ = step(block, DEVICES)
+    module = mx.mod.Module(gluon_syncbn.convert_symbol(sym, 2, timeout=20), context=DEVICES, label_names=None)
+    module.bind([("data", BATCH.shape)])
+    module.init_params(arg_params=arguments, aux_params=states)
+    module.forward(mx.io.DataBatch([mx.nd.array(BATCH)]), is_train=True)
+    np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), outputs, rtol=1e-3, atol=1e-4)
+
+
+def numpy_interface() -> None:
+    mx.npx.set_np()
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=16, timeout=20)
+    layer.initialize(ctx=DEVICES)
+    layer.hybridize()
+    with autograd.record():
+        outputs = [layer(mx.np.array(part, ctx=d)) for part, d in zip(np.split(BATCH, 2), DEVICES)]
+    assert all(type(item) is mx.np.ndarray for item in outputs)
+    normalized = np.concatenate([item.asnumpy() for item in outputs])
+    np.testing.assert_allclose(normalized.mean(axis=(0, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(normalized.var(axis=(0, 2, 3)), 1, atol=1e-3)
+    mx.npx.reset_np()
+
+
 def main() -> None:
     for mode in MODES:
         expected = step(make_net(DEVICES[:1], False, mode), DEVICES[:1])
@@ -58,6 +92,10 @@ def main() -> None:
                 worst = np.abs(seen - wanted).max() / np.abs(wanted).max()
                 assert worst < 1e-4, (mode, worst)
         print(f"{mode}: right")
+    graphs(net)
+    print("export, SymbolBlock, Module: right")
+    numpy_interface()
+    print("mx.np: right")
     layer = gluon_syncbn.SyncBatchNorm(in_channels=16, timeout=1, prefix="stem_", backend="native")
     layer.initialize(ctx=DEVICES)
     with autograd.record():

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,18 +29,24 @@ def test_it_builds_without_warnings(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_blocks(page, tmp_path):
+def test_code_blocks(page, side_by_side):
     """Python blocks in the order of the page, as one program; then its commands, with the output that it shows."""
+    side_by_side(run_blocks)
+
+
+def run_blocks(page):
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
-    (tmp_path / "page.py").write_text("\n".join(text for kind, text in blocks if kind == "python"), encoding="utf-8")
-    done = run([sys.executable, "page.py"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for text in (text for kind, text in blocks if kind == "console"):
-        command, *shown = text.splitlines()
-        assert command.startswith("$ python ")
-        done = run([sys.executable, *command.split()[2:]], tmp_path)
+    program = "\n".join(text for kind, text in blocks if kind == "python")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "page.py").write_text(program, encoding="utf-8")
+        done = run([sys.executable, "page.py"], folder)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "\n".join(shown) in done.stdout
+        for text in (text for kind, text in blocks if kind == "console"):
+            command, *shown = text.splitlines()
+            assert command.startswith("$ python ")
+            done = run([sys.executable, *command.split()[2:]], folder)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "\n".join(shown) in done.stdout
 
 
 def test_every_page_is_in_the_contents():

@@ -8,7 +8,7 @@ import shutil
 import mxnet as mx
 import numpy as np
 import pytest
-from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, write_digits_voc
+from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
 from harness import run_python
 from PIL import Image
 from train_detection import PadBoxes, parse_arguments
@@ -52,6 +52,21 @@ def test_boxes_lie_around_the_bright_ink(tree):
             inside[y1 : y2 + 1, x1 : x2 + 1] = True
             assert brightness[y1 : y2 + 1, x1 : x2 + 1].max() > 150
         assert brightness[~inside].max() < brightness[inside].max()
+
+
+def test_masks_lie_on_the_ink_inside_the_boxes(tree):
+    images = DigitsDetection(str(tree), splits=[(2007, "trainval")])
+    masks = DigitsSegmentation(str(tree), "train", "testval")
+    assert (len(masks), len(DigitsSegmentation(str(tree), "val", "testval"))) == (8, 10)
+    for (_, label), (image, mask) in zip(images, masks):
+        mask, brightness = mask.asnumpy(), image.asnumpy().mean(axis=2)
+        assert brightness[mask > 0].mean() > brightness[mask == 0].mean() + 50
+        assert set(np.unique(mask)) == {0, *(label[:, 4].astype(int) + 1)}
+        for x1, y1, x2, y2, kind in label[:, :5].astype(int):
+            inside = mask[y1 : y2 + 1, x1 : x2 + 1]
+            assert (inside == kind + 1).sum() > 20
+            mask[y1 : y2 + 1, x1 : x2 + 1] = 0
+        assert not mask.any()
 
 
 def test_the_same_seed_writes_the_same_images(tree, tmp_path):
@@ -110,6 +125,18 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
     for name in ("curve.png", "detections.png"):
         assert np.asarray(Image.open(output / name)).std() > 5
     assert (output / "last.params").stat().st_size > 1e6
+
+
+@pytest.mark.parametrize("norm", ["syncbn", "bn"])
+def test_segmentation_trains_and_leaves_its_files(norm, tmp_path):
+    options = ["--norm", norm, "--devices", "cpu:2", "--epochs", "1", "--root", str(tmp_path / "digits")]
+    code = CODE.replace("train_detection", "train_segmentation")
+    done = run_python(code.format(arguments=[*options, "--output", str(tmp_path / "run")]), seconds=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 1: loss" in done.stdout and "img/s, loss=" in done.stderr
+    (entry,) = json.loads((tmp_path / "run" / "history.json").read_text())
+    assert np.isfinite(entry["loss"]) and 0 <= entry["miou"] <= 1
+    assert np.asarray(Image.open(tmp_path / "run" / "masks.png")).std() > 5
 
 
 def test_reads_a_real_pascal_voc_tree(tree, tmp_path):

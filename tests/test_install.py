@@ -94,10 +94,13 @@ print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn)
 
 
 @pytest.mark.parametrize("network", list(NETWORKS))
-def test_gluoncvs_networks_with_their_own_syncbn_option(network):
-    name, size, options = NETWORKS[network]
-    code = STEP.format(name=name, size=size, options=options)
-    done = run_python(code, seconds=200, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
+def test_gluoncvs_networks_with_their_own_syncbn_option(network, side_by_side):
+    def run(network):
+        name, size, options = NETWORKS[network]
+        code = STEP.format(name=name, size=size, options=options)
+        return run_python(code, seconds=200, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
+
+    done = side_by_side(run)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.split("RESULT")[1])
     assert result["layers"] > 20

@@ -1,47 +1,45 @@
 """Rendezvous and kernels run clean under the compiler's sanitizers."""
 
 import os
+import re
 import subprocess
+import tempfile
 
+import pytest
 from harness import ROOT
 
 CSRC = os.path.join(ROOT, "gluon_syncbn", "csrc")
 COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" + CSRC]
 
 
-def build_and_run(tmp_path, flags, sources, arguments=()):
-    program = str(tmp_path / "program")
-    built = subprocess.run([*COMMON, *flags, *sources, "-o", program], capture_output=True, text=True, timeout=280)
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 RENDEZVOUS = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), os.path.join(CSRC, "rendezvous.cpp")]
 KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "kernels.cpp")]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+THREAD = ["-fsanitize=thread", "-pthread"]
+# What is built, how, the program's argument, and what it says if all is well.
+PROGRAMS = {
+    "rendezvous, threads": (RENDEZVOUS, THREAD, "100000", r"100000 generations.* 0 failures\n"),
+    "rendezvous, addresses": (RENDEZVOUS, [*ADDRESS, "-pthread"], "20000", r"20000 generations.* 0 failures\n"),
+    "kernels, addresses": (KERNELS, ["-O3", "-fopenmp", *ADDRESS], "", r".*: 80 cases, 0 failures\n"),
+    # Without OpenMP, whose runtime library the sanitizer cannot see into; 4 devices at once.
+    "kernels, threads": (KERNELS, ["-O2", *THREAD, "-Wno-unknown-pragmas"], "4", r".*: 320 cases, 0 failures\n"),
+}
 
 
-def test_rendezvous_under_thread_sanitizer(tmp_path):
-    told = build_and_run(tmp_path, ["-fsanitize=thread", "-pthread"], RENDEZVOUS, ["100000"])
-    assert told.startswith("100000 generations") and told.endswith(" 0 failures\n")
+def build_and_run(program):
+    sources, flags, argument, _ = PROGRAMS[program]
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "program")
+        built = subprocess.run([*COMMON, *flags, *sources, "-o", file], capture_output=True, text=True, timeout=280)
+        assert built.returncode == 0, built.stderr
+        return subprocess.run([file, *argument.split()], capture_output=True, text=True, timeout=280)
 
 
-def test_rendezvous_under_address_and_undefined_behaviour_sanitizer(tmp_path):
-    told = build_and_run(tmp_path, [*ADDRESS, "-pthread"], RENDEZVOUS, ["20000"])
-    assert told.startswith("20000 generations") and told.endswith(" 0 failures\n")
-
-
-def test_kernels_under_address_and_undefined_behaviour_sanitizer(tmp_path):
-    flags = ["-O3", "-fopenmp", *ADDRESS]
-    assert build_and_run(tmp_path, flags, KERNELS).endswith(": 80 cases, 0 failures\n")
-
-
-def test_kernels_of_several_devices_under_thread_sanitizer(tmp_path):
-    """Without OpenMP, whose runtime library the sanitizer cannot see into."""
-    flags = ["-O2", "-fsanitize=thread", "-pthread", "-Wno-unknown-pragmas"]
-    assert build_and_run(tmp_path, flags, KERNELS, ["4"]).endswith(": 320 cases, 0 failures\n")
+@pytest.mark.parametrize("program", list(PROGRAMS))
+def test_clean_under(program, side_by_side):
+    done = side_by_side(build_and_run)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.fullmatch(PROGRAMS[program][3], done.stdout, flags=re.DOTALL), done.stdout
 
 
 def test_everything_compiles_without_warnings(tmp_path):

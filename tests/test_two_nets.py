@@ -106,9 +106,13 @@ for number in range(1, 1001):
 """
 
 
-def test_a_thousand_nets_leave_no_memory_and_no_threads(mode):
+def test_a_thousand_nets_leave_no_memory_and_no_threads(mode, backend, side_by_side):
     """Two layers each, so that what is left of a group, of arrays or of a thread would show."""
-    done = run_python(THOUSAND.format(mode=mode), seconds=200)
+
+    def run(mode, backend):
+        return run_python(THOUSAND.format(mode=mode), seconds=200, GLUON_SYNCBN_BACKEND=backend)
+
+    done = side_by_side(run)
     assert done.returncode == 0, done.stdout + done.stderr
     memory, threads = np.array([line.split()[1:] for line in done.stdout.splitlines()], dtype=int).T
     # What is left behind by each net shows in every window; what an allocator does now and then, in one or two.
