@@ -47,7 +47,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
         "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
     )
     parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
     parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")

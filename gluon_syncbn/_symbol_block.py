@@ -6,6 +6,7 @@ MXNet makes a graph of the block, each of those nodes is made by a `SyncBatchNor
 that all that holds for layers holds here: devices, groups, timeouts, order in static graphs, frozen statistics.
 """
 
+import copy
 import functools
 from typing import Dict, List
 
@@ -57,9 +58,8 @@ class SynchronizedSymbolBlock(SymbolBlock):
 
     @traces_graphs
     def _get_graph(self, *args):
-        symbol_inputs = [mx.sym.var(data.name) for data in self._cached_graph[0]]  # names this graph, see find_trace
-        del symbol_inputs[1:]
-        return self._cached_graph[0], self._synchronized(find_trace(), {})[0]
+        symbol_inputs = [copy.copy(item) for item in self._cached_graph[0]]  # new objects, see find_trace
+        return symbol_inputs, self._synchronized(find_trace(), {})[0]
 
     def _synchronized(self, trace, before: Dict[str, str]):
         """The graph with synchronized nodes, and the last calls (see `gluon_syncbn._graph.rewrite`)."""

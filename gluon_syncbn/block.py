@@ -89,10 +89,10 @@ class SyncBatchNorm(nn.BatchNorm):
         who did not. (On the portable back end the operator that failed prints it as a `SyncBatchNormError`, too; and
         only prints it where nothing is compiled.)
 
-    Inputs: **data** with at least 2 dimensions; float32, float64 (after ``cast('float64')``), or float16 or bfloat16
-    with parameters and statistics in float32.
+    Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; float32, float64
+    (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.
 
-    Outputs: **out**, shape and dtype of data.
+    Outputs: **out**, shape, dtype and kind of data.
 
     Notes
     -----

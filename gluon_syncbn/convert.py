@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
-from mxnet.gluon.contrib import nn as contrib_nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import basic_layers
 
 from gluon_syncbn._graph import count_others, norms_of
@@ -25,11 +25,12 @@ _log = logging.getLogger(__name__)
 def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse_relu: bool = True, **options) -> Block:
     """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
 
-    Converts `nn.BatchNorm`, its subclasses that only choose options, and ``contrib.nn.SyncBatchNorm``, wherever they
-    hang in the net; before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and
-    built anew with the same flags). Layers that are `SyncBatchNorm` already take over the new options. Logs at level
-    INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves alone: inside
-    a SymbolBlock, or with a forward pass of their own, as `nn.BatchNormReLU`.
+    Converts `nn.BatchNorm`, its subclasses that only choose options, ``contrib.nn.SyncBatchNorm``, and the BatchNorm
+    nodes of every SymbolBlock (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they hang in the net;
+    before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and built anew with the
+    same flags). Layers that are `SyncBatchNorm` already take over the new options. Logs at level INFO how many layers
+    it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves alone: with a forward pass of
+    their own, as `nn.BatchNormReLU`, or nodes of a symbol whose mean or variance is an output.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
         if not isinstance(layer, SyncBatchNorm):
             layer._converted_from = type(layer)
             layer.__class__ = SyncBatchNorm
-            if layer._converted_from is contrib_nn.SyncBatchNorm:
+            if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
         layer._synchronize(num_devices=num_devices, **options)
     _separate_relus(blocks)
@@ -90,7 +91,7 @@ def convert_batchnorm(block: Block) -> Block:
     """The way back: every `SyncBatchNorm` of a net becomes the plain BatchNorm that it was, for deployment.
 
     A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`. Parameters stay the same objects; cached graphs are
-    dropped. Do this before ``export``, so that the exported graph loads where this package is not installed.
+    dropped. For ``export`` it is not needed, since that writes plain BatchNorm nodes anyway.
 
     Raises
     ------
@@ -101,7 +102,7 @@ def convert_batchnorm(block: Block) -> Block:
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
         original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
-        layer.__class__ = nn.BatchNorm if original is contrib_nn.SyncBatchNorm else original
+        layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
         for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
             del layer.__dict__[name]
     for item in blocks:
@@ -116,8 +117,9 @@ def convert_batchnorm(block: Block) -> Block:
 def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     """Normalize with the running statistics in training too; with ``frozen=False``, with those of the batch again.
 
-    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not, in the middle of training: cached graphs
-    are dropped and built anew with the same flags. γ and β go on learning unless their ``grad_req`` is ``'null'``.
+    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not (those in a SymbolBlock, if it has been
+    converted), in the middle of training: cached graphs are dropped and built anew with the same flags. γ and β go on
+    learning unless their ``grad_req`` is ``'null'``.
 
     Raises
     ------
@@ -139,7 +141,7 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
 
 def _can_convert(block: Block) -> bool:
     """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can tell."""
-    if isinstance(block, (SyncBatchNorm, contrib_nn.SyncBatchNorm)):
+    if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm)):
         return True
     if not isinstance(block, nn.BatchNorm):
         return False

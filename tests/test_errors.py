@@ -185,10 +185,3 @@ def test_parameters_that_moved_to_other_devices_under_a_graph(backend, capfd):
     with autograd.record():
         outputs = [net(item) for item in inputs]
     assert all(output.asnumpy().shape == (2, 3, 4, 4) for output in outputs)
-
-
-def test_numpy_interface():
-    layer = SyncBatchNorm(in_channels=3, prefix="stem_")
-    layer.initialize(ctx=cpus(2))
-    with mx.util.np_array(True), autograd.record(), pytest.raises(NotImplementedError, match="'stem': MXNet's NumPy"):
-        layer(mx.np.ones((2, 3), ctx=mx.cpu(0)))

@@ -7,9 +7,10 @@ import pytest
 from harness import run_python
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
-CONTRIB_LAYER, CONTRIB_SYMBOL = mx.gluon.contrib.nn.SyncBatchNorm, mx.sym.contrib.SyncBatchNorm
+# Not as names of this module, which install() would replace too.
+CONTRIB = {"layer": mx.gluon.contrib.nn.SyncBatchNorm, "symbol": mx.sym.contrib.SyncBatchNorm}
 
 
 @pytest.fixture
@@ -24,17 +25,17 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
     from gluoncv.nn import feature
 
     places = [
-        (mx.gluon.contrib.nn, "SyncBatchNorm", CONTRIB_LAYER),
-        (mx.gluon.contrib.nn.basic_layers, "SyncBatchNorm", CONTRIB_LAYER),
-        (predefined_models, "SyncBatchNorm", CONTRIB_LAYER),
-        (mx.sym.contrib, "SyncBatchNorm", CONTRIB_SYMBOL),
-        (feature, "SyncBatchNorm", CONTRIB_SYMBOL),
+        (mx.gluon.contrib.nn, "SyncBatchNorm", CONTRIB["layer"]),
+        (mx.gluon.contrib.nn.basic_layers, "SyncBatchNorm", CONTRIB["layer"]),
+        (predefined_models, "SyncBatchNorm", CONTRIB["layer"]),
+        (mx.sym.contrib, "SyncBatchNorm", CONTRIB["symbol"]),
+        (feature, "SyncBatchNorm", CONTRIB["symbol"]),
     ]
     gluon_syncbn.install()
     gluon_syncbn.install()
     now = [getattr(module, name) for module, name, _ in places]
     gluon_syncbn.uninstall()
-    assert all(issubclass(item, SyncBatchNorm) for item in now[:3]) and now[3] is now[4] is not CONTRIB_SYMBOL
+    assert all(issubclass(item, SyncBatchNorm) for item in now[:3]) and now[3] is now[4] is not CONTRIB["symbol"]
     assert all(getattr(module, name) is before for module, name, before in places)
     gluon_syncbn.uninstall()
 
@@ -45,6 +46,8 @@ def test_the_layer_takes_what_contribs_takes(installed):
     kwargs = {"axis": 1, "eps": 1e-3, "momentum": 0.8, "fix_gamma": True, "use_global_stats": False}
     assert {key: layer._kwargs[key] for key in kwargs} == kwargs
     assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm
+    theirs = convert_sync_batchnorm(CONTRIB["layer"](4, 2))  # made before install, as far as it knows
+    assert type(theirs) is SyncBatchNorm and theirs._kwargs["axis"] == 1
 
 
 SCRIPT = """
