@@ -75,6 +75,7 @@ def build(name: str, size: int, images: int, **options):
             block.drop_prob = 0
 
     net.apply(without_chance)
+    getattr(net, "target_generator", None)  # R-CNN makes it when it is asked for, and its parameters with it
     return net
 
 
