@@ -15,7 +15,6 @@ from pathlib import Path
 import matplotlib
 import mxnet as mx
 import numpy as np
-from devices import parse_devices
 from digits_voc import DigitsDetection, write_digits_voc
 from gluoncv import model_zoo
 from gluoncv.data import VOCDetection
@@ -24,8 +23,8 @@ from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform, YOL
 from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
-from mxnet import autograd, gluon
-from tqdm import tqdm
+from mxnet import gluon
+from training import add_options, train_epoch
 
 import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
 
@@ -43,16 +42,9 @@ ANCHORS_PER_CELL, OBJECTNESS = 3, 4  # the layout of gluoncv's YOLOv3 output: x,
 
 def parse_arguments(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--norm", choices=["syncbn", "bn"], default="syncbn", help="normalization layer")
-    parser.add_argument(
-        "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
-    )
-    parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
+    add_options(parser)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
-    parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
     parser.add_argument("--output", type=Path, default=Path("runs/detection"))
@@ -179,31 +171,6 @@ class TrainingLoss(gluon.HybridBlock):
         return F.cast(F.sum(F.add_n(*self.net(*inputs))), dtype="float32")
 
 
-def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
-    """One pass over the training images; returns the mean loss per image."""
-    total, images, waiting = 0.0, 0, []
-    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
-        for batch in loader:
-            size = batch[0].shape[0]
-            shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
-            with autograd.record():
-                losses = [loss_of(image, boxes, *targets) for image, *targets, boxes in shards]
-            autograd.backward(losses)
-            trainer.step(size)
-            waiting.append((losses, size))
-            if len(waiting) > 1:  # read one step late, so that MXNet always has the next step at hand
-                total, images = add_loss(total, images, *waiting.pop(0))
-                bar.set_postfix(loss=f"{total / images:.2f}", refresh=False)
-            bar.update(size)
-    for step in waiting:
-        total, images = add_loss(total, images, *step)
-    return total / images
-
-
-def add_loss(total: float, images: int, losses, size: int):
-    return total + sum(float(loss.asnumpy()) for loss in losses), images + size
-
-
 def evaluate(net, loader, classes, device) -> float:
     """VOC07 mAP at IoU 0.5 on held-out images."""
     metric = VOC07MApMetric(iou_thresh=0.5, class_names=classes)
@@ -275,6 +242,10 @@ def train(options) -> list:
     plain = make_detector(train_set.classes)
     plain.hybridize(static_alloc=True, static_shape=True)
 
+    def loss_of_shard(image, *targets_and_boxes):
+        *targets, boxes = targets_and_boxes
+        return loss_of(image, boxes, *targets)
+
     history = []
     if options.resume and log.exists():
         history = json.loads(log.read_text())
@@ -285,9 +256,8 @@ def train(options) -> list:
         np.random.seed(options.seed + len(history))
     while len(history) < options.epochs:
         started = time.perf_counter()
-        loss = train_epoch(
-            loss_of, train_loader, trainer, options.devices, f"epoch {len(history) + 1}/{options.epochs}"
-        )
+        label = f"epoch {len(history) + 1}/{options.epochs}"
+        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label)
         seconds = time.perf_counter() - started
         net.save_parameters(str(parameters))
         trainer.save_states(str(states))

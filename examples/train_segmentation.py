@@ -17,16 +17,15 @@ from pathlib import Path
 import matplotlib
 import mxnet as mx
 import numpy as np
-from devices import parse_devices
 from digits_voc import DigitsSegmentation, write_digits_voc
 from gluoncv.model_zoo.fcn import _FCNHead
 from gluoncv.model_zoo.pspnet import _PyramidPooling
 from gluoncv.model_zoo.segbase import SegBaseModel
 from gluoncv.utils.metrics.segmentation import SegmentationMetric
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.gluon.data.vision import transforms
-from tqdm import tqdm
+from training import add_options, train_epoch
 
 import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
 
@@ -42,15 +41,8 @@ NORMALIZE = transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 def parse_arguments(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--norm", choices=["syncbn", "bn"], default="syncbn", help="normalization layer")
-    parser.add_argument(
-        "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
-    )
-    parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
+    add_options(parser)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
-    parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
     parser.add_argument("--root", type=Path, default=Path("runs/digits_voc"), help="where to write the data set")
     parser.add_argument("--output", type=Path, default=Path("runs/segmentation"))
     return parser.parse_args(arguments)
@@ -104,26 +96,6 @@ def make_loaders(options):
         gluon.data.DataLoader(train, batch, shuffle=True, last_batch="discard", num_workers=options.workers),
         gluon.data.DataLoader(test, 10),
     )
-
-
-def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
-    """One pass over the training images; returns the mean loss per image."""
-    total, images, waiting = 0.0, 0, []
-    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
-        for batch in loader:
-            shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
-            with autograd.record():
-                losses = [loss_of(image, mask) for image, mask in shards]
-            autograd.backward(losses)
-            trainer.step(len(batch[0]))
-            waiting.append(losses)
-            if len(waiting) > 1:  # read one step late, so that MXNet always has the next step at hand
-                total += sum(float(loss.asnumpy()) for loss in waiting.pop(0))
-                images += len(batch[0])
-                bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
-            bar.update(len(batch[0]))
-    total += sum(float(loss.asnumpy()) for loss in waiting[0])
-    return total / (images + loader._batch_sampler._batch_size)
 
 
 def evaluate(net, loader, device) -> float:

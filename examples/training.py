@@ -1,0 +1,57 @@
+"""What the training examples share: options, and one pass over the training images."""
+
+import argparse
+
+import mxnet as mx
+from mxnet import autograd, gluon
+from tqdm import tqdm
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--norm", choices=["syncbn", "bn"], default="syncbn", help="normalization layer")
+    parser.add_argument(
+        "--devices", type=parse_devices, default="cpu:4", help="cpu:4 for four CPU devices, gpu:0,1 for those GPUs"
+    )
+    parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam")
+    parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
+
+
+def parse_devices(text: str) -> list:
+    """``cpu:4`` is cpu(0) to cpu(3); ``cpu:0,2`` and ``gpu:0,1`` list devices."""
+    kind, _, numbers = text.partition(":")
+    try:
+        make = {"cpu": mx.cpu, "gpu": mx.gpu}[kind]
+        ids = [int(number) for number in numbers.split(",")]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1") from None
+    return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
+
+
+def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
+    """One pass over the training images; returns the mean loss per image.
+
+    ``loss_of`` gets a device's part of each array of a batch, and returns the sum of its images' losses, one number.
+    """
+    total, images, waiting = 0.0, 0, []
+    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
+        for batch in loader:
+            size = batch[0].shape[0]
+            shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
+            with autograd.record():
+                losses = [loss_of(*shard) for shard in shards]
+            autograd.backward(losses)
+            trainer.step(size)
+            waiting.append((losses, size))
+            if len(waiting) > 1:  # read one step late, so that MXNet always has the next step at hand
+                total, images = add_loss(total, images, *waiting.pop(0))
+                bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
+            bar.update(size)
+    for step in waiting:
+        total, images = add_loss(total, images, *step)
+    return total / images
+
+
+def add_loss(total: float, images: int, losses, size: int):
+    return total + sum(float(loss.asnumpy()) for loss in losses), images + size
