@@ -66,3 +66,39 @@ def test_a_net(numpy_interface):
     means = [net[1].running_mean.data(device).asnumpy() for device in devices]
     np.testing.assert_array_equal(*means)
     assert np.abs(means[0]).max() > 0
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_an_exported_net_and_a_symbol_block(around, numpy_interface, tmp_path):
+    devices, prefix = cpus(2), str(tmp_path / "net")
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=20), nn.Activation("relu"))
+    net.initialize(ctx=devices)
+    net.hybridize()
+
+    def step(block):
+        inputs = [mnp.random.normal(size=(2, 3, 6, 6), ctx=device) for device in devices]
+        with autograd.record():
+            outputs = [block(item) for item in inputs]
+        autograd.backward(outputs)
+        assert all(type(out) is mnp.ndarray and np.isfinite(out.asnumpy()).all() for out in outputs)
+
+    step(net)
+    net.export(prefix)
+    assert "Custom" not in (tmp_path / "net-symbol.json").read_text()
+    block = mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=devices)
+    x = mnp.ones((1, 3, 6, 6))
+    np.testing.assert_allclose(block(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-6)
+    convert_sync_batchnorm(block, timeout=20)
+    whole = block
+    if around:
+        whole = nn.HybridSequential()
+        whole.add(block, nn.Dense(2))
+        whole.initialize(ctx=devices)
+        whole.hybridize(static_alloc=True, static_shape=True)
+    (mean,) = (item for name, item in block.collect_params().items() if name.endswith("running_mean"))
+    before = mean.data(devices[0]).asnumpy()
+    step(whole)
+    copies = [mean.data(device).asnumpy() for device in devices]
+    np.testing.assert_array_equal(*copies)
+    assert not np.allclose(copies[0], before)
