@@ -16,7 +16,6 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 import mxnet as mx
 
 MARK = "__syncbn__"
-OPERATORS = ("gluon_syncbn_native", "gluon_syncbn_all_reduce", "gluon_syncbn_all_reduce_wrapped")
 # What MXNet calls Batch Normalization, and whether it ends in a ReLU.
 _PLAIN = {
     "BatchNorm": False,

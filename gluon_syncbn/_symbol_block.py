@@ -8,7 +8,7 @@ that all that holds for layers holds here: devices, groups, timeouts, order in s
 
 import copy
 import functools
-from typing import Dict, List
+from typing import Dict, List, Tuple
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
@@ -22,7 +22,7 @@ from gluon_syncbn.symbol import plain_symbol
 class _Norms:
     """Keeps the layers out of Gluon's sight, which would take them for forgotten children."""
 
-    def __init__(self, layers: Dict[str, SyncBatchNorm]):
+    def __init__(self, layers: Dict[Tuple[str, ...], SyncBatchNorm]):
         self.layers = layers
 
 
@@ -32,6 +32,10 @@ class SynchronizedSymbolBlock(SymbolBlock):
     def norms(self) -> List[SyncBatchNorm]:
         """The layers that stand for the nodes."""
         return list(self._norms.layers.values())
+
+    def count_nodes(self) -> int:
+        """How many nodes synchronize."""
+        return sum(_key(norm) in self._norms.layers for norm in norms_of(self._cached_graph[1]))
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
@@ -65,7 +69,8 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """The graph with synchronized nodes, and the last calls (see `gluon_syncbn._graph.rewrite`)."""
 
         def make(norm: Norm, inputs, after):
-            return self._norms.layers[norm.name].as_node(inputs, trace, after, norm.name, norm.hidden)
+            layer = self._norms.layers.get(_key(norm))
+            return None if layer is None else layer.as_node(inputs, trace, after, norm.name, norm.hidden)
 
         return rewrite(self._cached_graph[1], make, before)
 
@@ -73,8 +78,9 @@ class SynchronizedSymbolBlock(SymbolBlock):
 def synchronize(block: SymbolBlock, **options) -> None:
     """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with those that its nodes have."""
     data, out = block._cached_graph
-    norms = norms_of(out)
-    layers = {norm.name: _layer_of(block, norm, options or norm.options or {}) for norm in norms}
+    # A gamma that is computed, say, has no Parameter.
+    norms = [norm for norm in norms_of(out) if all(name in block.params for name in norm.parameters)]
+    layers = {_key(norm): _layer_of(block, norm, options or norm.options or {}) for norm in norms}
     block._cached_graph = data, plain_symbol(out)
     block._norms = _Norms(layers)
     block._calls = None, {}
@@ -88,6 +94,11 @@ def restore(block: SynchronizedSymbolBlock) -> None:
     block.__class__ = block.__dict__.pop("_converted_from")
     del block._norms, block._calls
     block._clear_cached_op()
+
+
+def _key(norm: Norm) -> Tuple[str, ...]:
+    """Nodes may have one name, and are then one layer if they have the same parameters, too."""
+    return (norm.name, *norm.parameters)
 
 
 def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:

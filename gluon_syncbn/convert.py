@@ -234,11 +234,12 @@ def _warn_of_others(blocks: List[Block]) -> None:
     for block in blocks:
         if isinstance(block, SymbolBlock):
             graph = block._cached_graph[1]
-            count = count_others(graph) + (0 if isinstance(block, SynchronizedSymbolBlock) else len(norms_of(graph)))
+            converted = block.count_nodes() if isinstance(block, SynchronizedSymbolBlock) else 0
+            count = count_others(graph) + len(norms_of(graph)) - converted
             if count:
                 _log.warning(
                     "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "
-                    "graph, or the block has a forward pass of its own.",
+                    "graph, their inputs are no parameters, or the block has a forward pass of its own.",
                     count,
                     type(block).__name__,
                     block.name,

@@ -199,3 +199,32 @@ def test_a_net_with_a_symbol_block_beside_layers():
     convert_sync_batchnorm(net, num_devices=2)
     assert type(net[0]) is SynchronizedSymbolBlock and type(net[1]) is SyncBatchNorm
     assert len(list(net.collect_params(".*gamma"))) == 3
+
+
+def test_nodes_of_one_name_and_nodes_without_parameters(caplog):
+    """Two nodes are one layer if name and parameters are the same; a gamma that is computed stays as it is."""
+    data, shared = mx.sym.var("data"), [mx.sym.var(f"n_{name}") for name in ("gamma", "beta", "mean", "var")]
+    first, second = (mx.sym.BatchNorm(item, *shared, fix_gamma=False, name="n") for item in (data, 3 * data))
+    other = mx.sym.BatchNorm(data, *[mx.sym.var(f"o_{name}") for name in ("gamma", "beta", "mean", "var")], name="n")
+    net = SymbolBlock([first, second, other], data)
+    convert_sync_batchnorm(net, timeout=20)
+    assert len(net.norms()) == 2 and net.count_nodes() == 3 and not caplog.records
+    net.initialize(ctx=cpus(2))
+    net.collect_params()["n_gamma"].set_data(mx.nd.ones(3))
+    net.collect_params()["n_mean"].set_data(mx.nd.zeros(3))
+    shards = random_shards([(4, 3), (2, 3)])
+    with mx.autograd.record():
+        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+    mx.autograd.backward([item for items in outputs for item in items])
+    beta = net.collect_params()["n_beta"].data(mx.cpu(0)).asnumpy()
+    for number, factor in enumerate((1, 3)):
+        expected = oracle.batch_norm([factor * shard for shard in shards], np.ones(3), beta, 1, 1e-3)
+        assert oracle.distance([items[number].asnumpy() for items in outputs], expected.outputs) < 1e-5
+    mean = np.concatenate(shards).mean(axis=0)
+    average = 0.9 * (0.1 * mean) + 0.1 * 3 * mean
+    assert oracle.distance([net.collect_params()["n_mean"].data(mx.cpu(1)).asnumpy()], [average]) < 1e-5
+    computed = mx.sym.BatchNorm(data, 2 * mx.sym.var("g"), name="c")
+    net = SymbolBlock(mx.sym.BatchNorm(computed, name="d"), data)
+    convert_sync_batchnorm(net)
+    assert [layer.name for layer in net.norms()] == ["d"]
+    assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text
