@@ -15,6 +15,7 @@ test: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	$(BIN)/jupytext --quiet --to ipynb --output build/docs/tutorial.ipynb docs/tutorial.md
 
 lint: .venv/installed
 	$(BIN)/ruff check .

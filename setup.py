@@ -115,7 +115,7 @@ setup(
             "scipy<1.12",
             "tensorflow-cpu==2.13.1",
         ],
-        "docs": ["furo", "myst-parser", "sphinx<9"],
+        "docs": ["furo", "jupytext", "myst-parser", "sphinx<9"],
         "test": [
             *EXAMPLES,
             "hypothesis",

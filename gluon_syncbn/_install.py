@@ -66,7 +66,8 @@ def install() -> None:
     """
     ours = {id(_CONTRIB_LAYER): ContribSyncBatchNorm, id(_CONTRIB_SYMBOL): _contrib_symbol}
     for name, module in list(sys.modules.items()):
-        if module is None or name.split(".")[0] == "gluon_syncbn":
+        # Where contrib's layer is defined, its own methods need the name.
+        if module is None or name.split(".")[0] == "gluon_syncbn" or name == _CONTRIB_LAYER.__module__:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in ours:

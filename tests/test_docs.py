@@ -1,5 +1,6 @@
 """The documentation builds without a warning, and each of its code blocks runs."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,6 +48,19 @@ def run_blocks(page):
             done = run([sys.executable, *command.split()[2:]], folder)
             assert done.returncode == 0, done.stdout + done.stderr
             assert "\n".join(shown) in done.stdout
+
+
+def test_the_tutorial_as_a_notebook(tmp_path):
+    """Its code cells are the blocks of the page, which run below."""
+    file = str(tmp_path / "tutorial.ipynb")
+    done = run(
+        [sys.executable, "-m", "jupytext", "--to", "ipynb", "--output", file, str(DOCS / "tutorial.md")], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(Path(file).read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    blocks = BLOCK.findall((DOCS / "tutorial.md").read_text(encoding="utf-8"))
+    assert [text.strip() for text in code] == [text.strip() for _, text in blocks]
 
 
 def test_every_page_is_in_the_contents():

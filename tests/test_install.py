@@ -26,7 +26,6 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
 
     places = [
         (mx.gluon.contrib.nn, "SyncBatchNorm", CONTRIB["layer"]),
-        (mx.gluon.contrib.nn.basic_layers, "SyncBatchNorm", CONTRIB["layer"]),
         (predefined_models, "SyncBatchNorm", CONTRIB["layer"]),
         (mx.sym.contrib, "SyncBatchNorm", CONTRIB["symbol"]),
         (feature, "SyncBatchNorm", CONTRIB["symbol"]),
@@ -35,7 +34,7 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
     gluon_syncbn.install()
     now = [getattr(module, name) for module, name, _ in places]
     gluon_syncbn.uninstall()
-    assert all(issubclass(item, SyncBatchNorm) for item in now[:3]) and now[3] is now[4] is not CONTRIB["symbol"]
+    assert all(issubclass(item, SyncBatchNorm) for item in now[:2]) and now[2] is now[3] is not CONTRIB["symbol"]
     assert all(getattr(module, name) is before for module, name, before in places)
     gluon_syncbn.uninstall()
 
@@ -46,7 +45,7 @@ def test_the_layer_takes_what_contribs_takes(installed):
     kwargs = {"axis": 1, "eps": 1e-3, "momentum": 0.8, "fix_gamma": True, "use_global_stats": False}
     assert {key: layer._kwargs[key] for key in kwargs} == kwargs
     assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm
-    theirs = convert_sync_batchnorm(CONTRIB["layer"](4, 2))  # made before install, as far as it knows
+    theirs = convert_sync_batchnorm(CONTRIB["layer"](4, 2))
     assert type(theirs) is SyncBatchNorm and theirs._kwargs["axis"] == 1
 
 
