@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/long_run.py --steps 20000
 
-Logs resident memory, threads and the loss; ends with 1 if memory after the first 1,000 steps (or the first twentieth,
-if that is less) grows by 1% or more, more than 2 threads are added, or the loss is not finite. (MXNet adds a thread
+Logs resident memory, threads and the loss; ends with 1 if memory after the first 1,000 steps (or the first half, if
+that is less) grows by 1% or more, more than 2 threads are added, or the loss is not finite. (MXNet adds a thread
 when more custom operators are pending at once than ever before, which may happen late.)
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
         for _ in range(8)
     ]
     process, started = psutil.Process(), time.perf_counter()
-    settled, every = min(1000, options.steps // 20), max(1, options.steps // 20)
+    settled, every = min(1000, options.steps // 2), max(1, options.steps // 20)
     first = None
     for number in range(1, options.steps + 1):
         with autograd.record():

@@ -78,11 +78,11 @@ LAYER = "norm_layer=mx.gluon.contrib.nn.SyncBatchNorm, norm_kwargs={'num_devices
 NETWORKS = {
     "ssd": ("ssd_300_mobilenet0.25_voc", 128, LAYER),
     "yolo3": ("yolo3_mobilenet0.25_voc", 64, LAYER),
-    "fcn": ("fcn_resnet50_ade", 32, LAYER),
     "pspnet": ("psp_resnet50_ade", 32, LAYER),
     "faster_rcnn": ("faster_rcnn_fpn_syncbn_resnet50_v1b_coco", 128, "num_devices=2"),
     "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", 128, "num_devices=2"),
 }
+CHEAP = ("ssd", "yolo3")
 STEP = """
 import gluon_syncbn
 gluon_syncbn.install()
@@ -91,7 +91,7 @@ sys.path.insert(0, 'benchmarks')
 import json, mxnet as mx, zoo
 def with_syncbn(name, size, images):
     return zoo.build(name, size, images, {options})
-print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn)))
+print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn, always_both={is_cheap})))
 """
 
 
@@ -99,7 +99,7 @@ print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn)
 def test_gluoncvs_networks_with_their_own_syncbn_option(network, side_by_side):
     def run(network):
         name, size, options = NETWORKS[network]
-        code = STEP.format(name=name, size=size, options=options)
+        code = STEP.format(name=name, size=size, options=options, is_cheap=network in CHEAP)
         return run_python(code, seconds=200, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
 
     done = side_by_side(run)
@@ -107,4 +107,5 @@ def test_gluoncvs_networks_with_their_own_syncbn_option(network, side_by_side):
     result = json.loads(done.stdout.split("RESULT")[1])
     assert result["layers"] > 20
     assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
-    assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize
+    if network in CHEAP:
+        assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize
