@@ -23,14 +23,11 @@ GENERATORS = 32
 
 
 @pytest.mark.parametrize("first", range(0, 500, CHUNK))
-def test_random_graphs(first, backend, side_by_side):
-    def run(first, backend):
-        script = os.path.join(ROOT, "tests", "branches.py")
-        arguments = [script, "--backend", backend, "--first", str(first), "--count", str(CHUNK)]
-        code = f"import sys, runpy; sys.argv = {arguments}; runpy.run_path({script!r}, run_name='__main__')"
-        return run_python(code, seconds=200, MXNET_CPU_PARALLEL_RAND_COPY=GENERATORS)
-
-    done = side_by_side(run)
+def test_random_graphs(first, backend):
+    script = os.path.join(ROOT, "tests", "branches.py")
+    arguments = [script, "--backend", backend, "--first", str(first), "--count", str(CHUNK)]
+    code = f"import sys, runpy; sys.argv = {arguments}; runpy.run_path({script!r}, run_name='__main__')"
+    done = run_python(code, seconds=200, MXNET_CPU_PARALLEL_RAND_COPY=GENERATORS)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr[-3000:]
     assert f"RIGHT: {CHUNK} graphs" in done.stdout
 
