@@ -346,7 +346,8 @@ def run(name: str, seconds: float):
 
 def write_table(log: Path, table: Path) -> None:
     results = [json.loads(line) for line in log.read_text().splitlines()]
-    results = {result["name"]: result for result in results}.values()
+    run_so_far = {result["name"]: result for result in results}
+    results = run_so_far.values()
     text = table.read_text() if table.exists() else ""
     head = text.split("<!-- table -->")[0]
     lines = []
@@ -370,6 +371,9 @@ def write_table(log: Path, table: Path) -> None:
             size = f"{result['size']}×{result['size']}"
             verdict = "yes" if is_equal(result) else "**no**"
             lines.append(f"| {result['name']} | {result['layers']} | {size} | {verdict} | {numbers} | {notes} |")
+        missing = [name for name in names() if family(name) == title and name not in run_so_far]
+        if missing:
+            lines += ["", f"Not run yet ({len(missing)}): {', '.join(missing)}."]
         lines.append("")
     table.write_text(head + "<!-- table -->\n\n" + "\n".join(lines))
 
