@@ -175,8 +175,9 @@ def main() -> None:
         difference = run(seed, mode)
         assert difference < 1, f"graph {seed}, {mode}: {difference} times the tolerance"
         worst = max(worst, difference)
-        gc.collect()
-        mx.nd.waitall()
+        if seed % 10 == 9:
+            gc.collect()
+            mx.nd.waitall()
     print(f"RIGHT: {options.count} graphs, {time.perf_counter() - started:.0f} s, worst {worst:.2g} of its tolerance")
 
 
