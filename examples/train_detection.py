@@ -24,14 +24,13 @@ from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
 from mxnet import gluon
-from training import add_options, train_epoch
+from training import add_options, make_trainer, set_seeds, train_epoch
 
 import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-WARM_UP_STEPS = 50
 SHOWN_SCORE = 0.3
 MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
 # The anchors of gluoncv's YOLOv3, width and height in pixels, for strides 8, 16 and 32.
@@ -224,8 +223,7 @@ def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: i
 
 def train(options) -> list:
     """Run the whole training; returns one dict per epoch with loss, mAP and seconds."""
-    for seed in (random.seed, np.random.seed, mx.random.seed):
-        seed(options.seed)
+    set_seeds(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     parameters, states = options.output / "last.params", options.output / "last.states"
     log = options.output / "history.json"
@@ -233,9 +231,7 @@ def train(options) -> list:
 
     net = build_net(train_set.classes, options.norm, options.devices)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options)
-    steps = options.epochs * len(train_loader)
-    schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
-    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
+    trainer = make_trainer(net, options.lr, options.epochs * len(train_loader))
     loss_of = TrainingLoss(net)
     loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.

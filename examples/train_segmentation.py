@@ -10,7 +10,6 @@ that in evaluation the branch explodes. Compare ``--norm bn``. The data set is m
 
 import argparse
 import json
-import random
 import time
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from gluoncv.utils.metrics.segmentation import SegmentationMetric
 from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.gluon.data.vision import transforms
-from training import add_options, train_epoch
+from training import add_options, make_trainer, set_seeds, train_epoch
 
 import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
 
@@ -34,7 +33,6 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 SIDE = 128  # of the images, in pixels
 STRIDE = 8  # of GluonCV's dilated backbones
-WARM_UP_STEPS = 50
 AUXILIARY = 0.2  # weight of the loss of the branch behind the third stage, as in GluonCV
 NORMALIZE = transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
@@ -128,8 +126,7 @@ def draw_masks(net, dataset, device, path: Path, columns: int = 6) -> None:
 
 def train(options) -> list:
     """Run the whole training; returns one dict per epoch with loss, mIoU and seconds."""
-    for seed in (random.seed, np.random.seed, mx.random.seed):
-        seed(options.seed)
+    set_seeds(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     parameters = str(options.output / "last.params")
     train_loader, test_loader = make_loaders(options)
@@ -138,9 +135,7 @@ def train(options) -> list:
     if options.norm == "syncbn":
         gluon_syncbn.convert_sync_batchnorm(net)
     net.initialize(mx.init.Xavier(magnitude=2), ctx=options.devices)
-    steps = options.epochs * len(train_loader)
-    schedule = mx.lr_scheduler.CosineScheduler(steps, options.lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
-    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": options.lr, "lr_scheduler": schedule})
+    trainer = make_trainer(net, options.lr, options.epochs * len(train_loader))
     loss_of = TrainingLoss(net)
     loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.

@@ -1,10 +1,14 @@
-"""What the training examples share: options, and one pass over the training images."""
+"""What the training examples share: options, seeds, the optimizer, and one pass over the training images."""
 
 import argparse
+import random
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd, gluon
 from tqdm import tqdm
+
+WARM_UP_STEPS = 50
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +31,17 @@ def parse_devices(text: str) -> list:
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1") from None
     return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
+
+
+def set_seeds(seed: int) -> None:
+    for set_seed in (random.seed, np.random.seed, mx.random.seed):
+        set_seed(seed)
+
+
+def make_trainer(net, lr: float, steps: int) -> gluon.Trainer:
+    """Adam, whose learning rate rises to ``lr`` in the first steps and falls to 0 along a cosine until the last."""
+    schedule = mx.lr_scheduler.CosineScheduler(steps, lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
+    return gluon.Trainer(net.collect_params(), "adam", {"learning_rate": lr, "lr_scheduler": schedule})
 
 
 def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:

@@ -12,10 +12,10 @@ from mxnet.gluon import HybridBlock, nn
 from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import choose
 from gluon_syncbn._graph import MARK, mark
-from gluon_syncbn._group import Description, Group, absent_text, check_devices, neighbourhoods
+from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
 from gluon_syncbn._options import check_options
 from gluon_syncbn._writes import declare_writes
-from gluon_syncbn.symbol import make_node
+from gluon_syncbn.symbol import describe, make_node
 
 _layers = weakref.WeakSet()
 
@@ -241,19 +241,18 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _as_symbol(self, arrays, after=None, name: str = "fwd", hidden=None):
         """The layer in a symbol of the user's, which may be saved, bound by a Module or put into a SymbolBlock."""
-        where, options, kwargs = f"SyncBatchNorm '{self.name}'", self._options, self._kwargs
-        if options.kvstore is not None and not isinstance(options.kvstore, str):
-            raise TypeError(f"{where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
-        described = Description(
+        options, kwargs = self._options, self._kwargs
+        described = describe(
             self.name,
-            len(self._devices()) or options.num_devices or 0,
+            kwargs["eps"],
+            kwargs["momentum"],
+            kwargs["fix_gamma"],
+            len(self._devices()) or options.num_devices,
             options.group_size,
             options.timeout,
+            self._requested_backend,
             options.kvstore,
             np.dtype(self.running_mean.dtype).name,
-            kwargs["momentum"],
-            kwargs["eps"],
-            not kwargs["fix_gamma"],
         )
         relu = self._activation is not None
         return make_node(arrays, self._requested_backend, described, kwargs["axis"], relu, after, name, hidden)

@@ -88,9 +88,11 @@ def SyncBatchNorm(
         return make_node(
             inputs,
             backend,
-            _describe(name, eps, momentum, fix_gamma, num_devices, group_size, timeout, backend, kvstore, dtype),
+            describe(
+                name, eps, momentum, fix_gamma, num_devices, group_size, timeout, backend, kvstore, dtype, activation
+            ),
             axis,
-            _is_relu(name, activation),
+            relu=activation is not None,
             use_global_stats=use_global_stats,
             attr=attr,
         )[0]
@@ -152,7 +154,7 @@ def convert_symbol(
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
             return None
-        described = _describe(
+        described = describe(
             norm.name,
             norm.epsilon,
             norm.momentum,
@@ -200,13 +202,13 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     def make(norm: Norm, inputs, after):
         if norm.options is None:
             return None
-        described = _describe(norm.name, norm.epsilon, norm.momentum, norm.fix_gamma, backend=backend, **norm.options)
+        described = describe(norm.name, norm.epsilon, norm.momentum, norm.fix_gamma, backend=backend, **norm.options)
         return make_node(inputs, backend, described, norm.axis, norm.relu, after, attr=norm.hidden)
 
     return rewrite(text, make)[0]
 
 
-def _describe(
+def describe(
     name,
     eps,
     momentum,
@@ -217,9 +219,11 @@ def _describe(
     backend="auto",
     kvstore=None,
     dtype="float32",
+    activation=None,
 ) -> Description:
+    """What a node tells of its group; refuses options that cannot work, as `SyncBatchNorm` documents."""
     where = f"SyncBatchNorm '{name}'"
-    options = check_options(where, num_devices, group_size, timeout, backend, kvstore=kvstore)
+    options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
     if kvstore is not None and not isinstance(kvstore, str):
         raise TypeError(f"{where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
     if num_devices is not None and num_devices % (group_size or 1):
@@ -238,11 +242,6 @@ def _describe(
         float(eps),
         not fix_gamma,
     )
-
-
-def _is_relu(name: str, activation: Optional[str]) -> bool:
-    check_options(f"SyncBatchNorm '{name}'", activation=activation)
-    return activation is not None
 
 
 def make_node(
