@@ -3,7 +3,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "examples")]
+sys.path[:0] = [HERE, *(os.path.join(os.path.dirname(HERE), name) for name in ("examples", "benchmarks"))]
 
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)
 import pytest  # noqa: E402

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "launch.h"
 #include "rendezvous.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -104,4 +105,15 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
     static_cast<Rendezvous*>(rendezvous)->meet(static_cast<size_t>(rank), std::move(contribution));
     times[2 * i + 1] = seconds();
   }
+}
+
+// How a GPU's kernels are launched for tensors at these addresses; `launch` gets rows, aligned, grid (2), block (2), and
+// the sizes of partials and counters.
+EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner, const void* first,
+                                      const void* second, const void* third, int64_t* launch) {
+  const Layout layout{outer, channels, inner};
+  const Launch chosen = launch_for(dtype_of(dtype), layout, {first, second, third});
+  const int64_t numbers[] = {chosen.rows,    chosen.aligned, chosen.grid_x,           chosen.grid_y,
+                             chosen.block_x, chosen.block_y, chosen.partials(layout), chosen.counters()};
+  std::memcpy(launch, numbers, sizeof numbers);
 }

@@ -1,0 +1,74 @@
+"""The CPU in place of a GPU: see gpu_threads.h for what that shows and what not."""
+
+import ctypes
+import mmap
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from gpu_kernels import FLAGS
+
+HERE = Path(__file__).parent
+# Packs of 16 bytes at other addresses are an error on a GPU, and one here.
+_FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+_CHECKED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+
+
+def build_kernels(folder: Path) -> dict:
+    """kernels.cu as a library for the CPU, for each dtype."""
+    files = {dtype: folder / f"kernels_{dtype}.so" for dtype in FLAGS}
+    source = str(HERE / "kernels_on_cpu.cpp")
+    builds = [
+        subprocess.Popen(["g++", *_FLAGS, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", source, "-o", str(file)])
+        for dtype, file in files.items()
+    ]
+    if any(build.wait() != 0 for build in builds):
+        raise RuntimeError("kernels.cu does not compile for the CPU")
+    return files
+
+
+class StandInGpu:
+    """A device for `gpu_kernels.Passes`."""
+
+    def __init__(self, libraries: dict):
+        self._libraries = {dtype: ctypes.CDLL(str(file)) for dtype, file in libraries.items()}
+
+    def zeros(self, size: int, dtype: str) -> np.ndarray:
+        return Fenced(np.zeros(size, dtype)).array
+
+    def pinned(self, size: int) -> np.ndarray:
+        return Fenced(np.full(size, np.nan)).array
+
+    def synchronize(self) -> None:
+        pass
+
+    def launch(self, kernel: str, dtype: str, grid, block, arguments) -> None:
+        values = [ctypes.c_void_p(item.ctypes.data) if isinstance(item, np.ndarray) else item for item in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
+        if self._libraries[dtype].launch_on_cpu(kernel.encode(), *shape, pointers) != 0:
+            raise ValueError(f"there is no kernel {kernel}")
+
+
+class Fenced:
+    """An array with memory around it that must not be touched: none behind it, and a known pattern before it."""
+
+    _PATTERN = 0xA5
+
+    def __init__(self, values: np.ndarray, offset: int = 0):
+        """The array ends ``offset`` values before memory that does not exist."""
+        size = values.nbytes + offset * values.itemsize
+        pages = -(-size // mmap.PAGESIZE) + 1
+        self._memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+        whole = np.frombuffer(self._memory, np.uint8)
+        whole[:] = self._PATTERN
+        start = pages * mmap.PAGESIZE - size
+        self.array = whole[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        self.array[...] = values
+        self._parts = [whole[:start], whole[start + values.nbytes : pages * mmap.PAGESIZE]]
+        none = ctypes.c_void_p(whole.ctypes.data + pages * mmap.PAGESIZE)
+        if ctypes.CDLL(None, use_errno=True).mprotect(none, ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+    def check(self) -> None:
+        assert all((part == self._PATTERN).all() for part in self._parts), "memory beside an array was written"

@@ -1,0 +1,143 @@
+// Runs CUDA C++ kernels on a CPU: what kernels.cu asks of a GPU, and nothing more. Included in front of it.
+//
+// The threads of a block are fibers of one thread of the process. Each runs until it reaches a __syncthreads or ends;
+// then the next. Blocks run one after the other. Both orders are drawn anew each time, so that a kernel that lacks a
+// __syncthreads, or believes in an order of blocks, gives wrong numbers sooner or later. A barrier that some threads
+// of a block pass while others have ended is an error, as it is on a GPU. What this cannot show: memory that is not yet
+// visible to another block for lack of a __threadfence, and speed.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+#define __launch_bounds__(threads)
+
+struct uint3_ {
+  unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline thread_local uint3_ threadIdx, blockIdx, blockDim, gridDim;
+
+using std::sqrt;
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline void __threadfence() {}
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST); }
+
+inline float half_to_float(unsigned short bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, sizeof half);
+  return static_cast<float>(half);
+}
+inline unsigned short float_to_half(float value) {
+  const _Float16 half = static_cast<_Float16>(value);
+  unsigned short bits;
+  std::memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
+
+class Block {
+ public:
+  static Block& get() {
+    static thread_local Block block;
+    return block;
+  }
+
+  void run(const std::function<void()>& kernel, std::mt19937& random) {
+    kernel_ = &kernel;
+    const size_t size = blockDim.x * blockDim.y;
+    while (fibers_.size() < size) fibers_.emplace_back();
+    for (size_t i = 0; i < size; ++i) fibers_[i].state = kNew;
+    std::vector<size_t> order(size);
+    std::iota(order.begin(), order.end(), 0);
+    size_t ended = 0;
+    while (ended < size) {
+      std::shuffle(order.begin(), order.end(), random);
+      for (const size_t i : order) resume(i);
+      const size_t before = ended;
+      ended = 0;
+      for (size_t i = 0; i < size; ++i) ended += fibers_[i].state == kEnded;
+      if (before != 0 || (ended != 0 && ended != size)) {
+        std::fprintf(stderr, "gpu_threads: %zu of %zu threads of a block ended while others wait\n", ended, size);
+        std::abort();
+      }
+    }
+  }
+
+  void wait() {  // on a fiber
+    Fiber& self = fibers_[current_];
+    if (_setjmp(self.place) == 0) _longjmp(scheduler_, 1);
+  }
+
+ private:
+  enum State { kNew, kRunning, kEnded };
+  static constexpr size_t kStack = 64 << 10;
+
+  struct Fiber {
+    Fiber() : stack(kStack) {}
+    State state = kNew;
+    std::vector<char> stack;
+    ucontext_t start;
+    jmp_buf place;
+  };
+
+  void resume(size_t i) {
+    current_ = i;
+    threadIdx = {static_cast<unsigned>(i % blockDim.x), static_cast<unsigned>(i / blockDim.x), 0};
+    if (_setjmp(scheduler_) != 0) return;  // back from the fiber
+    Fiber& fiber = fibers_[i];
+    if (fiber.state == kRunning) _longjmp(fiber.place, 1);
+    fiber.state = kRunning;
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.data();
+    fiber.start.uc_stack.ss_size = fiber.stack.size();
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, &Block::body, 0);
+    setcontext(&fiber.start);
+  }
+
+  static void body() {
+    Block& block = get();
+    (*block.kernel_)();
+    block.fibers_[block.current_].state = kEnded;
+    _longjmp(block.scheduler_, 1);
+  }
+
+  const std::function<void()>* kernel_ = nullptr;
+  std::vector<Fiber> fibers_;
+  size_t current_ = 0;
+  jmp_buf scheduler_;
+};
+
+inline void __syncthreads() { Block::get().wait(); }
+
+// Runs a kernel on a grid, as cuLaunchKernel would.
+inline void launch_grid(const std::function<void()>& kernel, const unsigned* grid, const unsigned* block) {
+  static thread_local std::mt19937 random(12345);
+  gridDim = {grid[0], grid[1], 1};
+  blockDim = {block[0], block[1], 1};
+  std::vector<size_t> order(static_cast<size_t>(grid[0]) * grid[1]);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const size_t number : order) {
+    blockIdx = {static_cast<unsigned>(number % grid[0]), static_cast<unsigned>(number / grid[0]), 0};
+    Block::get().run(kernel, random);
+  }
+}

@@ -1,0 +1,47 @@
+// kernels.cu as a library for the CPU, for one VALUE_TYPE: launch_on_cpu runs a kernel by its name.
+#include "gpu_threads.h"
+
+#include "../../gluon_syncbn/csrc/kernels.cu"
+
+#include <map>
+#include <string>
+#include <utility>
+
+namespace {
+
+using Launcher = std::function<void(void** arguments)>;
+
+template <typename... Arguments, size_t... I>
+void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I...>) {
+  kernel(*static_cast<Arguments*>(arguments[I])...);
+}
+
+template <typename... Arguments>
+Launcher launcher(void (*kernel)(Arguments...)) {
+  return [kernel](void** arguments) { call(kernel, arguments, std::index_sequence_for<Arguments...>()); };
+}
+
+const std::map<std::string, Launcher>& kernels() {
+  static const std::map<std::string, Launcher> all{
+      {"moments_rows", launcher(moments_rows)},
+      {"moments_columns", launcher(moments_columns)},
+      {"normalize_rows", launcher(normalize_rows)},
+      {"normalize_columns", launcher(normalize_columns)},
+      {"gradient_sums_rows", launcher(gradient_sums_rows)},
+      {"gradient_sums_columns", launcher(gradient_sums_columns)},
+      {"input_gradient_rows", launcher(input_gradient_rows)},
+      {"input_gradient_columns", launcher(input_gradient_columns)},
+      {"lose", launcher(lose)},
+  };
+  return all;
+}
+
+}  // namespace
+
+// `arguments` are pointers to the arguments' values, as for cuLaunchKernel; 0, or 1 if there is no such kernel.
+extern "C" int launch_on_cpu(const char* name, const unsigned* grid, const unsigned* block, void** arguments) {
+  const auto found = kernels().find(name);
+  if (found == kernels().end()) return 1;
+  launch_grid([&] { found->second(arguments); }, grid, block);
+  return 0;
+}
