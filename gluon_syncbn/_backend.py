@@ -2,7 +2,8 @@
 
 import logging
 import os
-from typing import NamedTuple, Optional, Sequence
+import warnings
+from typing import List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 
@@ -24,7 +25,8 @@ class Choice(NamedTuple):
 def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -> Choice:
     """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
 
-    The environment variable ``GLUON_SYNCBN_BACKEND`` says what 'auto' means.
+    Warns (UserWarning), once, where the compiled kernels cannot run on a GPU: a slow layer should not go unnoticed. The
+    environment variable ``GLUON_SYNCBN_BACKEND`` says what 'auto' means.
 
     Raises
     ------
@@ -45,10 +47,12 @@ def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -
     elif obstacle:
         choice = Choice("portable", obstacle)
     else:
-        choice = Choice("native", f"compiled kernels, {native.instruction_set()}")
+        choice = Choice("native", f"compiled kernels, {_kernels_of(devices)}")
     if choice not in _said:
         _said.add(choice)
         _log.info("back end %s: %s.", choice.name, choice.reason)
+        if obstacle and kvstore is None and _gpus(devices):
+            warnings.warn(f"{where} runs on the portable back end, which is slower: {obstacle}.", stacklevel=2)
     return choice
 
 
@@ -58,7 +62,18 @@ def _obstacle(devices: Sequence[mx.Context], kvstore) -> Optional[str]:
         return f"the compiled operator is not available: {native.why_missing}"
     if kvstore is not None:
         return "a kvstore was given, and only the portable back end uses one"
-    others = [str(device) for device in devices if device.device_type != "cpu"]
-    if others:
-        return f"the compiled kernels run on CPU contexts, and the layer is on {', '.join(others)}"
+    for device in _gpus(devices):
+        problem = native.why_not_on_gpu(device.device_id)
+        if problem:
+            return f"the CUDA kernels cannot run on {device}: {problem.rstrip()}"
     return None
+
+
+def _gpus(devices: Sequence[mx.Context]) -> List[mx.Context]:
+    return [device for device in devices if device.device_type == "gpu"]
+
+
+def _kernels_of(devices: Sequence[mx.Context]) -> str:
+    gpus = [str(device) for device in _gpus(devices)]
+    cpus = [] if gpus and len(gpus) == len(devices) else [native.instruction_set()]
+    return " and ".join([*cpus, *([f"CUDA on {', '.join(gpus)}"] if gpus else [])])

@@ -4,7 +4,10 @@ The operator lives in ``csrc/`` and is built into a shared library that uses no 
 Python hands it the addresses of the few C functions that it calls. MXNet sees a custom operator whose callbacks happen
 to be compiled, so no Python runs in a training step.
 
-An operator stands before it and one behind it in a graph, both because of MXNet on CPU. A custom operator runs
+On a GPU the same operator calls the kernels of ``csrc/kernels.cu``, which MXNet's run-time compiler makes: no CUDA
+toolkit is needed, at no time.
+
+On CPU an operator stands before it and one behind it in a graph, both because of MXNet. A custom operator runs
 asynchronously, and where an input is in a layout of oneDNN's (the output of a convolution, or its gradient), MXNet
 converts it into a copy that can die before the operator has read it: rare crashes and wrong numbers. Hence what enters
 on the way forward (``x``) and on the way back (the gradient of ``out``) first passes an operator that leaves a dense
@@ -14,9 +17,13 @@ In a graph with ``static_alloc`` and ``static_shape`` MXNet keeps those copies, 
 graph. There ``reshape`` makes x dense in one pass, and ``identity`` costs nothing but keeps the operator away from the
 graph's outputs. Everywhere else it is a slice of the whole. It costs one more pass, and never works in place: operators
 that do (a product with 1, a cast to the same type) left garbage in hybridized graphs without ``static_alloc``.
+
+Arrays on GPUs are always dense. Imperative calls there have nothing around the operator, and graphs of GPUs alone the
+pair that costs nothing.
 """
 
 import ctypes
+import functools
 import weakref
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Union
@@ -29,13 +36,27 @@ from gluon_syncbn._group import Description, Options, next_number, usual_reasons
 
 _OPERATOR = "gluon_syncbn_native"
 LIBRARY = Path(__file__).with_name("libgluon_syncbn.so")
+_GPU_KERNELS = Path(__file__).with_name("csrc") / "kernels.cu"
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 
 
-class _MXNetFunctions(ctypes.Structure):
-    """As in csrc/mxnet_c_api.h."""
+# As in csrc/mxnet_c_api.h.
+_MXNET_FUNCTIONS = [
+    "MXCustomOpRegister",
+    "MXNDArrayGetData",
+    "MXNDArrayFree",
+    "MXGetLastError",
+    "MXNDArrayCreateEx",
+    "MXNDArrayWaitToRead",
+    "MXNDArraySyncCopyFromCPU",
+    "MXRtcCudaModuleCreate",
+    "MXRtcCudaKernelCreate",
+    "MXRtcCudaKernelCall",
+]
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("custom_op_register", "array_data", "array_free")]
+
+class _MXNetFunctions(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _MXNET_FUNCTIONS]
 
 
 def _load() -> ctypes.CDLL:
@@ -84,7 +105,9 @@ def _load() -> ctypes.CDLL:
         ctypes.c_char_p,
         ctypes.c_void_p,
     ]
-    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions()), _make_described_group) != 0:
+    library.gluon_syncbn_check_gpu.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
+    kernels = _GPU_KERNELS.read_bytes()
+    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions()), _make_described_group, kernels) != 0:
         raise RuntimeError("MXNet refused to register the operator")
     return library
 
@@ -141,8 +164,7 @@ def _make_group(
 
 
 def _mxnet_functions() -> _MXNetFunctions:
-    names = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree")
-    return _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in names))
+    return _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in _MXNET_FUNCTIONS))
 
 
 try:
@@ -156,6 +178,13 @@ except (OSError, RuntimeError) as problem:
 def instruction_set() -> str:
     """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library."""
     return "not compiled" if _library is None else _library.gluon_syncbn_instruction_set().decode()
+
+
+@functools.lru_cache(maxsize=None)
+def why_not_on_gpu(device: int) -> str:
+    """Why the kernels cannot run on ``mx.gpu(device)``; empty if they can. The first call compiles and tries them."""
+    error = ctypes.create_string_buffer(1 << 16)
+    return error.value.decode() if _library.gluon_syncbn_check_gpu(device, error, len(error)) else ""
 
 
 def take_part(number: int, devices: Sequence[str]) -> None:
@@ -279,7 +308,9 @@ def normalize(
     out, call : NDArray or Symbol
         The result, shape of x; and what to hand as ``after`` to the next call in the same graph.
     """
-    dense = F.reshape(x, shape=(-2,)) if static else _whole(F, x)
+    bare = F is mx.nd and x.context.device_type == "gpu"
+    in_place = static or _is_on_gpus(group)
+    dense = x if bare else F.reshape(x, shape=(-2,)) if in_place else _whole(F, x)
     inputs = [dense, gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
     out, call = F.Custom(
         *inputs,
@@ -293,7 +324,14 @@ def normalize(
         name=name + "_sync",
     )
     last = {} if F is mx.nd else {"name": name, "attr": attr}
-    return (F.identity(out, **last) if static else _whole(F, out, **last)), call
+    if bare:
+        return out, call
+    return (F.identity(out, **last) if in_place else _whole(F, out, **last)), call
+
+
+def _is_on_gpus(group: Union[NativeGroup, Description]) -> bool:
+    """Whether all devices are known to be GPUs."""
+    return isinstance(group, NativeGroup) and all(device.device_type == "gpu" for device in group.devices)
 
 
 def _whole(F, x, **named):

@@ -43,9 +43,11 @@ def test_portable_where_a_store_is_given(said):
     assert said.messages == ["back end portable: a kvstore was given, and only the portable back end uses one."]
 
 
-def test_portable_on_gpus(said):
-    assert _backend.choose("here", "auto", [mx.gpu(0), mx.gpu(1)], None).name == "portable"
-    assert "compiled kernels run on CPU contexts, and the layer is on gpu(0), gpu(1)" in said.text
+def test_portable_with_a_warning_where_mxnet_was_built_without_cuda(said):
+    """What runs on GPUs is in tests/gpu."""
+    with pytest.warns(UserWarning, match="here runs on the portable back end.*USE_CUDA=1"):
+        assert _backend.choose("here", "auto", [mx.gpu(0), mx.gpu(1)], None).name == "portable"
+    assert "the CUDA kernels cannot run on gpu(0)" in said.text
     with pytest.raises(RuntimeError, match=r"here: backend='native' cannot run here: .*gpu\(0\)"):
         _backend.choose("here", "native", [mx.gpu(0)], None)
 

@@ -3,6 +3,7 @@
 // libmxnet that it has loaded.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
@@ -31,11 +32,24 @@ typedef int (*CustomOpRun)(int size, void** arrays, int* tags, const int* reques
 typedef int (*CustomOpPropCreator)(const char* op_type, int num_arguments, const char** keys, const char** values,
                                    MXCallbackList* ret);
 
-// What the operator calls; the layout is repeated in native.py.
+// What the operator calls; the layout is repeated in native.py. Each returns 0, or another number after leaving the
+// text that last_error returns, but for last_error itself.
 struct MXNetFunctions {
   int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);  // MXCustomOpRegister
   int (*array_data)(void* array, void** data);                                  // MXNDArrayGetData
   int (*array_free)(void* array);                                               // MXNDArrayFree
+  // The rest is for GPUs.
+  const char* (*last_error)();  // MXGetLastError
+  int (*array_create)(const unsigned* shape, unsigned ndim, int device_type, int device, int delay_alloc, int dtype,
+                      void** array);                                          // MXNDArrayCreateEx
+  int (*array_wait)(void* array);                                             // MXNDArrayWaitToRead
+  int (*array_copy_from_cpu)(void* array, const void* data, size_t size);     // MXNDArraySyncCopyFromCPU, in elements
+  int (*program_create)(const char* source, int num_options, const char** options, int num_exports,
+                        const char** exports, void** program);                // MXRtcCudaModuleCreate
+  int (*kernel_create)(void* program, const char* name, int num_args, int* is_ndarray, int* is_const, int* dtypes,
+                       void** kernel);                                        // MXRtcCudaKernelCreate
+  int (*kernel_call)(void* kernel, int device, void** args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared);  // MXRtcCudaKernelCall
 };
 
 }  // extern "C"
@@ -50,10 +64,20 @@ AnyCallback any(Function function) {
   return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
 }
 
+// Those of the MXNet that the operator was registered with.
+const MXNetFunctions& mxnet();
+
 // The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
 std::string take_error();
 
 }  // namespace gluon_syncbn
+
+// Kinds of devices (include/mxnet/base.h, Context::DeviceType), and types of numbers that are not activations
+// (mshadow/base.h).
+constexpr int kGpu = 2;
+constexpr int kPinned = 3;
+constexpr int kInt32 = 4;
+constexpr int kInt64 = 6;
 
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };

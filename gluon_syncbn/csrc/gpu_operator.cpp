@@ -1,0 +1,142 @@
+// A call on a GPU. The kernels do all arithmetic on activations and parameters; the host only merges messages.
+//
+//   forward    moments → [message, pinned] → meet → [mean, variance, pinned] → normalize, running statistics
+//   backward   gradient sums, dγ, dβ → [message] → meet → [ΣS1, ΣS2] → input gradient
+//
+// Where the time of a direction goes, beside the two kernels' own (each step is one arrow above):
+//
+//   1. To the GPU: this thread hands the first kernel to MXNet's engine, whose thread for the GPU wakes up and launches
+//      it: inputs are ready when MXNet calls us, so nothing else is waited for.
+//   2. Back: the kernel's last block writes 2C numbers and a ticket over the bus into pinned memory, where this thread
+//      sees it (Scratch::wait). It is the one time that a direction waits for the GPU.
+//   3. The rendezvous: two threads that arrive together meet in about 1 µs (benchmarks/layer.py); else it is waiting for
+//      the slower device, which every synchronized layer must. The merge in float64 is some ns per channel and device.
+//   4. To the GPU again, as 1. Blocks read the two numbers of each of their channels over the bus.
+//
+// The callback returns with the second kernel in the engine's hands: MXNet lets nobody read the outputs before the
+// kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
+// own thread; nobody here waits for that.
+
+#include <stdexcept>
+#include <utility>
+
+#include "all_reduce.h"
+#include "array.h"
+#include "gpu_program.h"
+#include "gpu_scratch.h"
+#include "operator.h"
+
+namespace gluon_syncbn {
+namespace {
+
+int wanted(int request) { return static_cast<Request>(request) != Request::kNull; }
+
+class GpuOperator : public Operator {
+ public:
+  explicit GpuOperator(Call call)
+      : call_(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
+
+  void forward(void** handles, const int* requests, bool is_train) override {
+    const ForwardArrays arrays(handles, call_.follows);
+    const Array& out = wanted(requests[0]) ? arrays.out : arrays.data;
+    const Launch launch = launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    if (!is_train) {
+      normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, 0}, false);
+      Scratch::give_back(scratch);
+      return;
+    }
+    try {
+      const double ticket = Scratch::next_ticket();
+      Arguments arguments;
+      arguments.array(arrays.data).array(scratch->partials).array(scratch->counters).array(scratch->message);
+      arguments.layout(call_.layout).integer(launch.aligned).real(ticket);
+      program_.launch("moments", device_, launch, arguments);
+      const double* numbers = scratch->wait(ticket);
+      const Moments local{call_.layout.count(), {numbers, numbers + channels()},
+                          {numbers + channels(), numbers + 2 * channels()}};
+      const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
+      scratch->put(all.mean, all.variance);
+      normalize(arrays, requests, launch, *scratch, all, true);
+      Scratch::give_back(scratch);
+    } catch (...) {
+      if (wanted(requests[0])) program_.lose(device_, arrays.out, call_.layout.size());
+      throw;
+    }
+  }
+
+  void backward(void** handles, const int* requests) override {
+    const BackwardArrays arrays(handles, call_.follows);
+    const int data_request = requests[0], gamma_request = requests[1], beta_request = requests[2];
+    const Array& d_data = wanted(data_request) ? arrays.d_data : arrays.data;
+    const Launch launch =
+        launch_for(call_.dtype, call_.layout, {arrays.data.data(), arrays.d_out.data(), d_data.data()});
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    try {
+      const double ticket = Scratch::next_ticket();
+      Arguments arguments;
+      arguments.array(arrays.data).array(arrays.d_out).array(arrays.gamma).array(arrays.beta).array(arrays.saved);
+      arguments.array(scratch->partials).array(scratch->counters).array(scratch->message);
+      arguments.array(arrays.d_gamma).array(arrays.d_beta).layout(call_.layout).integer(launch.aligned).real(ticket);
+      arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
+      program_.launch("gradient_sums", device_, launch, arguments);
+      const double* numbers = scratch->wait(ticket);
+      const double* call = numbers + 2 * channels();  // what the forward pass has left: count, number, taking_part
+      if (call[0] > 0) {                              // else the statistics did not depend on x
+        const std::vector<double> total =
+            all_reduce_sums(*call_.group, call_.device, {numbers, call}, static_cast<uint64_t>(call[1]),
+                            static_cast<int64_t>(call[2]));
+        scratch->put(total, {});
+      }
+      if (wanted(data_request)) input_gradient(arrays, launch, *scratch, data_request);
+      Scratch::give_back(scratch);
+    } catch (...) {
+      if (wanted(data_request)) program_.lose(device_, arrays.d_data, call_.layout.size());
+      GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
+      if (wanted(gamma_request)) parameters.lose(device_, arrays.d_gamma, call_.layout.channels);
+      if (wanted(beta_request)) parameters.lose(device_, arrays.d_beta, call_.layout.channels);
+      throw;
+    }
+  }
+
+ private:
+  void normalize(const ForwardArrays& arrays, const int* requests, const Launch& launch, const Scratch& scratch,
+                 const Statistics& all, bool training) {
+    Arguments arguments;
+    arguments.array(arrays.data).array(arrays.out).array(arrays.gamma).array(arrays.beta);
+    arguments.array(arrays.running_mean).array(arrays.running_var).array(arrays.saved).array(scratch.message);
+    arguments.layout(call_.layout).integer(launch.aligned);
+    arguments.real(call_.group->epsilon).real(call_.group->momentum).real(all.count);
+    arguments.real(static_cast<double>(all.number)).real(static_cast<double>(all.taking_part));
+    arguments.integer(training).integer(call_.group->scale).integer(call_.relu);
+    arguments.integer(wanted(requests[0])).integer(wanted(requests[1]));
+    program_.launch("normalize", device_, launch, arguments);
+  }
+
+  void input_gradient(const BackwardArrays& arrays, const Launch& launch, const Scratch& scratch, int request) {
+    Arguments arguments;
+    arguments.array(arrays.data).array(arrays.d_out).array(arrays.d_data).array(arrays.gamma).array(arrays.beta);
+    arguments.array(arrays.saved).array(scratch.message).layout(call_.layout).integer(launch.aligned);
+    arguments.integer(call_.group->scale).integer(call_.relu);
+    arguments.integer(static_cast<Request>(request) == Request::kAdd);
+    program_.launch("input_gradient", device_, launch, arguments);
+  }
+
+  int64_t channels() const { return call_.layout.channels; }
+
+  const Call call_;
+  GpuProgram& program_;
+  const int device_;
+};
+
+}  // namespace
+
+std::unique_ptr<Operator> make_gpu_operator(Call call) {
+  if (call.dtype == DType::kBFloat16) {
+    throw std::invalid_argument("SyncBatchNorm '" + call.group->name + "': bfloat16 on " + call.device +
+                                " is not supported; use float16.");
+  }
+  return std::make_unique<GpuOperator>(std::move(call));
+}
+
+}  // namespace gluon_syncbn
