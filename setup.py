@@ -95,7 +95,7 @@ setup(
                 "-fno-math-errno",
                 "-fno-trapping-math",
             ],
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-fopenmp", "-ldl"],
         )
     ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},

@@ -1,8 +1,10 @@
 #include "gpu_program.h"
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
+#include "gpu_context.h"
 #include "gpu_scratch.h"
 
 namespace gluon_syncbn {
@@ -123,12 +125,14 @@ void GpuProgram::launch(const std::string& name, int device, const Launch& launc
 }
 
 void GpuProgram::lose(int device, const Array& values, int64_t size) {
-  const unsigned grid[] = {1024, 1}, block[] = {256, 1};
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(1024, (size + 1023) / 1024));
+  const unsigned grid[] = {blocks, 1}, block[] = {256, 1};
   call("lose", device, grid, block, Arguments().array(values).integer64(size));
 }
 
 void GpuProgram::call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block,
                       const Arguments& arguments) {
+  const GpuContext context(device);
   std::lock_guard<std::mutex> lock(mutex_);
   check_mxnet(mxnet().kernel_call(kernels_.at(kernel), device, const_cast<void**>(arguments.pointers_.data()), grid[0],
                                   grid[1], 1, block[0], block[1], 1, 0),

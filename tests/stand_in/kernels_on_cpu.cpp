@@ -5,15 +5,32 @@
 
 #include <map>
 #include <string>
+#include <type_traits>
 #include <utility>
+
+// Where the memory is that a kernel calls by an address; as it is, unless driver.cpp knows better.
+extern "C" {
+void* (*translate_address)(const void*) = [](const void* address) { return const_cast<void*>(address); };
+}
 
 namespace {
 
 using Launcher = std::function<void(void** arguments)>;
 
+// An argument as the kernel is to see it: addresses may be those that only a GPU knows.
+template <typename T>
+T seen(void* argument) {
+  const T value = *static_cast<T*>(argument);
+  if constexpr (std::is_pointer_v<T>) {
+    return static_cast<T>(const_cast<void*>(static_cast<const void*>(translate_address(value))));
+  } else {
+    return value;
+  }
+}
+
 template <typename... Arguments, size_t... I>
 void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I...>) {
-  kernel(*static_cast<Arguments*>(arguments[I])...);
+  kernel(seen<Arguments>(arguments[I])...);
 }
 
 template <typename... Arguments>

@@ -1,0 +1,43 @@
+"""These tests need a CUDA build of MXNet and a GPU; `make gpu` gives them what of it is not there (README.md)."""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE)]
+
+import gluon_syncbn  # noqa: E402, F401  (before MXNet computes anything)
+import mxnet as mx  # noqa: E402
+import pytest  # noqa: E402
+
+GPUS = mx.context.num_gpus()
+STANDS_IN = "STAND_IN_KERNELS" in os.environ
+
+
+def pytest_report_header(config):
+    if STANDS_IN:
+        return "GPUs: none. CUDA is a stand-in, kernels run on the CPU: this shows that numbers are right, not speed."
+    return f"GPUs: {GPUS}"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if os.path.dirname(str(item.fspath)) != HERE:
+            continue
+        needed = getattr(item.get_closest_marker("gpus"), "args", (1,))[0]
+        if needed > GPUS:
+            reason = "MXNet sees no GPU; `make gpu` runs this" if GPUS == 0 else f"needs {needed} GPUs"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def zeros_by_copy(monkeypatch):
+    """MXNet makes gradients with a kernel of its own, which neither a stand-in has nor a GPU that is newer than MXNet."""
+    made = mx.nd.zeros
+
+    def zeros(shape, ctx=None, dtype=None, **kwargs):
+        if ctx is None or ctx.device_type != "gpu":
+            return made(shape, ctx=ctx, dtype=dtype, **kwargs)
+        return made(shape, ctx=mx.cpu(), dtype=dtype).copyto(ctx)
+
+    monkeypatch.setattr(mx.nd, "zeros", zeros)

@@ -1,0 +1,343 @@
+// Stands in for CUDA's driver, libcuda.so.1, as far as MXNet and the package use it: several "GPUs" whose kernels run on
+// CPU threads (kernels_on_cpu.cpp). It is strict where a GPU is:
+//
+//   memory    What "GPU memory" is called by the host cannot be read or written there: touching it ends the process.
+//             Kernels and copies see it at another address.
+//   streams   Each is a thread with a queue, so that whoever forgets to wait reads old numbers. STAND_IN_DELAY_US lets
+//             every piece of work begin late, by a random time up to that.
+//   contexts  A thread has none before it gets one; loading a module without is an error.
+//
+// Kernels come as PTX from the real NVRTC. Their names and arguments are read from it; which type of activations they
+// are for, from its instructions. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
+// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2), STAND_IN_REFUSE_PTX=1 makes loading
+// fail, as on a driver that is older than the compiler.
+
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kInvalidPtx = 218,
+              kNotFound = 500;
+
+std::string setting(const char* name, const std::string& otherwise) {
+  const char* value = std::getenv(name);
+  return value ? value : otherwise;
+}
+
+int count() {
+  static const int number = std::stoi(setting("STAND_IN_GPUS", "2"));
+  return number;
+}
+
+struct Context {
+  int device;
+};
+Context* contexts() {
+  static auto* all = [] {
+    auto* made = new Context[64];
+    for (int i = 0; i < 64; ++i) made[i].device = i;
+    return made;
+  }();
+  return all;
+}
+thread_local Context* current = nullptr;
+
+// One file in memory, seen twice: by the host without any rights, and by the "GPU".
+class Memory {
+ public:
+  static Memory& get() {
+    static auto* memory = new Memory;
+    return *memory;
+  }
+
+  void* allocate(size_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const size_t rounded = (size + 511) / 512 * 512;
+    std::vector<char*>& free = free_[rounded];
+    char* address;
+    if (!free.empty()) {
+      address = free.back();
+      free.pop_back();
+    } else {
+      if (next_ + rounded > kSize) return nullptr;
+      address = host_ + next_;
+      next_ += rounded;
+    }
+    sizes_[address] = rounded;
+    return address;
+  }
+
+  int release(void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = sizes_.find(static_cast<char*>(address));
+    if (found == sizes_.end()) return kInvalidValue;
+    free_[found->second].push_back(found->first);
+    sizes_.erase(found);
+    return 0;
+  }
+
+  // Where the "GPU" sees it; other memory as it is.
+  void* seen(const void* address) const {
+    char* at = static_cast<char*>(const_cast<void*>(address));
+    return at >= host_ && at < host_ + kSize ? device_ + (at - host_) : at;
+  }
+
+ private:
+  static constexpr size_t kSize = size_t(16) << 30;  // of addresses; pages come when they are used
+
+  Memory() {
+    const int file = memfd_create("stand_in_gpu", 0);
+    if (file < 0 || ftruncate(file, kSize) != 0) std::abort();
+    host_ = static_cast<char*>(mmap(nullptr, kSize, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file, 0));
+    device_ = static_cast<char*>(mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0));
+    if (host_ == MAP_FAILED || device_ == MAP_FAILED) std::abort();
+    close(file);
+  }
+
+  std::mutex mutex_;
+  char *host_, *device_;
+  size_t next_ = 0;
+  std::map<size_t, std::vector<char*>> free_;
+  std::map<char*, size_t> sizes_;
+};
+
+class Stream {
+ public:
+  Stream() : thread_([this] { work(); }) { thread_.detach(); }
+
+  void push(std::function<void()> task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return tasks_.empty(); });
+  }
+
+ private:
+  void work() {
+    const int delay = std::stoi(setting("STAND_IN_DELAY_US", "0"));
+    static std::atomic<unsigned> seed{1};
+    std::minstd_rand random(seed++);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const std::function<void()> task = tasks_.front();
+      lock.unlock();
+      if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % static_cast<unsigned>(delay)));
+      task();
+      lock.lock();
+      tasks_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  std::thread thread_;
+};
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int recorded = 0, reached = 0;
+};
+
+Stream* stream_of(void* stream) {
+  static auto* defaults = new std::map<Context*, Stream*>;
+  static auto* mutex = new std::mutex;
+  if (stream) return static_cast<Stream*>(stream);
+  std::lock_guard<std::mutex> lock(*mutex);
+  Stream*& found = (*defaults)[current];
+  if (!found) found = new Stream;
+  return found;
+}
+
+using LaunchOnCpu = int (*)(const char*, const unsigned*, const unsigned*, void**);
+
+struct Module;
+struct Function {
+  const Module* module;
+  std::string name;
+  std::vector<size_t> sizes;  // of the arguments
+};
+struct Module {
+  Context* context;
+  LaunchOnCpu launch;
+  std::map<std::string, Function> functions;
+};
+
+// .param .u64 name, .param .f64 name, ...
+void read_arguments(const std::string& list, Function& function) {
+  const std::map<std::string, size_t> sizes{{"u64", 8}, {"f64", 8}, {"u32", 4}, {"f32", 4}, {"b64", 8}, {"b32", 4}};
+  for (size_t at = list.find(".param"); at != std::string::npos; at = list.find(".param", at + 1)) {
+    const size_t dot = list.find('.', at + 1);
+    function.sizes.push_back(sizes.at(list.substr(dot + 1, 3)));
+  }
+}
+
+LaunchOnCpu kernels_for(const std::string& ptx) {
+  const std::string dtype = ptx.find(".f16") != std::string::npos   ? "float16"
+                            : ptx.find(".f32") != std::string::npos ? "float32"
+                                                                    : "float64";
+  const std::string file = setting("STAND_IN_KERNELS", ".") + "/kernels_" + dtype + ".so";
+  void* library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) std::fprintf(stderr, "stand-in for CUDA: %s\n", dlerror());
+  auto* translate = library ? static_cast<void* (**)(const void*)>(dlsym(library, "translate_address")) : nullptr;
+  if (!translate) return nullptr;
+  *translate = [](const void* address) { return Memory::get().seen(address); };
+  return reinterpret_cast<LaunchOnCpu>(dlsym(library, "launch_on_cpu"));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// For the runtime's stand-in (runtime.cpp)
+
+int stand_in_count() { return count(); }
+int stand_in_current() { return current ? current->device : -1; }
+int stand_in_bind(int device) {
+  if (device < 0 || device >= count()) return kInvalidDevice;
+  current = contexts() + device;
+  return 0;
+}
+void* stand_in_allocate(size_t size) { return Memory::get().allocate(size); }
+int stand_in_release(void* address) { return Memory::get().release(address); }
+void* stand_in_new_stream() { return new Stream; }
+void stand_in_copy(void* to, const void* from, size_t size, void* stream) {
+  stream_of(stream)->push([=] { std::memcpy(Memory::get().seen(to), Memory::get().seen(from), size); });
+}
+void stand_in_set(void* to, int value, size_t size, void* stream) {
+  stream_of(stream)->push([=] { std::memset(Memory::get().seen(to), value, size); });
+}
+void stand_in_wait(void* stream) { stream_of(stream)->wait(); }
+void* stand_in_new_event() { return new Event; }
+void stand_in_record(void* event, void* stream) {
+  auto* self = static_cast<Event*>(event);
+  const int number = ++self->recorded;
+  stream_of(stream)->push([self, number] {
+    std::lock_guard<std::mutex> lock(self->mutex);
+    self->reached = number;
+    self->changed.notify_all();
+  });
+}
+void stand_in_wait_event(void* stream, void* event) {
+  auto* self = static_cast<Event*>(event);
+  stream_of(stream)->push([self, number = self->recorded] {
+    std::unique_lock<std::mutex> lock(self->mutex);
+    self->changed.wait(lock, [&] { return self->reached >= number; });
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The driver's own interface
+
+extern "C" {
+
+int cuInit(unsigned) { return 0; }
+
+int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= count()) return kInvalidDevice;
+  *device = ordinal;
+  return 0;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = contexts() + device;
+  return 0;
+}
+
+int cuCtxGetCurrent(void** context) {
+  *context = current;
+  return 0;
+}
+
+int cuCtxSetCurrent(void* context) {
+  current = static_cast<Context*>(context);
+  stand_in_forget_device();
+  return 0;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  static thread_local char buffer[64];
+  std::snprintf(buffer, sizeof buffer, "stand-in for CUDA: error %d", error);
+  *text = buffer;
+  return 0;
+}
+
+int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**) {
+  if (!current) return kInvalidContext;
+  const std::string ptx = static_cast<const char*>(image);
+  if (setting("STAND_IN_REFUSE_PTX", "0") == "1") return kInvalidPtx;
+  auto* loaded = new Module{current, kernels_for(ptx), {}};
+  if (!loaded->launch) return kInvalidPtx;
+  const std::string entry = ".entry ";
+  for (size_t at = ptx.find(entry); at != std::string::npos; at = ptx.find(entry, at + 1)) {
+    const size_t open = ptx.find('(', at), close = ptx.find(')', open);
+    const std::string name = ptx.substr(at + entry.size(), open - at - entry.size());
+    Function& function = loaded->functions[name];
+    function.module = loaded;
+    function.name = name;
+    read_arguments(ptx.substr(open, close - open), function);
+  }
+  *module = loaded;
+  return 0;
+}
+
+int cuModuleLoadData(void** module, const void* image) { return cuModuleLoadDataEx(module, image, 0, nullptr, nullptr); }
+
+int cuModuleUnload(void*) { return 0; }
+
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+  auto& functions = static_cast<Module*>(module)->functions;
+  const auto found = functions.find(name);
+  if (found == functions.end()) return kNotFound;
+  *function = &found->second;
+  return 0;
+}
+
+int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned, void* stream, void** arguments, void**) {
+  const auto& function = *static_cast<Function*>(handle);
+  if (current != function.module->context) return kInvalidContext;
+  const bool fits = grid_x > 0 && grid_y > 0 && grid_x <= 0x7fffffff && grid_y <= 65535 && grid_z == 1 &&
+                    block_x * block_y > 0 && block_x * block_y <= 1024 && block_z == 1;
+  if (!fits) return kInvalidValue;
+  std::vector<std::vector<char>> copies;
+  for (size_t i = 0; i < function.sizes.size(); ++i) {
+    const char* from = static_cast<char*>(arguments[i]);
+    copies.emplace_back(from, from + function.sizes[i]);
+  }
+  stream_of(stream)->push([=, &function]() mutable {
+    std::vector<void*> pointers;
+    for (auto& copy : copies) pointers.push_back(copy.data());
+    const unsigned grid[] = {grid_x, grid_y}, block[] = {block_x, block_y};
+    if (function.module->launch(function.name.c_str(), grid, block, pointers.data()) != 0) std::abort();
+  });
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,20 @@
+// What the runtime's stand-in takes from the driver's.
+#pragma once
+
+#include <cstddef>
+
+#define BETWEEN __attribute__((visibility("default")))
+
+BETWEEN int stand_in_count();
+BETWEEN int stand_in_current();          // device of this thread's context, or -1
+BETWEEN int stand_in_bind(int device);   // gives this thread the primary context of a device
+BETWEEN void stand_in_forget_device();   // runtime.cpp: the context decides, not the last cudaSetDevice
+BETWEEN void* stand_in_allocate(size_t size);
+BETWEEN int stand_in_release(void* address);
+BETWEEN void* stand_in_new_stream();
+BETWEEN void stand_in_copy(void* to, const void* from, size_t size, void* stream);
+BETWEEN void stand_in_set(void* to, int value, size_t size, void* stream);
+BETWEEN void stand_in_wait(void* stream);
+BETWEEN void* stand_in_new_event();
+BETWEEN void stand_in_record(void* event, void* stream);
+BETWEEN void stand_in_wait_event(void* stream, void* event);

@@ -1,0 +1,196 @@
+// Stands in for CUDA's runtime, libcudart.so.11.0, on top of driver.cpp: what MXNet calls to allocate, to copy and to
+// wait. Kernels that were compiled into MXNet cannot run: they are refused by name.
+//
+// As before CUDA 12, cudaSetDevice gives a thread no context; the next call that needs one does.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "driver.h"
+
+namespace {
+
+constexpr int kMemoryAllocation = 2, kInvalidDevice = 101, kNoKernelImage = 209;
+
+thread_local int last_error = 0;  // of a launch, which has no other way to say it
+thread_local int chosen = 0;
+thread_local bool is_chosen = true;  // else the current context says which device it is
+
+int device() { return is_chosen || stand_in_current() < 0 ? chosen : stand_in_current(); }
+int bind() {
+  if (is_chosen || stand_in_current() < 0) return stand_in_bind(chosen);
+  return 0;
+}
+
+std::mutex& mutex() {
+  static auto* made = new std::mutex;
+  return *made;
+}
+std::map<const void*, std::string>& names() {
+  static auto* made = new std::map<const void*, std::string>;
+  return *made;
+}
+
+}  // namespace
+
+void stand_in_forget_device() { is_chosen = false; }
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void*) {
+  static void* nothing[1];
+  return nothing;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+  std::lock_guard<std::mutex> lock(mutex());
+  names()[host] = name;
+}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+unsigned __cudaPushCallConfiguration(unsigned long, unsigned, unsigned long, unsigned, size_t, void*) { return 0; }
+int __cudaPopCallConfiguration(void*, void*, size_t* shared, void** stream) {
+  *shared = 0;
+  *stream = nullptr;
+  return 0;
+}
+int cudaLaunchKernel(const void* function, unsigned long, unsigned, unsigned long, unsigned, void**, size_t, void*) {
+  std::lock_guard<std::mutex> lock(mutex());
+  std::fprintf(stderr, "stand-in for CUDA: a kernel of MXNet's was asked for: %s\n", names()[function].c_str());
+  return last_error = kNoKernelImage;
+}
+
+int cudaGetDeviceCount(int* count) {
+  *count = stand_in_count();
+  return 0;
+}
+int cudaSetDevice(int number) {
+  if (number < 0 || number >= stand_in_count()) return kInvalidDevice;
+  chosen = number;
+  is_chosen = true;
+  return 0;
+}
+int cudaGetDevice(int* number) {
+  *number = device();
+  return 0;
+}
+int cudaGetDeviceProperties(void* properties, int) {
+  std::memset(properties, 0, 600);
+  std::strcpy(static_cast<char*>(properties), "stand-in for a GPU");
+  return 0;
+}
+int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  // Compute capability 8.6 (75, 76), 4 multiprocessors (16), else a number that is large enough.
+  *value = attribute == 75 ? 8 : attribute == 76 ? 6 : attribute == 16 ? 4 : 1024;
+  return 0;
+}
+int cudaDriverGetVersion(int* version) {
+  *version = 11080;
+  return 0;
+}
+int cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return 0;
+}
+int cudaDeviceSynchronize() {
+  if (const int error = bind()) return error;
+  stand_in_wait(nullptr);
+  return 0;
+}
+
+int cudaGetLastError() {
+  const int error = last_error;
+  last_error = 0;
+  return error;
+}
+int cudaPeekAtLastError() { return last_error; }
+const char* cudaGetErrorString(int error) {
+  static thread_local char text[64];
+  std::snprintf(text, sizeof text, "stand-in for CUDA: error %d", error);
+  return text;
+}
+const char* cudaGetErrorName(int error) { return cudaGetErrorString(error); }
+
+int cudaMalloc(void** address, size_t size) {
+  if (const int error = bind()) return error;
+  *address = stand_in_allocate(size);
+  return *address ? 0 : kMemoryAllocation;
+}
+int cudaFree(void* address) {
+  if (const int error = bind()) return error;
+  return address ? stand_in_release(address) : 0;
+}
+int cudaHostAlloc(void** address, size_t size, unsigned) {
+  if (const int error = bind()) return error;
+  *address = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+  return *address ? 0 : kMemoryAllocation;
+}
+int cudaFreeHost(void* address) {
+  std::free(address);
+  return 0;
+}
+int cudaMemGetInfo(size_t* free, size_t* total) {
+  if (const int error = bind()) return error;
+  *free = *total = size_t(8) << 30;
+  return 0;
+}
+int cudaMemcpyAsync(void* to, const void* from, size_t size, int, void* stream) {
+  if (const int error = bind()) return error;
+  stand_in_copy(to, from, size, stream);
+  return 0;
+}
+int cudaMemcpy(void* to, const void* from, size_t size, int) {
+  if (const int error = bind()) return error;
+  stand_in_copy(to, from, size, nullptr);
+  stand_in_wait(nullptr);
+  return 0;
+}
+int cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, void* stream) {
+  return cudaMemcpyAsync(to, from, size, 0, stream);
+}
+int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int,
+                      void* stream) {
+  if (const int error = bind()) return error;
+  for (size_t row = 0; row < height; ++row) {
+    stand_in_copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width,
+                  stream);
+  }
+  return 0;
+}
+int cudaMemsetAsync(void* to, int value, size_t size, void* stream) {
+  if (const int error = bind()) return error;
+  stand_in_set(to, value, size, stream);
+  return 0;
+}
+
+int cudaStreamCreate(void** stream) {
+  if (const int error = bind()) return error;
+  *stream = stand_in_new_stream();
+  return 0;
+}
+int cudaStreamDestroy(void*) { return 0; }
+int cudaStreamSynchronize(void* stream) {
+  if (const int error = bind()) return error;
+  stand_in_wait(stream);
+  return 0;
+}
+int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  stand_in_wait_event(stream, event);
+  return 0;
+}
+int cudaEventCreateWithFlags(void** event, unsigned) {
+  *event = stand_in_new_event();
+  return 0;
+}
+int cudaEventDestroy(void*) { return 0; }
+int cudaEventRecord(void* event, void* stream) {
+  stand_in_record(event, stream);
+  return 0;
+}
+
+}  // extern "C"
