@@ -1,4 +1,4 @@
-# make train | test | docs | lint | wheels: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test docs lint wheels
+.PHONY: train test docs lint wheels gpu
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
@@ -23,6 +23,9 @@ lint: .venv/installed
 
 wheels: .venv/installed
 	$(BIN)/python .ci/wheels.py
+
+gpu: .venv/installed
+	$(BIN)/python .ci/gpu.py
 
 .venv/installed: setup.py $(wildcard gluon_syncbn/csrc/*)
 	@test -n "$(PYTHON)" || { echo "This needs Python 3.8, 3.9, 3.10 or 3.11 with venv; none was found." >&2; exit 1; }

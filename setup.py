@@ -120,6 +120,9 @@ setup(
         "test": [
             *EXAMPLES,
             "hypothesis",
+            # NVRTC as MXNet's GPU builds use it, and the newest: the kernels for GPUs are compiled with both.
+            "nvidia-cuda-nvrtc",
+            "nvidia-cuda-nvrtc-cu11",
             "onnx<1.14",  # MXNet's exporter calls what later versions have dropped
             "onnxruntime",
             "psutil",

@@ -38,6 +38,7 @@ def run(*command) -> str:
 
 def build_wheel(folder: Path) -> Path:
     source = folder / "source"  # a copy: nothing of an earlier build gets in, and nothing stays behind
+    shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "*.so"))
     run(sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--wheel-dir", folder)
     (wheel,) = folder.glob("*.whl")

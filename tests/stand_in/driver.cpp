@@ -233,6 +233,8 @@ void stand_in_copy(void* to, const void* from, size_t size, void* stream) {
 void stand_in_set(void* to, int value, size_t size, void* stream) {
   stream_of(stream)->push([=] { std::memset(Memory::get().seen(to), value, size); });
 }
+void* stand_in_seen(const void* address) { return Memory::get().seen(address); }
+void stand_in_run(const std::function<void()>& task, void* stream) { stream_of(stream)->push(task); }
 void stand_in_wait(void* stream) { stream_of(stream)->wait(); }
 void* stand_in_new_event() { return new Event; }
 void stand_in_record(void* event, void* stream) {

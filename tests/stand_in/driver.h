@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 
 #define BETWEEN __attribute__((visibility("default")))
 
@@ -14,6 +15,8 @@ BETWEEN int stand_in_release(void* address);
 BETWEEN void* stand_in_new_stream();
 BETWEEN void stand_in_copy(void* to, const void* from, size_t size, void* stream);
 BETWEEN void stand_in_set(void* to, int value, size_t size, void* stream);
+BETWEEN void* stand_in_seen(const void* address);  // as a kernel sees it
+BETWEEN void stand_in_run(const std::function<void()>& task, void* stream);
 BETWEEN void stand_in_wait(void* stream);
 BETWEEN void* stand_in_new_event();
 BETWEEN void stand_in_record(void* event, void* stream);

@@ -1,23 +1,18 @@
 """The shared libraries that a CUDA build of MXNet wants, where they are not there.
 
-    python tests/stand_in/libraries.py FOLDER path/to/libmxnet.so [--gpu]
-
-Without ``--gpu``, FOLDER gets stand-ins for CUDA's driver and runtime (driver.cpp, runtime.cpp), the kernels for the CPU,
-and stubs for all else but NVRTC. With it, only the stubs: driver and runtime must be real. A stub returns success from
-what MXNet calls when it starts a thread for a GPU, and ends the process with its own name from anything else.
+Without a GPU these are stand-ins for CUDA's driver and runtime (driver.cpp, runtime.cpp), the kernels for the CPU, and
+stubs for all else but NVRTC; with one, only the stubs: driver and runtime must be real then. A stub returns success
+from what MXNet calls when it starts a thread for a GPU, and ends the process with its own name from anything else.
 """
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from stand_in import build_kernels
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
-
-from stand_in import build_kernels  # noqa: E402
-
-_AT_START = "GetVersion|Create|Destroy|SetStream|SetMathMode|GetMathMode|SetPointerMode|GroupStart|GroupEnd|CommDestroy|nvtxRange"
+_AT_START = "GetVersion|Create|Destroy|SetStream|SetMathMode|GetMathMode|SetPointerMode|GroupStart|GroupEnd|nvtxRange"
 _FLAGS = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
 _STUBS = """
 #include <cstdio>
@@ -29,7 +24,9 @@ _STUBS = """
 
 
 def _lines(*command) -> list:
-    return subprocess.run([str(item) for item in command], capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        [str(item) for item in command], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def needed_symbols(libmxnet: Path) -> dict:
@@ -82,7 +79,3 @@ def build(folder: Path, libmxnet: Path, has_gpu: bool) -> None:
             _build(folder, library, names)
     if not has_gpu:
         build_kernels(folder)
-
-
-if __name__ == "__main__":
-    build(Path(sys.argv[1]), Path(sys.argv[2]), "--gpu" in sys.argv)

@@ -1,0 +1,68 @@
+"""kernels.cu compiles without a word, with the compilers that MXNet's GPU builds carry and with the newest.
+
+No GPU is needed: NVRTC comes from PyPI. CUDA 10.1, whose NVRTC is not there, was tried by hand.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+
+import gpu_kernels
+import pytest
+
+VERSIONS = {"11": "cuda_nvrtc/lib/libnvrtc.so.11.2", "newest": "cu*/lib/libnvrtc.so.*[0-9]"}
+# The first is what MXNet asks for: nothing. The oldest GPU that this NVRTC knows can run that, and all newer ones.
+CASES = [("11", None), *(("11", f"compute_{number}") for number in (60, 70, 80, 86)), ("newest", "compute_90")]
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    import nvidia
+
+    found = {
+        name: file
+        for name, pattern in VERSIONS.items()
+        for root in nvidia.__path__
+        for file in Path(root).glob(pattern)
+    }
+    return {name: ctypes.CDLL(str(file)) for name, file in found.items()}
+
+
+def compile_kernels(nvrtc, options):
+    """PTX and what the compiler had to say."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = gpu_kernels.SOURCE.read_bytes()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if failed:
+        return "", log.value.decode()
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode(), log.value.decode()
+
+
+@pytest.mark.parametrize("dtype", list(gpu_kernels.FLAGS))
+@pytest.mark.parametrize("version, architecture", CASES)
+def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
+    options = [*gpu_kernels.options(dtype), *([f"--gpu-architecture={architecture}"] if architecture else [])]
+    ptx, log = compile_kernels(compilers[version], options)
+    assert log.strip() == ""
+    kernels = [f"{kernel}_{layout}" for kernel in gpu_kernels.KERNELS for layout in ("rows", "columns")]
+    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted([*kernels, "lose"])
+    # A pack is read and written at once, and 16-bit values are converted by the GPU.
+    assert re.search(r"ld\.global(\.nc)?\.v[24]\.", ptx) and re.search(r"st\.global\.v[24]\.", ptx)
+    assert ("cvt.rn.f16.f32" in ptx) == (dtype == "float16")
+    assert (".f32" in ptx) == (dtype != "float64")
+
+
+def test_a_warning_would_be_seen(compilers, tmp_path, monkeypatch):
+    source = tmp_path / "kernels.cu"
+    source.write_bytes(gpu_kernels.SOURCE.read_bytes() + b"\n__device__ void unused() { int i; }\n")
+    monkeypatch.setattr(gpu_kernels, "SOURCE", source)
+    assert "warning" in compile_kernels(compilers["11"], gpu_kernels.options("float32"))[1]
