@@ -81,6 +81,7 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
   names()[host] = name;
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+void __cudaRegisterTexture(void**, const void*, const void**, const char*, int, int, int) {}
 unsigned __cudaPushCallConfiguration(unsigned long, unsigned, unsigned long, unsigned, size_t, void* stream) {
   launch_stream = stream;
   return 0;
@@ -213,6 +214,11 @@ int cudaMemsetAsync(void* to, int value, size_t size, void* stream) {
 int cudaStreamCreate(void** stream) {
   if (const int error = bind()) return error;
   *stream = stand_in_new_stream();
+  return 0;
+}
+int cudaStreamCreateWithPriority(void** stream, unsigned, int) { return cudaStreamCreate(stream); }
+int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
   return 0;
 }
 int cudaStreamDestroy(void*) { return 0; }
