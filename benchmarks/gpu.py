@@ -155,7 +155,7 @@ def check(gpu, cupy, cases: int) -> None:
 
 
 def microseconds(cupy, busy, run) -> float:
-    """On the GPU. It is kept ``busy`` before, so that Python has launched all of ``run`` when the first kernel begins."""
+    """Of GPU time. The GPU is ``busy`` first: Python has launched all of ``run`` when its first kernel begins."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(4):
         cupy.copyto(*busy)

@@ -1,0 +1,88 @@
+"""What it costs devices to meet, where one or two of them are GPUs, inside MXNet.
+
+    python benchmarks/gpu_rendezvous.py [--devices cpu:0,gpu:0]
+
+A small layer's operator is called in training mode and in prediction mode, which launches one kernel less and meets
+nobody: the difference is the moments' kernel, its numbers' way to the host, and the rendezvous. The backward pass of a
+call in prediction mode lacks the rendezvous alone. Times are from the first call until all results are there, medians;
+the modes take turns. Needs none of MXNet's own kernels. Without a GPU it says so and ends with status 3.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import mxnet as mx
+import numpy as np
+from common import interleaved, machine
+from mxnet import autograd
+
+import gluon_syncbn
+from gluon_syncbn import native
+from gluon_syncbn._group import Options
+
+SHAPE = (1, 64, 2, 2)
+
+
+def prepare(devices):
+    """Both passes in both modes, as functions that return seconds."""
+    group = native.NativeGroup("layer", devices, Options(None, None, None, None), "float32", 0.9, 1e-5, True)
+
+    def vectors(value):
+        return [mx.nd.array(np.full(SHAPE[1], value)).copyto(device) for device in devices]
+
+    gamma, beta, mean, var = vectors(1), vectors(0), vectors(0), vectors(1)
+    random = np.random.RandomState(0).standard_normal(SHAPE)
+    inputs, gradients, heads = ([mx.nd.array(random).copyto(device) for device in devices] for _ in range(3))
+    autograd.mark_variables(inputs, gradients)
+
+    def forward(train_mode):
+        mx.nd.waitall()
+        started = time.perf_counter()
+        with autograd.record(train_mode=train_mode):
+            outputs = [
+                native.normalize(mx.nd, *arrays, group, 1, relu=False, static=False)[0]
+                for arrays in zip(inputs, gamma, beta, mean, var)
+            ]
+        mx.nd.waitall()
+        return time.perf_counter() - started, outputs
+
+    def backward(train_mode):
+        outputs = forward(train_mode)[1]
+        started = time.perf_counter()
+        autograd.backward(outputs, heads)
+        mx.nd.waitall()
+        return time.perf_counter() - started
+
+    return {
+        "forward, training": lambda: forward(True)[0],
+        "forward, prediction": lambda: forward(False)[0],
+        "backward, training": lambda: backward(True),
+        "backward, prediction": lambda: backward(False),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", default="cpu:0,gpu:0")
+    parser.add_argument("--rounds", type=int, default=300)
+    arguments = parser.parse_args()
+    devices = [mx.Context(kind, int(number)) for kind, number in (i.split(":") for i in arguments.devices.split(","))]
+    if mx.context.num_gpus() == 0:
+        print("NOT RUN: MXNet sees no GPU")
+        return 3
+    print(f"{machine()}; gluon_syncbn {gluon_syncbn.__version__}; {', '.join(map(str, devices))}, {SHAPE} each")
+    seconds = interleaved(prepare(devices), arguments.rounds, warm_up=20)
+    for direction in ("forward", "backward"):
+        training, prediction = (seconds[f"{direction}, {mode}"] for mode in ("training", "prediction"))
+        more = statistics.median(a - b for a, b in zip(training, prediction))
+        print(
+            f"{direction}: {1e6 * statistics.median(training):.0f} µs in training, "
+            f"{1e6 * statistics.median(prediction):.0f} µs in prediction mode, {1e6 * more:.0f} µs more"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
