@@ -17,7 +17,7 @@ import statistics
 import sys
 
 import numpy as np
-from gpu_kernels import KERNELS, SOURCE, Passes, options
+from gpu_kernels import KERNELS, LIBRARY, SOURCE, Passes, options
 
 SHAPES = [(32, 256, 56, 56), (2, 64, 800, 1333)]
 DTYPES = ["float32", "float16"]
@@ -220,6 +220,9 @@ def main() -> int:
         properties = cupy.cuda.runtime.getDeviceProperties(0)
     except Exception as problem:
         print(f"NOT RUN: this needs CuPy and a GPU ({problem})")
+        return 3
+    if not LIBRARY.exists():
+        print("NOT RUN: the package's library is not there; it tells how to launch (pip install -e .)")
         return 3
     try:
         import torch

@@ -69,7 +69,7 @@ class SyncBatchNorm(nn.BatchNorm):
         Seconds that devices wait for one that does not come. Default: the environment variable
         ``GLUON_SYNCBN_TIMEOUT``, or 60.
     backend : {'auto', 'native', 'portable'}
-        'native' is one compiled operator, on CPU contexts; 'portable' is made of MXNet's own operators and runs
+        'native' is one compiled operator, on CPUs and GPUs; 'portable' is made of MXNet's own operators and runs
         wherever MXNet does. 'auto' takes the first that can run here; see the property ``backend``.
     activation : {'relu'}, optional
         Return max(out, 0), computed in the same pass where the back end can.

@@ -17,8 +17,11 @@
 // kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
 // own thread; nobody here waits for that.
 
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "all_reduce.h"
 #include "array.h"
@@ -136,7 +139,12 @@ std::unique_ptr<Operator> make_gpu_operator(Call call) {
     throw std::invalid_argument("SyncBatchNorm '" + call.group->name + "': bfloat16 on " + call.device +
                                 " is not supported; use float16.");
   }
-  return std::make_unique<GpuOperator>(std::move(call));
+  const std::string name = call.group->name;
+  try {
+    return std::make_unique<GpuOperator>(std::move(call));
+  } catch (const std::runtime_error& problem) {
+    throw std::runtime_error("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
+  }
 }
 
 }  // namespace gluon_syncbn

@@ -140,10 +140,19 @@ __device__ inline void over_rows(const Shape& shape, const value_t* address, int
   const int64 width = aligned ? kPack : 1;
   const int64 piece = width * kUnroll * place.size;
   const int64 pieces = (shape.inner + piece - 1) / piece;
-  for (int64 item = blockIdx.y; item < shape.outer * pieces; item += gridDim.y) {
-    const int64 run = item / pieces, begin = (item - run * pieces) * piece;
+  // Piece number blockIdx.y, then every gridDim.y-th, without a division (of 64 bits, dear on a GPU) for each.
+  const int64 runs_on = gridDim.y / pieces, pieces_on = gridDim.y - runs_on * pieces;
+  int64 run = blockIdx.y / pieces, number = blockIdx.y - run * pieces;
+  while (run < shape.outer) {
+    const int64 begin = number * piece;
     const int64 offset = (run * shape.channels + place.channel) * shape.inner + begin;
     const int64 size = shape.inner - begin < piece ? shape.inner - begin : piece;
+    run += runs_on;
+    number += pieces_on;
+    if (number >= pieces) {
+      number -= pieces;
+      ++run;
+    }
     if (!aligned) {
       int packs = 0;
       while (packs < kUnroll && place.position + packs * place.size < size) ++packs;
@@ -420,7 +429,7 @@ struct Affine {
   __device__ void set(int s, double mean, double times, double beta) {
     shift[s] = static_cast<real_t>(mean);
     scale[s] = static_cast<real_t>(times);
-    bias[s] = static_cast<real_t>(beta - (mean - static_cast<double>(shift[s])) * times);
+    bias[s] = static_cast<real_t>(multiply_add(static_cast<double>(shift[s]) - mean, times, beta));
   }
 
   __device__ real_t apply(int s, real_t x) const { return multiply_add(x - shift[s], scale[s], bias[s]); }
@@ -489,22 +498,29 @@ struct Norm {
   template <int S>
   __device__ void prepare(const Shape& shape, const Place& place, Affine<S>& affine) const {
     if (place.position != 0) return;
+    // All are read before anything is written, so that the ways over the bus are gone at the same time.
+    double times[S], bias[S], mean[S], variance[S];
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      const int64 c = place.channel + s < shape.channels ? place.channel + s : shape.channels - 1;
+      mean[s] = training ? message[1 + c] : running_mean[c];
+      variance[s] = training ? message[1 + shape.channels + c] : running_var[c];
+      times[s] = has_scale ? gamma[c] : 1;
+      bias[s] = beta[c];
+    }
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       const int64 c = place.channel + s;
       if (c >= shape.channels) continue;
-      const double times = has_scale ? gamma[c] : 1;
-      const double mean = training ? message[1 + c] : running_mean[c];
-      const double variance = training ? message[1 + shape.channels + c] : running_var[c];
-      const double invstd = 1 / sqrt(variance + epsilon);
-      affine.set(s, mean, times * invstd, beta[c]);
+      const double invstd = 1 / sqrt(variance[s] + epsilon);
+      affine.set(s, mean[s], times[s] * invstd, bias[s]);
       if (blockIdx.y != 0) continue;  // once per channel
       if (training) {
-        running_mean[c] = static_cast<real_t>(running_mean[c] * momentum + mean * (1 - momentum));
-        running_var[c] = static_cast<real_t>(running_var[c] * momentum + variance * (1 - momentum));
+        running_mean[c] = static_cast<real_t>(running_mean[c] * momentum + mean[s] * (1 - momentum));
+        running_var[c] = static_cast<real_t>(running_var[c] * momentum + variance[s] * (1 - momentum));
       }
       if (wants_saved) {
-        saved[c] = mean;
+        saved[c] = mean[s];
         saved[shape.channels + c] = invstd;
         if (c == 0) {
           saved[2 * shape.channels] = count;
@@ -516,8 +532,8 @@ struct Norm {
   }
 };
 
-// Behind all blocks of a tile that read running statistics in prediction mode none writes them, and in training mode
-// none reads them but the one that writes: no order is needed.
+// Running statistics need no order among blocks: in prediction mode none writes them, and in training mode only the block
+// that writes those of a channel reads them.
 KERNEL normalize_rows(const value_t* x, value_t* y, const real_t* gamma, const real_t* beta, real_t* running_mean,
                       real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
                       int64 inner, int aligned, double epsilon, double momentum, double count, double number,

@@ -1,5 +1,6 @@
 // The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
-// a training step. This file knows MXNet's C interface, the groups that Python has made, and the order of things:
+// a training step. This file knows MXNet's C interface and the groups that Python has made; cpu_operator.cpp and
+// gpu_operator.cpp have the order of things:
 //
 //   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
