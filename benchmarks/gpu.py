@@ -208,11 +208,11 @@ def compare(gpu, cupy, torch, shape, dtype: str, rounds: int) -> None:
             print(f"{direction}: {statistics.median(a / b for a, b in pairs):.2f} times as fast as PyTorch")
 
 
-def main() -> int:
+def main(words=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=200, help="random shapes to check")
     parser.add_argument("--rounds", type=int, default=50)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         import cupy
         import cupyx

@@ -4,7 +4,9 @@ The source is the one that a GPU gets. What only a GPU can show is in tests/gpu 
 """
 
 import ctypes
+from types import SimpleNamespace
 
+import gpu as benchmark
 import numpy as np
 import oracle
 import pytest
@@ -239,3 +241,12 @@ def test_results_are_the_same_bits_in_any_order_of_blocks_and_threads(gpu, layou
         results.append(np.array(passes.received()[:2]))
     assert passes.launch.grid[1] > 1
     assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
+
+
+def test_the_benchmarks_own_check(gpu):
+    """benchmarks/gpu.py, with arrays of NumPy's in place of CuPy's; and it says so where it cannot run."""
+    arrays = SimpleNamespace(asarray=np.array, asnumpy=np.asarray, ones=np.ones)
+    benchmark.check(gpu, arrays, 6)
+    with pytest.raises(AssertionError, match="y is off by"):
+        benchmark.check(gpu, SimpleNamespace(**{**vars(arrays), "ones": np.zeros}), 1)
+    assert benchmark.main([]) == 3

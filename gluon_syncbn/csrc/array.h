@@ -8,9 +8,15 @@
 
 namespace gluon_syncbn {
 
-// Throws std::runtime_error with MXNet's text if `code` is not 0.
+// What MXNet or CUDA could not do. Whoever catches it adds for which layer.
+class MXNetFailure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Throws MXNetFailure with MXNet's text if `code` is not 0.
 inline void check_mxnet(int code, const std::string& what) {
-  if (code != 0) throw std::runtime_error("gluon_syncbn: " + what + ": " + mxnet().last_error());
+  if (code != 0) throw MXNetFailure(what + ": " + mxnet().last_error());
 }
 
 // One of the handles that MXNet passes to a callback, which must free all of them, used or not; or none, if null.

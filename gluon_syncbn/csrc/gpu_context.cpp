@@ -4,8 +4,9 @@
 
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <string>
+
+#include "array.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -42,8 +43,7 @@ class Driver {
 
   static void check(int code, const char* function) {
     if (code != 0) {
-      throw std::runtime_error(std::string("gluon_syncbn: ") + function + " failed with CUDA error " +
-                               std::to_string(code));
+      throw MXNetFailure(std::string(function) + " failed with CUDA error " + std::to_string(code));
     }
   }
 

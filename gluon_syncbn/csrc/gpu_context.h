@@ -6,7 +6,7 @@
 namespace gluon_syncbn {
 
 // While it lives, this thread works in the primary context of a GPU, which is the one that MXNet uses; then in the one
-// that it had before. Throws std::runtime_error where there is no such GPU. Does nothing in a process without CUDA.
+// that it had before. Throws MXNetFailure where there is no such GPU. Does nothing in a process without CUDA.
 class GpuContext {
  public:
   explicit GpuContext(int device);

@@ -41,68 +41,92 @@ class GpuOperator : public Operator {
 
   void forward(void** handles, const int* requests, bool is_train) override {
     const ForwardArrays arrays(handles, call_.follows);
-    const Array& out = wanted(requests[0]) ? arrays.out : arrays.data;
-    const Launch launch = launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    if (!is_train) {
-      normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, 0}, false);
-      Scratch::give_back(scratch);
-      return;
-    }
     try {
-      const double ticket = Scratch::next_ticket();
-      Arguments arguments;
-      arguments.array(arrays.data).array(scratch->partials).array(scratch->counters).array(scratch->message);
-      arguments.layout(call_.layout).integer(launch.aligned).real(ticket);
-      program_.launch("moments", device_, launch, arguments);
-      const double* numbers = scratch->wait(ticket);
-      const Moments local{call_.layout.count(), {numbers, numbers + channels()},
-                          {numbers + channels(), numbers + 2 * channels()}};
-      const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
-      scratch->put(all.mean, all.variance);
-      normalize(arrays, requests, launch, *scratch, all, true);
-      Scratch::give_back(scratch);
+      is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
       if (wanted(requests[0])) program_.lose(device_, arrays.out, call_.layout.size());
-      throw;
+      rethrow("forward pass");
     }
   }
 
   void backward(void** handles, const int* requests) override {
     const BackwardArrays arrays(handles, call_.follows);
     const int data_request = requests[0], gamma_request = requests[1], beta_request = requests[2];
-    const Array& d_data = wanted(data_request) ? arrays.d_data : arrays.data;
-    const Launch launch =
-        launch_for(call_.dtype, call_.layout, {arrays.data.data(), arrays.d_out.data(), d_data.data()});
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
     try {
-      const double ticket = Scratch::next_ticket();
-      Arguments arguments;
-      arguments.array(arrays.data).array(arrays.d_out).array(arrays.gamma).array(arrays.beta).array(arrays.saved);
-      arguments.array(scratch->partials).array(scratch->counters).array(scratch->message);
-      arguments.array(arrays.d_gamma).array(arrays.d_beta).layout(call_.layout).integer(launch.aligned).real(ticket);
-      arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
-      program_.launch("gradient_sums", device_, launch, arguments);
-      const double* numbers = scratch->wait(ticket);
-      const double* call = numbers + 2 * channels();  // what the forward pass has left: count, number, taking_part
-      if (call[0] > 0) {                              // else the statistics did not depend on x
-        const std::vector<double> total =
-            all_reduce_sums(*call_.group, call_.device, {numbers, call}, static_cast<uint64_t>(call[1]),
-                            static_cast<int64_t>(call[2]));
-        scratch->put(total, {});
-      }
-      if (wanted(data_request)) input_gradient(arrays, launch, *scratch, data_request);
-      Scratch::give_back(scratch);
+      send_back(arrays, data_request, gamma_request, beta_request);
     } catch (...) {
       if (wanted(data_request)) program_.lose(device_, arrays.d_data, call_.layout.size());
       GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
       if (wanted(gamma_request)) parameters.lose(device_, arrays.d_gamma, call_.layout.channels);
       if (wanted(beta_request)) parameters.lose(device_, arrays.d_beta, call_.layout.channels);
-      throw;
+      rethrow("backward pass");
     }
   }
 
  private:
+  void train(const ForwardArrays& arrays, const int* requests) {
+    const Launch launch = launch_forward(arrays, requests);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    const double ticket = Scratch::next_ticket();
+    Arguments arguments;
+    arguments.array(arrays.data).array(scratch->partials).array(scratch->counters).array(scratch->message);
+    arguments.layout(call_.layout).integer(launch.aligned).real(ticket);
+    program_.launch("moments", device_, launch, arguments);
+    const double* numbers = scratch->wait(ticket);
+    const Moments local{call_.layout.count(), {numbers, numbers + channels()},
+                        {numbers + channels(), numbers + 2 * channels()}};
+    const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
+    scratch->put(all.mean, all.variance);
+    normalize(arrays, requests, launch, *scratch, all, true);
+    Scratch::give_back(scratch);
+  }
+
+  void predict(const ForwardArrays& arrays, const int* requests) {
+    const Launch launch = launch_forward(arrays, requests);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, 0}, false);
+    Scratch::give_back(scratch);
+  }
+
+  void send_back(const BackwardArrays& arrays, int data_request, int gamma_request, int beta_request) {
+    const Array& d_data = wanted(data_request) ? arrays.d_data : arrays.data;
+    const Launch launch =
+        launch_for(call_.dtype, call_.layout, {arrays.data.data(), arrays.d_out.data(), d_data.data()});
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    const double ticket = Scratch::next_ticket();
+    Arguments arguments;
+    arguments.array(arrays.data).array(arrays.d_out).array(arrays.gamma).array(arrays.beta).array(arrays.saved);
+    arguments.array(scratch->partials).array(scratch->counters).array(scratch->message);
+    arguments.array(arrays.d_gamma).array(arrays.d_beta).layout(call_.layout).integer(launch.aligned).real(ticket);
+    arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
+    program_.launch("gradient_sums", device_, launch, arguments);
+    const double* numbers = scratch->wait(ticket);
+    const double* call = numbers + 2 * channels();  // what the forward pass has left: count, number, taking_part
+    if (call[0] > 0) {                              // else the statistics did not depend on x
+      const std::vector<double> total =
+          all_reduce_sums(*call_.group, call_.device, {numbers, call}, static_cast<uint64_t>(call[1]),
+                          static_cast<int64_t>(call[2]));
+      scratch->put(total, {});
+    }
+    if (wanted(data_request)) input_gradient(arrays, launch, *scratch, data_request);
+    Scratch::give_back(scratch);
+  }
+
+  Launch launch_forward(const ForwardArrays& arrays, const int* requests) const {
+    const Array& out = wanted(requests[0]) ? arrays.out : arrays.data;
+    return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
+  }
+
+  // What is being thrown, with the layer's name if it has none yet.
+  [[noreturn]] void rethrow(const std::string& direction) const {
+    try {
+      throw;
+    } catch (const MXNetFailure& problem) {
+      throw MXNetFailure("SyncBatchNorm '" + call_.group->name + "': " + direction + " on " + call_.device + ": " +
+                         problem.what());
+    }
+  }
+
   void normalize(const ForwardArrays& arrays, const int* requests, const Launch& launch, const Scratch& scratch,
                  const Statistics& all, bool training) {
     Arguments arguments;
@@ -142,8 +166,8 @@ std::unique_ptr<Operator> make_gpu_operator(Call call) {
   const std::string name = call.group->name;
   try {
     return std::make_unique<GpuOperator>(std::move(call));
-  } catch (const std::runtime_error& problem) {
-    throw std::runtime_error("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
+  } catch (const MXNetFailure& problem) {
+    throw MXNetFailure("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
   }
 }
 

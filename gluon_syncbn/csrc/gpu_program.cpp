@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <stdexcept>
 
 #include "gpu_context.h"
 #include "gpu_scratch.h"
@@ -154,8 +153,8 @@ void check_gpu(int device) {
   program.launch("moments", device, launch, arguments);
   const double* numbers = scratch->wait(ticket);
   if (numbers[0] != 3 || numbers[1] != 14) {
-    throw std::runtime_error("gluon_syncbn: on gpu(" + std::to_string(device) + ") the moments of 1, 2, 3, 6 came out as " +
-                             std::to_string(numbers[0]) + " and " + std::to_string(numbers[1]) + ", not 3 and 14");
+    throw MXNetFailure("the moments of 1, 2, 3, 6 came out as " + std::to_string(numbers[0]) + " and " +
+                       std::to_string(numbers[1]) + ", not 3 and 14");
   }
   Scratch::give_back(scratch);
 }

@@ -42,11 +42,11 @@ class GpuProgram {
   // From now on the text of kernels.cu.
   static void set_source(const char* source);
 
-  // Throws std::runtime_error with the compiler's log if it does not compile.
+  // Throws MXNetFailure with the compiler's log if it does not compile.
   static GpuProgram& of(DType dtype);
 
   // `name` without _rows or _columns. The engine runs it when what wrote its arrays is done; errors of the launch itself
-  // are thrown where an array that it writes is read. Throws std::runtime_error if the kernel cannot be loaded.
+  // are thrown where an array that it writes is read. Throws MXNetFailure if the kernel cannot be loaded.
   void launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments);
 
   // NaN everywhere in `values`.
@@ -61,7 +61,7 @@ class GpuProgram {
   std::map<std::string, void*> kernels_;
 };
 
-// Runs a kernel on numbers whose moments are known. Throws std::runtime_error if it cannot, or gives others.
+// Runs a kernel on numbers whose moments are known. Throws MXNetFailure if it cannot, or gives others.
 void check_gpu(int device);
 
 }  // namespace gluon_syncbn

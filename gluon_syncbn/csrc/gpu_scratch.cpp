@@ -6,7 +6,6 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -19,7 +18,7 @@ namespace {
 constexpr std::chrono::microseconds kWatch{500};
 
 void* new_array_of(int device_type, int device, int dtype, int64_t size) {
-  if (size > std::numeric_limits<unsigned>::max()) throw std::invalid_argument("SyncBatchNorm: too many channels");
+  if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
   const auto shape = static_cast<unsigned>(size);
   void* array = nullptr;
   check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
@@ -106,7 +105,7 @@ const double* Scratch::wait(double ticket) const {
       continue;
     }
     check_mxnet(mxnet().array_wait(message.handle()), "a CUDA kernel failed");
-    if (!arrived()) throw std::runtime_error("gluon_syncbn: a CUDA kernel ended without a result");
+    if (!arrived()) throw MXNetFailure("a CUDA kernel ended without a result");
   }
   std::atomic_thread_fence(std::memory_order_acquire);
   return numbers_ + 1;

@@ -33,8 +33,8 @@ class Scratch {
   // Different for every launch of the process.
   static double next_ticket();
 
-  // Waits until the kernel that was given `ticket` has left its numbers, and returns them. Throws std::runtime_error if
-  // it failed.
+  // Waits until the kernel that was given `ticket` has left its numbers, and returns them. Throws MXNetFailure if it
+  // failed.
   const double* wait(double ticket) const;
 
   // For the kernel that is launched next: two vectors of C numbers.

@@ -56,7 +56,7 @@ Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const
   }
   parts = std::max<int64_t>(1, std::min(divide_up(kBlocks, tiles), most_parts));
   if (tiles > std::numeric_limits<int>::max()) {
-    throw std::invalid_argument("SyncBatchNorm: " + std::to_string(layout.channels) + " channels are too many for a GPU");
+    throw std::invalid_argument(std::to_string(layout.channels) + " channels are too many for a GPU");
   }
   launch.grid_x = static_cast<unsigned>(tiles);
   launch.grid_y = static_cast<unsigned>(parts);

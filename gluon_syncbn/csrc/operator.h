@@ -33,7 +33,7 @@ class Operator {
 
 std::unique_ptr<Operator> make_cpu_operator(Call call);
 
-// Throws std::invalid_argument for what kernels.cu does not take, std::runtime_error where it cannot be compiled.
+// Throws std::invalid_argument for what kernels.cu does not take, MXNetFailure where it cannot be compiled.
 std::unique_ptr<Operator> make_gpu_operator(Call call);
 
 }  // namespace gluon_syncbn

@@ -1,4 +1,4 @@
-"""A GPU on which the kernels cannot run gets the portable back end, and a warning that says why."""
+"""A GPU on which the kernels cannot run gets the portable back end, and a warning; one that fails later, an error."""
 
 import os
 import subprocess
@@ -48,3 +48,34 @@ def test_kernels_that_do_not_compile_show_the_compilers_log():
 def test_the_doctor_knows(capfd):
     said = run("import runpy\nrunpy.run_module('gluon_syncbn', run_name='__main__')", OMP_NUM_THREADS="1")
     assert "native on GPU: compiled kernels, CUDA on gpu(0)" in said
+
+
+STEP = """
+import gluon_syncbn, mxnet as mx, numpy as np
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='stem_', timeout=1)
+layer.collect_params().setattr('grad_req', 'null')
+layer.initialize(ctx=[mx.cpu(0), mx.gpu(0)])
+with mx.autograd.record():
+    outputs = [layer(mx.nd.ones((2, 3, 4, 4)).copyto(device)) for device in (mx.gpu(0), mx.cpu(0))]
+for output in outputs:
+    try:
+        output.asnumpy()
+        print('FINE')
+    except mx.MXNetError as error:
+        print('ERROR', str(error).replace(chr(10), ' '))
+"""
+
+
+@pytest.mark.skipif(not STANDS_IN, reason="only a stand-in fails on request")
+@pytest.mark.parametrize("launches", [1, 2], ids=["moments", "normalize"])
+def test_a_kernel_that_fails_is_an_error_that_names_the_layer(launches):
+    """The first launch is the one that tries the GPU."""
+    gpu, cpu = (
+        line for line in run(STEP, STAND_IN_LAUNCHES=str(launches)).splitlines() if line[:4] in ("ERRO", "FINE")
+    )
+    assert gpu.startswith("ERROR") and "error 700" in gpu
+    if launches == 1:
+        assert "SyncBatchNorm 'stem': forward pass on gpu(0): a CUDA kernel failed" in gpu
+        assert "forward pass waited 1 s for 1 of 2 devices. Arrived: cpu(0). Missing: gpu(0)." in cpu
+    else:  # MXNet's own error: the operator had returned, with the kernel in the engine's hands
+        assert cpu == "FINE"

@@ -9,8 +9,8 @@
 //
 // Kernels come as PTX from the real NVRTC. Their names and arguments are read from it; which type of activations they
 // are for, from its instructions. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
-// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2), STAND_IN_REFUSE_PTX=1 makes loading
-// fail, as on a driver that is older than the compiler.
+// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes loading
+// fail, as on a driver that is older than the compiler; STAND_IN_LAUNCHES is after how many launches all others fail.
 
 #include "driver.h"
 
@@ -37,7 +37,7 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kInvalidPtx = 218,
-              kNotFound = 500;
+              kNotFound = 500, kIllegalAddress = 700;
 
 std::string setting(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);
@@ -324,6 +324,8 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
 int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                    unsigned block_z, unsigned, void* stream, void** arguments, void**) {
   const auto& function = *static_cast<Function*>(handle);
+  static std::atomic<int> launches{0};
+  if (++launches > std::stoi(setting("STAND_IN_LAUNCHES", "2000000000"))) return kIllegalAddress;
   if (current != function.module->context) return kInvalidContext;
   const bool fits = grid_x > 0 && grid_y > 0 && grid_x <= 0x7fffffff && grid_y <= 65535 && grid_z == 1 &&
                     block_x * block_y > 0 && block_x * block_y <= 1024 && block_z == 1;
