@@ -55,8 +55,17 @@ def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
     assert log.strip() == ""
     kernels = [f"{kernel}_{layout}" for kernel in gpu_kernels.KERNELS for layout in ("rows", "columns")]
     assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted([*kernels, "lose"])
-    # A pack is read and written at once, and 16-bit values are converted by the GPU.
-    assert re.search(r"ld\.global(\.nc)?\.v[24]\.", ptx) and re.search(r"st\.global\.v[24]\.", ptx)
+    # Each pack is read and written at once, four of them in a row; 16-bit values are converted by the GPU.
+    for kernel, loads, stores in (
+        ("moments", 4, 0),
+        ("normalize", 4, 4),
+        ("gradient_sums", 8, 0),
+        ("input_gradient", 8, 4),
+    ):
+        for layout in ("rows", "columns"):
+            (code,) = re.findall(rf"\.entry {kernel}_{layout}\((.*?)^}}", ptx, flags=re.DOTALL | re.MULTILINE)
+            assert len(re.findall(r"ld\.global(?:\.nc)?\.v4\.u32", code)) >= loads
+            assert len(re.findall(r"st\.global\.v4\.u32", code)) >= stores
     assert ("cvt.rn.f16.f32" in ptx) == (dtype == "float16")
     assert (".f32" in ptx) == (dtype != "float64")
 

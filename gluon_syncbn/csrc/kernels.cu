@@ -53,6 +53,21 @@ __device__ inline unsigned short float_to_half(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
   return half;
 }
+
+// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes each.
+__device__ inline uint4 load_pack(const void* from) {
+  uint4 bits;
+  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %4; ld.global.v4.u32 {%0, %1, %2, %3}, [at]; }"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(from));
+  return bits;
+}
+__device__ inline void store_pack(void* to, const uint4& bits) {
+  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %0; st.global.v4.u32 [at], {%1, %2, %3, %4}; }"
+               :
+               : "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
 #endif
 
 __device__ inline real_t widen(value_t value) {
@@ -75,26 +90,41 @@ __device__ inline value_t narrow(real_t value) {
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ inline double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 
-union Pack {
-  uint4 bits;
-  value_t values[kPack];
-};
+// The values of 16 bytes, and back.
+__device__ inline void unpack(const uint4& bits, real_t* values) {
+  const unsigned words[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+#if VALUE_TYPE == 1
+    values[i] = __hiloint2double(static_cast<int>(words[2 * i + 1]), static_cast<int>(words[2 * i]));
+#elif VALUE_TYPE == 2
+    values[i] = half_to_float(static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2))));
+#else
+    values[i] = __uint_as_float(words[i]);
+#endif
+  }
+}
+
+__device__ inline uint4 pack(const real_t* values) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if VALUE_TYPE == 1
+    words[i] = static_cast<unsigned>(i % 2 ? __double2hiint(values[i / 2]) : __double2loint(values[i / 2]));
+#elif VALUE_TYPE == 2
+    words[i] = float_to_half(values[2 * i]) | static_cast<unsigned>(float_to_half(values[2 * i + 1])) << 16;
+#else
+    words[i] = __float_as_uint(values[i]);
+#endif
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
 
 // V values at a time: 1 or kPack.
 template <int V>
 struct Access {
-  __device__ static void load(const value_t* from, real_t* to) {
-    Pack pack;
-    pack.bits = *reinterpret_cast<const uint4*>(from);
-#pragma unroll
-    for (int i = 0; i < V; ++i) to[i] = widen(pack.values[i]);
-  }
-  __device__ static void store(value_t* to, const real_t* from) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < V; ++i) pack.values[i] = narrow(from[i]);
-    *reinterpret_cast<uint4*>(to) = pack.bits;
-  }
+  __device__ static void load(const value_t* from, real_t* to) { unpack(load_pack(from), to); }
+  __device__ static void store(value_t* to, const real_t* from) { store_pack(to, pack(from)); }
 };
 template <>
 struct Access<1> {

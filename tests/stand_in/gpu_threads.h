@@ -41,17 +41,28 @@ inline void __threadfence() {}
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST); }
 
-inline float half_to_float(unsigned short bits) {
-  _Float16 half;
-  std::memcpy(&half, &bits, sizeof half);
-  return static_cast<float>(half);
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <typename To, typename From>
+To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &value, sizeof to);
+  return to;
 }
-inline unsigned short float_to_half(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
-  unsigned short bits;
-  std::memcpy(&bits, &half, sizeof bits);
-  return bits;
+inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
+inline int __double2loint(double value) { return static_cast<int>(bits_as<unsigned long>(value)); }
+inline int __double2hiint(double value) { return static_cast<int>(bits_as<unsigned long>(value) >> 32); }
+inline double __hiloint2double(int high, int low) {
+  return bits_as<double>(static_cast<unsigned long>(high) << 32 | static_cast<unsigned>(low));
 }
+
+inline float half_to_float(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
+inline unsigned short float_to_half(float value) { return bits_as<unsigned short>(static_cast<_Float16>(value)); }
+
+inline uint4 load_pack(const void* from) { return *static_cast<const uint4*>(from); }
+inline void store_pack(void* to, const uint4& bits) { *static_cast<uint4*>(to) = bits; }
 
 class Block {
  public:
