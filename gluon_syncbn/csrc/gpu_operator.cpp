@@ -44,7 +44,7 @@ class GpuOperator : public Operator {
     try {
       is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
-      if (wanted(requests[0])) program_.lose(device_, arrays.out, call_.layout.size());
+      lose(program_, requests[0], arrays.out, call_.layout.size());
       rethrow("forward pass");
     }
   }
@@ -55,10 +55,10 @@ class GpuOperator : public Operator {
     try {
       send_back(arrays, data_request, gamma_request, beta_request);
     } catch (...) {
-      if (wanted(data_request)) program_.lose(device_, arrays.d_data, call_.layout.size());
+      lose(program_, data_request, arrays.d_data, call_.layout.size());
       GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
-      if (wanted(gamma_request)) parameters.lose(device_, arrays.d_gamma, call_.layout.channels);
-      if (wanted(beta_request)) parameters.lose(device_, arrays.d_beta, call_.layout.channels);
+      lose(parameters, gamma_request, arrays.d_gamma, call_.layout.channels);
+      lose(parameters, beta_request, arrays.d_beta, call_.layout.channels);
       rethrow("backward pass");
     }
   }
@@ -115,6 +115,14 @@ class GpuOperator : public Operator {
   Launch launch_forward(const ForwardArrays& arrays, const int* requests) const {
     const Array& out = wanted(requests[0]) ? arrays.out : arrays.data;
     return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
+  }
+
+  // While an error is under way, which says more than that this did not work either.
+  void lose(GpuProgram& program, int request, const Array& values, int64_t size) const {
+    try {
+      if (wanted(request)) program.lose(device_, values, size);
+    } catch (const MXNetFailure&) {
+    }
   }
 
   // What is being thrown, with the layer's name if it has none yet.
