@@ -39,7 +39,7 @@ def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -
         requested = os.environ.get(_VARIABLE, "auto")
         if requested not in BACKENDS:
             raise ValueError(f"{_VARIABLE} must be one of {', '.join(BACKENDS)}, not {requested!r}.")
-    obstacle = _obstacle(devices, kvstore)
+    obstacle = _obstacle(devices, kvstore) if requested != "portable" else None
     if requested == "native" and obstacle:
         raise RuntimeError(f"{where}: backend='native' cannot run here: {obstacle}.")
     if requested == "portable":

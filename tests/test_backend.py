@@ -52,6 +52,11 @@ def test_portable_with_a_warning_where_mxnet_was_built_without_cuda(said):
         _backend.choose("here", "native", [mx.gpu(0)], None)
 
 
+def test_no_warning_where_portable_was_asked_for(said, recwarn):
+    assert _backend.choose("here", "portable", [mx.gpu(0)], None).name == "portable"
+    assert said.messages == ["back end portable: it was asked for."] and not recwarn.list
+
+
 def test_portable_where_nothing_was_compiled(said, monkeypatch):
     monkeypatch.setattr(native, "why_missing", "no compiler")
     assert make().backend == "portable"
