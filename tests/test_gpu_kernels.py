@@ -80,8 +80,14 @@ def test_gradients_are_added_where_asked(gpu, layout, has_scale):
     run_two_devices(gpu, [layout, layout], "float32", relu=True, add=True, has_scale=has_scale)
 
 
-def run_two_devices(gpu, layouts, dtype, relu, offsets=(0, 0, 0, 0), add=False, has_scale=True):
-    xs = [Fenced(draw(layout, dtype, seed), offsets[0]) for seed, layout in enumerate(layouts)]
+@pytest.mark.parametrize("layout", [(20, 5, 49), (300, 64, 1)], ids=str)
+def test_both_directions_where_the_mean_is_large(gpu, layout):
+    """What float32 cannot hold of the mean must not be lost on the way."""
+    run_two_devices(gpu, [layout, layout], "float32", relu=False, mean=3e4, std=0.5)
+
+
+def run_two_devices(gpu, layouts, dtype, relu, offsets=(0, 0, 0, 0), add=False, has_scale=True, mean=1.5, std=2.0):
+    xs = [Fenced(draw(layout, dtype, seed, mean, std), offsets[0]) for seed, layout in enumerate(layouts)]
     dys = [Fenced(draw(layout, dtype, 10 + seed, mean=0.3), offsets[2]) for seed, layout in enumerate(layouts)]
     ys = [Fenced(np.zeros(layout, dtype), offsets[1]) for layout in layouts]
     dxs = [Fenced(np.full(layout, 0.25, dtype), offsets[3]) for layout in layouts]
@@ -141,6 +147,16 @@ def run_two_devices(gpu, layouts, dtype, relu, offsets=(0, 0, 0, 0), add=False, 
     magnitude = max(np.abs(np.sum([np.abs(part).sum(axis=(0, 2)) for part in passed], axis=0)).max(), 1)
     assert np.abs(got - [d_gamma, expected.beta_gradient + 2 * before[1]]).max() < VECTORS[dtype] * magnitude
     assert all(part[2].tolist() == [sum(counts), 7, 0] for part in sums)
+
+
+@pytest.mark.parametrize("layout", [(4, 300, 4100), (5, 300, 4100), (7, 300, 4100), (2700, 2048, 1)], ids=str)
+def test_blocks_that_have_more_than_one_turn(gpu, layout):
+    """Rows: 4 blocks per channel, 3 pieces per run, so that a block steps over the ends of runs in all ways. Columns: 8
+    blocks share 2,700 rows, of which they take 1,024 at a time."""
+    x = draw(layout, "float64")
+    mean, m2 = moments(gpu, x)
+    assert oracle.distance([mean], [x.mean(axis=(0, 2))]) < 1e-13
+    assert oracle.distance([m2 / x[:, 0].size], [x.var(axis=(0, 2))]) < 1e-13
 
 
 @pytest.mark.parametrize("inner", [1, 100])
