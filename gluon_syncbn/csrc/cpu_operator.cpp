@@ -48,17 +48,19 @@ class CpuOperator : public Operator {
     void* y = data_if_wanted(arrays.out, requests[0]);
     auto* remembered = static_cast<double*>(data_if_wanted(arrays.saved, requests[1]));
     if (!is_train) {
-      remember(remembered, {0, read(arrays.running_mean), read(arrays.running_var), 0, 0});
+      const Statistics running{0, read(arrays.running_mean), read(arrays.running_var), 0, 0};
+      remember(remembered, running, inverse_deviation(running.variance));
       if (y) normalize(call_.dtype, x, call_.layout, prediction_affine(arrays), y, threads_);
       return;
     }
     try {
       const Moments local = moments(call_.dtype, x, call_.layout, threads_);
       const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
-      remember(remembered, all);
+      const std::vector<double> invstd = inverse_deviation(all.variance);
+      remember(remembered, all, invstd);
       if (y) {
-        const std::vector<double> scale = scale_of(arrays.gamma, inverse_deviation(all.variance));
-        normalize(call_.dtype, x, call_.layout, affine_of(all.mean, scale, arrays.beta), y, threads_);
+        normalize(call_.dtype, x, call_.layout, affine_of(all.mean, scale_of(arrays.gamma, invstd), arrays.beta), y,
+                  threads_);
       }
       average(arrays.running_mean, all.mean);
       average(arrays.running_var, all.variance);
@@ -174,10 +176,9 @@ class CpuOperator : public Operator {
   }
 
   // For the backward pass.
-  void remember(double* saved, const Statistics& all) const {
+  static void remember(double* saved, const Statistics& all, const std::vector<double>& invstd) {
     if (!saved) return;
     const size_t channels = all.mean.size();
-    const std::vector<double> invstd = inverse_deviation(all.variance);
     std::memcpy(saved, all.mean.data(), channels * sizeof(double));
     std::memcpy(saved + channels, invstd.data(), channels * sizeof(double));
     saved[2 * channels] = all.count;
