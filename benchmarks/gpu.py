@@ -47,8 +47,7 @@ class CupyGpu:
     def _kernel(self, kernel, dtype):
         if dtype not in self._kernels:
             module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options(dtype))
-            names = [f"{name}_{layout}" for name in KERNELS for layout in ("rows", "columns")]
-            self._kernels[dtype] = {name: module.get_function(name) for name in names}
+            self._kernels[dtype] = {name: module.get_function(name) for name in KERNELS}
         return self._kernels[dtype][kernel]
 
     def _argument(self, item):

@@ -15,7 +15,11 @@ SOURCE = CSRC / "kernels.cu"
 LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
-KERNELS = ["moments", "normalize", "gradient_sums", "input_gradient"]  # each as _rows and _columns
+KERNELS = [
+    f"{kernel}_{layout}"
+    for kernel in ("moments", "normalize", "gradient_sums", "input_gradient")
+    for layout in ("rows", "columns")
+]
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
 
 

@@ -67,12 +67,7 @@ class GpuOperator : public Operator {
   void train(const ForwardArrays& arrays, const int* requests) {
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    const double ticket = Scratch::next_ticket();
-    Arguments arguments;
-    arguments.array(arrays.data).array(scratch->partials).array(scratch->counters).array(scratch->message);
-    arguments.layout(call_.layout).integer(launch.aligned).real(ticket);
-    program_.launch("moments", device_, launch, arguments);
-    const double* numbers = scratch->wait(ticket);
+    const double* numbers = find_moments(program_, device_, launch, call_.layout, arrays.data, *scratch);
     const Moments local{call_.layout.count(), {numbers, numbers + channels()},
                         {numbers + channels(), numbers + 2 * channels()}};
     const Statistics all = all_reduce_moments(*call_.group, call_.device, local);

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "gpu_context.h"
-#include "gpu_scratch.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -138,20 +137,25 @@ void GpuProgram::call(const std::string& kernel, int device, const unsigned* gri
               "CUDA kernel " + kernel + " could not be launched on gpu(" + std::to_string(device) + ")");
 }
 
+const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
+                           const Scratch& scratch) {
+  const double ticket = Scratch::next_ticket();
+  Arguments arguments;
+  arguments.array(x).array(scratch.partials).array(scratch.counters).array(scratch.message);
+  arguments.layout(layout).integer(launch.aligned).real(ticket);
+  program.launch("moments", device, launch, arguments);
+  return scratch.wait(ticket);
+}
+
 void check_gpu(int device) {
   GpuProgram& program = GpuProgram::of(DType::kFloat32);
   const float values[] = {1, 2, 3, 6};
   const Layout layout{1, 1, 4};
-  const Array x(new_array(kGpu, device, DType::kFloat32, 4));
+  const Array x(new_array(kGpu, device, static_cast<int>(DType::kFloat32), 4));
   check_mxnet(mxnet().array_copy_from_cpu(x.handle(), values, 4), "numbers could not be copied to a GPU");
   const Launch launch = launch_for(DType::kFloat32, layout, {x.data()});
   const auto scratch = Scratch::lease(device, launch, layout);
-  const double ticket = Scratch::next_ticket();
-  Arguments arguments;
-  arguments.array(x).array(scratch->partials).array(scratch->counters).array(scratch->message);
-  arguments.layout(layout).integer(launch.aligned).real(ticket);
-  program.launch("moments", device, launch, arguments);
-  const double* numbers = scratch->wait(ticket);
+  const double* numbers = find_moments(program, device, launch, layout, x, *scratch);
   if (numbers[0] != 3 || numbers[1] != 14) {
     throw MXNetFailure("the moments of 1, 2, 3, 6 came out as " + std::to_string(numbers[0]) + " and " +
                        std::to_string(numbers[1]) + ", not 3 and 14");

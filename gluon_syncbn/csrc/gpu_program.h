@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "array.h"
+#include "gpu_scratch.h"
 #include "kernels.h"
 #include "launch.h"
 
@@ -60,6 +61,10 @@ class GpuProgram {
   std::mutex mutex_;  // MXNet's own tables of loaded kernels have none
   std::map<std::string, void*> kernels_;
 };
+
+// Launches the moments of x and waits for them: mean[C] and M2[C], which stay until `scratch` is used again.
+const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
+                           const Scratch& scratch);
 
 // Runs a kernel on numbers whose moments are known. Throws MXNetFailure if it cannot, or gives others.
 void check_gpu(int device);

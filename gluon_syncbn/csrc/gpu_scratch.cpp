@@ -17,11 +17,10 @@ namespace {
 // length are worth watching for.
 constexpr std::chrono::microseconds kWatch{500};
 
-void* new_array_of(int device_type, int device, int dtype, int64_t size) {
-  if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
-  const auto shape = static_cast<unsigned>(size);
-  void* array = nullptr;
-  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
+void* new_counters(int device, int64_t size) {
+  void* array = new_array(kGpu, device, kInt32, size);
+  const std::vector<int32_t> zeros(static_cast<size_t>(size), 0);
+  check_mxnet(mxnet().array_copy_from_cpu(array, zeros.data(), zeros.size()), "zeros could not be copied to a GPU");
   return array;
 }
 
@@ -34,14 +33,11 @@ int64_t rounded(int64_t size) {
 
 }  // namespace
 
-void* new_array(int device_type, int device, DType dtype, int64_t size) {
-  return new_array_of(device_type, device, static_cast<int>(dtype), size);
-}
-
-void* new_counters(int device, int64_t size) {
-  void* array = new_array_of(kGpu, device, kInt32, size);
-  const std::vector<int32_t> zeros(static_cast<size_t>(size), 0);
-  check_mxnet(mxnet().array_copy_from_cpu(array, zeros.data(), zeros.size()), "zeros could not be copied to a GPU");
+void* new_array(int device_type, int device, int dtype, int64_t size) {
+  if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
+  const auto shape = static_cast<unsigned>(size);
+  void* array = nullptr;
+  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
   return array;
 }
 
@@ -61,9 +57,9 @@ bool Scratch::Sizes::operator<(const Sizes& other) const {
 }
 
 Scratch::Scratch(const Sizes& sizes)
-    : partials(new_array(kGpu, sizes.device, DType::kFloat64, sizes.partials)),
+    : partials(new_array(kGpu, sizes.device, static_cast<int>(DType::kFloat64), sizes.partials)),
       counters(new_counters(sizes.device, sizes.counters)),
-      message(new_array(kPinned, sizes.device, DType::kFloat64, sizes.message)),
+      message(new_array(kPinned, sizes.device, static_cast<int>(DType::kFloat64), sizes.message)),
       sizes_(sizes),
       numbers_(static_cast<double*>(message.data())) {
   numbers_[0] = 0;

@@ -19,9 +19,8 @@
 
 namespace gluon_syncbn {
 
-// A handle that the caller frees (Array does).
-void* new_array(int device_type, int device, DType dtype, int64_t size);
-void* new_counters(int device, int64_t size);
+// A handle that the caller frees (Array does). Throws MXNetFailure.
+void* new_array(int device_type, int device, int dtype, int64_t size);
 
 class Scratch {
  public:

@@ -132,6 +132,15 @@ struct Access<1> {
   __device__ static void store(value_t* to, const real_t* from) { *to = narrow(*from); }
 };
 
+// Up to kUnroll of them, so that all are under way before the first is used.
+template <int V>
+__device__ inline void load_packs(const value_t* from, int64 stride, int packs, real_t (&to)[kUnroll][V]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (u < packs) Access<V>::load(from + u * stride, to[u]);
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Threads over a tensor
 
@@ -287,10 +296,7 @@ struct MomentsPass {
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
     real_t values[kUnroll][V];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < packs) Access<V>::load(x + offset + u * stride, values[u]);
-    }
+    load_packs<V>(x + offset, stride, packs, values);
     constexpr int kPerChannel = S == 1 ? V : 1;  // of a pack
     const real_t size = static_cast<real_t>(packs * kPerChannel);
     const real_t share = 1 / size;
@@ -498,10 +504,7 @@ struct NormalizePass {
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
     real_t values[kUnroll][V];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < packs) Access<V>::load(x + offset + u * stride, values[u]);
-    }
+    load_packs<V>(x + offset, stride, packs, values);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u >= packs) continue;
@@ -634,13 +637,8 @@ struct GradientSumsPass {
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
     real_t values[kUnroll][V], gradients[kUnroll][V];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < packs) {
-        Access<V>::load(x + offset + u * stride, values[u]);
-        Access<V>::load(dy + offset + u * stride, gradients[u]);
-      }
-    }
+    load_packs<V>(x + offset, stride, packs, values);
+    load_packs<V>(dy + offset, stride, packs, gradients);
     // Chunks are added up for themselves, which keeps the sums of long channels short.
     real_t sums[S], products[S];
 #pragma unroll
@@ -814,13 +812,8 @@ struct InputGradientPass {
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
     real_t values[kUnroll][V], gradients[kUnroll][V];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < packs) {
-        Access<V>::load(x + offset + u * stride, values[u]);
-        Access<V>::load(dy + offset + u * stride, gradients[u]);
-      }
-    }
+    load_packs<V>(x + offset, stride, packs, values);
+    load_packs<V>(dy + offset, stride, packs, gradients);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u >= packs) continue;

@@ -9,9 +9,9 @@ import numpy as np
 from gpu_kernels import FLAGS
 
 HERE = Path(__file__).parent
+COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
 # Packs of 16 bytes at other addresses are an error on a GPU, and one here.
-_FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-_CHECKED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+_CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 
 def build_kernels(folder: Path) -> dict:
@@ -19,7 +19,7 @@ def build_kernels(folder: Path) -> dict:
     files = {dtype: folder / f"kernels_{dtype}.so" for dtype in FLAGS}
     source = str(HERE / "kernels_on_cpu.cpp")
     builds = [
-        subprocess.Popen(["g++", *_FLAGS, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", source, "-o", str(file)])
+        subprocess.Popen([*COMPILER, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", source, "-o", str(file)])
         for dtype, file in files.items()
     ]
     if any(build.wait() != 0 for build in builds):

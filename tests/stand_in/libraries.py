@@ -9,11 +9,10 @@ import re
 import subprocess
 from pathlib import Path
 
-from stand_in import build_kernels
+from stand_in import COMPILER, build_kernels
 
 HERE = Path(__file__).parent
 _AT_START = "GetVersion|Create|Destroy|SetStream|SetMathMode|GetMathMode|SetPointerMode|GroupStart|GroupEnd|nvtxRange"
-_FLAGS = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
 _STUBS = """
 #include <cstdio>
 #include <cstdlib>
@@ -61,7 +60,7 @@ def _build(folder: Path, library: str, names: list, sources=(), flags=()) -> Non
     versions.write_text(f"{library} {{ global: *; }};\n")
     versioned = [] if library in ("libcuda.so.1", "libnccl.so.2") else [f"-Wl,--version-script={versions}"]
     output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
-    subprocess.run([*_FLAGS, str(stubs), *map(str, sources), *versioned, *output, *flags], check=True)
+    subprocess.run([*COMPILER, str(stubs), *map(str, sources), *versioned, *output, *flags], check=True)
 
 
 def build(folder: Path, libmxnet: Path, has_gpu: bool) -> None:
