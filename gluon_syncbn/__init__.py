@@ -5,6 +5,7 @@ from gluon_syncbn._engine import set_cpu_rings
 set_cpu_rings()
 
 from gluon_syncbn import symbol  # noqa: E402
+from gluon_syncbn._abandon import abandon_step, abandon_steps_that_raise  # noqa: E402
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._export import export_plain_graphs  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
@@ -16,6 +17,7 @@ from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, free
 from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 
 watch()
+abandon_steps_that_raise()
 watch_symbol_blocks()
 export_plain_graphs()
 
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SyncBatchNorm",
     "SyncBatchNormError",
+    "abandon_step",
     "convert_batchnorm",
     "convert_symbol",
     "convert_sync_batchnorm",

@@ -7,6 +7,7 @@ import mxnet as mx
 from mxnet.gluon import Block
 
 from gluon_syncbn import _participants, native
+from gluon_syncbn._abandon import abandon_step
 from gluon_syncbn.block import SyncBatchNorm, live_layers
 
 
@@ -61,8 +62,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         yield
         mx.nd.waitall()
     except BaseException:
-        with contextlib.suppress(mx.MXNetError):  # the first error is the one to tell
-            mx.nd.waitall()
+        abandon_step()
         raise
     finally:
         _put_in_force(before)

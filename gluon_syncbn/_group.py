@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn import _participants
+from gluon_syncbn import _participants, _patience
 from gluon_syncbn._engine import rings_in_force
 from gluon_syncbn._rendezvous import SECONDS_BETWEEN_FAILURES, Rendezvous, SyncBatchNormError
 from gluon_syncbn._statistics import Moments, add_ranks, merge
@@ -222,13 +222,14 @@ class Group:
         if len(self.devices) == self._size:
             self.devices.sort(key=lambda item: (item.device_type, item.device_id))
             self._changed.notify_all()
-        if not self._changed.wait_for(lambda: len(self.devices) == self._size, self._timeout):
+        waited = _patience.wait(self._changed, time.monotonic(), self._timeout, lambda: len(self.devices) == self._size)
+        if waited is not None:
             arrived = ", ".join(map(str, self.devices))
             time.sleep(self.devices.index(device) * SECONDS_BETWEEN_FAILURES)
             raise SyncBatchNormError(
-                f"SyncBatchNorm '{self.name}': forward pass waited {self._timeout:g} s for "
-                f"{self._size - len(self.devices)} of {self._size} devices. Arrived: {arrived}. Missing: devices that "
-                f"have never run it; it was made for num_devices={self._size}. {usual_reasons()}"
+                f"SyncBatchNorm '{self.name}': forward pass "
+                f"{waited.text(f'{self._size - len(self.devices)} of {self._size} devices')}. Arrived: {arrived}. "
+                f"Missing: devices that have never run it; it was made for num_devices={self._size}. {usual_reasons()}"
             )
 
 
@@ -322,8 +323,8 @@ def usual_reasons() -> str:
     """The end of every error about a missing device."""
     reasons = (
         "Usual reasons: (1) not every device ran this layer in this step (a last batch with fewer images than "
-        "devices: see gluon_syncbn.devices; a branch or an exception on one device; an output read, or a process "
-        "forked, before all devices were started); "
+        "devices: see gluon_syncbn.devices; a branch on one device; an exception in this or an earlier step: see "
+        "gluon_syncbn.abandon_step; an output read, or a process forked, before all devices were started); "
         "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
         "(timeout=, GLUON_SYNCBN_TIMEOUT)"
     )

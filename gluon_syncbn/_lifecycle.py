@@ -6,7 +6,7 @@ the timeout; and if an operator has failed by then, MXNet throws its error throu
 ``terminate called``. So all pending work is waited for here, before MXNet begins: at exit by `atexit`, whose handlers
 run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
 `os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait
-ends, because every rendezvous does.
+ends, because every rendezvous does; at exit soon, since whoever has not been started by then never will be.
 
 One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
 takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
@@ -20,10 +20,11 @@ import atexit
 import logging
 import os
 import time
+from typing import Optional
 
 import mxnet as mx
 
-from gluon_syncbn import native
+from gluon_syncbn import _patience, native
 from gluon_syncbn._fork import before_fork
 from gluon_syncbn.block import live_layers
 
@@ -31,19 +32,24 @@ _SECONDS_TO_DROP_OPERATORS = 0.01
 _log = logging.getLogger("gluon_syncbn")
 
 
-def finish_pending_work(occasion: str) -> None:
-    """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it."""
+def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
+    """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it.
+
+    Not one whose text contains what is ``expected``.
+    """
     try:
         mx.nd.waitall()
     except mx.MXNetError as error:
         text = str(error).split("\nStack trace")[0].strip()
-        _log.error("%s, pending work had failed; its arrays hold NaN. %s", occasion, text)
+        if expected is None or expected not in text:
+            _log.error("%s, pending work had failed; what it should have computed is undefined. %s", occasion, text)
     for device in {device for layer in live_layers() for device in layer.running_mean.list_ctx()}:
         mx.nd.ones(1, ctx=device).wait_to_read()
     time.sleep(_SECONDS_TO_DROP_OPERATORS)
 
 
 def _at_exit() -> None:
+    _patience.limit("the process ends")
     finish_pending_work("When the process ended")
     native.stop_calling_python()
 

@@ -6,19 +6,19 @@ Every device ("rank") runs on a thread of its own and comes to the rendezvous wi
 Ranks meet in *rounds*. A round has a key, and is in one of three states:
 
 ``gathering``
-    Opened by the first rank to arrive, which also sets the deadline: arrival + timeout. Ranks that arrive leave
-    their contribution and sleep. A round waits for ranks, and for nothing else.
+    Opened by the first rank to arrive, from when its timeout counts. Ranks that arrive leave their contribution and
+    sleep. A round waits for ranks, and for nothing else.
 ``exchanging``
     The last rank to arrive is the *leader*. It alone runs ``exchange(contributions)`` (the reduction across
     devices) while the others go on sleeping. The round leaves the table now, so a rank that comes again opens
     the next round and cannot disturb this one.
 ``done``
-    The leader, or the first sleeper to see the deadline pass, has stored the outcome: a result, or an error that is
-    the same for every rank. Everyone is woken, and takes it home.
+    The leader, or the first sleeper to lose patience, has stored the outcome: a result, or an error that is the same
+    for every rank. Everyone is woken, and takes it home.
 
-What ends every wait: the last arrival; the deadline, which fails the round for all ranks that wait and removes it
-from the table, so that the next step starts clean; or an error in the exchange. A leader that does not come back from
-its exchange releases the sleepers after one more timeout.
+What ends every wait: the last arrival; the end of patience (`_patience`: the timeout, or less), which fails the round
+for all ranks that wait and removes it from the table, so that the next step starts clean; or an error in the exchange.
+The leader of an exchange that does not come back releases the sleepers after one more timeout.
 
 Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 running statistics), so all of them share one key, and the n-th round holds the n-th call of every device. Backward
@@ -26,7 +26,7 @@ passes of a layer that is called several times per step come in any order, so th
 forward round that they answer (``Meeting.number``).
 
 A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
-step. Whoever catches the error and goes on must therefore let the stragglers finish first: ``mx.nd.waitall()``.
+step. Whoever catches the error and goes on must therefore let the stragglers finish first: `abandon_step`.
 """
 
 import threading
@@ -34,6 +34,8 @@ import time
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
 import numpy as np
+
+from gluon_syncbn import _patience
 
 
 class SyncBatchNormError(RuntimeError):
@@ -48,9 +50,9 @@ class Meeting(NamedTuple):
 
 
 class _Round:
-    def __init__(self, number: int, size: int, deadline: float):
+    def __init__(self, number: int, size: int):
         self.number = number
-        self.deadline = deadline
+        self.opened = time.monotonic()
         self.contributions: List[Optional[np.ndarray]] = [None] * size
         self.meeting: Optional[Meeting] = None
         self.error: Optional[str] = None
@@ -59,6 +61,10 @@ class _Round:
     @property
     def done(self) -> bool:
         return self.meeting is not None or self.error is not None
+
+    @property
+    def gathering(self) -> bool:
+        return not self.done and bool(self.missing())
 
     def missing(self) -> List[int]:
         return [rank for rank, item in enumerate(self.contributions) if item is None]
@@ -138,7 +144,7 @@ class Rendezvous:
         round_ = self._rounds.get(key)
         if round_ is None:
             self._opened += 1
-            round_ = _Round(self._opened, len(self._ranks), time.monotonic() + self._timeout)
+            round_ = _Round(self._opened, len(self._ranks))
             self._rounds[key] = round_
         if round_.contributions[rank] is not None:
             self._fail(self._rounds.pop(key), self._twice_text(round_, rank))
@@ -147,17 +153,12 @@ class Rendezvous:
         return round_
 
     def _sleep(self, round_: _Round, key: int) -> None:
-        while not round_.done:
-            seconds = round_.deadline - time.monotonic()
-            if seconds > 0:
-                self._changed.wait(seconds)
-            elif round_.missing():
-                del self._rounds[key]
-                self._fail(round_, self._missing_text(round_))
-            elif seconds > -self._timeout:
-                self._changed.wait(seconds + self._timeout)
-            else:
-                self._fail(round_, f"{self._what}: all devices arrived, but the exchange between them did not return.")
+        waited = _patience.wait(self._changed, round_.opened, self._timeout, lambda: not round_.gathering)
+        if waited is not None:
+            del self._rounds[key]
+            self._fail(round_, self._missing_text(round_, waited))
+        elif not self._changed.wait_for(lambda: round_.done, self._timeout):
+            self._fail(round_, f"{self._what}: all devices arrived, but the exchange between them did not return.")
 
     def _lead(self, round_: _Round) -> None:
         try:
@@ -183,11 +184,11 @@ class Rendezvous:
             f"layer equally often per step, and in the same order."
         )
 
-    def _missing_text(self, round_: _Round) -> str:
+    def _missing_text(self, round_: _Round, waited: _patience.Waited) -> str:
         missing = round_.missing()
         arrived = [name for rank, name in enumerate(self._ranks) if rank not in missing]
         return (
-            f"{self._what} waited {self._timeout:g} s for {len(missing)} of {len(self._ranks)} devices. "
+            f"{self._what} {waited.text(f'{len(missing)} of {len(self._ranks)} devices')}. "
             f"Arrived: {', '.join(arrived)}. Missing: {', '.join(self._ranks[rank] for rank in missing)}. "
             f"{self._advice()}"
         ).rstrip()

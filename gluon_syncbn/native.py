@@ -32,6 +32,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.base import _LIB
 
+from gluon_syncbn import _patience
 from gluon_syncbn._group import Description, Options, next_number, usual_reasons
 
 _OPERATOR = "gluon_syncbn_native"
@@ -109,6 +110,7 @@ def _load() -> ctypes.CDLL:
     kernels = _GPU_KERNELS.read_bytes()
     if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions()), _make_described_group, kernels) != 0:
         raise RuntimeError("MXNet refused to register the operator")
+    _patience.connect(library)
     return library
 
 

@@ -1,8 +1,6 @@
 #include "group.h"
 
 #include <algorithm>
-#include <chrono>
-#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <tuple>
@@ -83,16 +81,17 @@ void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mu
     std::sort(devices_.begin(), devices_.end(), comes_before);
     complete_.notify_all();
   }
-  const auto all_are_here = [&] { return devices_.size() == size_; };
-  if (!complete_.wait_for(lock, std::chrono::duration<double>(timeout_), all_are_here)) {
-    std::ostringstream text;
-    text << "SyncBatchNorm '" << name << "': forward pass waited " << timeout_ << " s for "
-         << size_ - devices_.size() << " of " << size_ << " devices. Arrived: " << join(devices_)
-         << ". Missing: devices that have never run it; it was made for num_devices=" << size_ << ". " << advice_;
+  const Waited waited =
+      wait_patiently(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == size_; });
+  if (!waited.enough) {
+    const std::string whom = std::to_string(size_ - devices_.size()) + " of " + std::to_string(size_) + " devices";
+    const std::string text = "SyncBatchNorm '" + name + "': forward pass " + waited.text(whom) +
+                             ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
+                             "for num_devices=" + std::to_string(size_) + ". " + advice_;
     const auto place = std::find(devices_.begin(), devices_.end(), device) - devices_.begin();
     lock.unlock();
     std::this_thread::sleep_for(place * kBetweenFailures);
-    throw RendezvousError(text.str());
+    throw RendezvousError(text);
   }
 }
 

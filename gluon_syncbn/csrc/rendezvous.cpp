@@ -1,16 +1,13 @@
 #include "rendezvous.h"
 
-#include <cstdio>
 #include <thread>
 #include <utility>
 
 namespace gluon_syncbn {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // How long a rank looks before it sleeps.
-constexpr std::chrono::microseconds kLook{60};
+constexpr std::chrono::microseconds kSpin{60};
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -18,12 +15,6 @@ inline void pause() {
 #else
   std::this_thread::yield();
 #endif
-}
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", seconds);
-  return text;
 }
 
 }  // namespace
@@ -44,8 +35,6 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
     if (!entry) {
       entry = std::make_shared<Round>(ranks_.size());
       entry->number = ++opened_;
-      entry->deadline =
-          Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds_));
     }
     round = entry;
     if (round->present[rank]) {
@@ -76,16 +65,13 @@ uint64_t Rendezvous::rounds() const {
 }
 
 void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
-  const auto look_until = Clock::now() + kLook;
-  while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < look_until) pause();
+  const auto spin_until = Clock::now() + kSpin;
+  while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < spin_until) pause();
   if (round->state.load(std::memory_order_acquire) != kGathering) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  while (round->state == kGathering) {
-    if (round->changed.wait_until(lock, round->deadline) == std::cv_status::timeout && round->state == kGathering &&
-        Clock::now() >= round->deadline) {
-      finish(*round, key, kFailed, missing_text(*round));
-    }
-  }
+  const Waited waited = wait_patiently(lock, round->changed, round->opened, timeout_seconds_,
+                                       [&] { return round->state != kGathering; });
+  if (!waited.enough) finish(*round, key, kFailed, missing_text(*round, waited));
 }
 
 void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {
@@ -108,10 +94,11 @@ std::string Rendezvous::twice_text(const Round& round, size_t rank) const {
          " arrived. Every device must run this layer equally often per step, and in the same order.";
 }
 
-std::string Rendezvous::missing_text(const Round& round) const {
-  return what_ + " waited " + seconds_text(timeout_seconds_) + " s for " +
-         std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) +
-         " devices. Arrived: " + names(round, true) + ". Missing: " + names(round, false) + ". " + advice_;
+std::string Rendezvous::missing_text(const Round& round, const Waited& waited) const {
+  const std::string whom =
+      std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) + " devices";
+  return what_ + " " + waited.text(whom) + ". Arrived: " + names(round, true) + ". Missing: " + names(round, false) +
+         ". " + advice_;
 }
 
 std::string Rendezvous::different_lengths_text(const Round& round) const {

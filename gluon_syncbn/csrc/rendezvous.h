@@ -6,17 +6,17 @@
 // in rounds ("generations"). Each direction of each layer has a rendezvous of its own, and a round of it has a key. A
 // round is in one of three states:
 //
-//   gathering  Opened by the first rank to arrive, which sets the deadline: arrival + timeout. It is in the table under
-//              its key. Ranks that arrive leave their contribution and wait. It waits for ranks, and for nothing else.
+//   gathering  Opened by the first rank to arrive, from when its timeout counts. It is in the table under its key. Ranks
+//              that arrive leave their contribution and wait. It waits for ranks, and for nothing else.
 //   complete   The last rank has arrived. It takes the round out of the table, so that whoever comes again opens the
 //              next one, and wakes the others. Contributions no longer change; every rank reads them all, without
 //              a lock, and reduces them for itself in rank order: same input, same order, same bits everywhere.
-//   failed     A waiting rank saw the deadline pass, or a rank arrived twice, or the last to arrive found that vectors
+//   failed     A waiting rank lost its patience, or a rank arrived twice, or the last to arrive found that vectors
 //              differ in length. It takes the round out of the table, stores the error, and wakes the others: all of
 //              them throw that text. The next arrival opens a new round, so the next step starts clean.
 //
-// What ends every wait: the last arrival, the deadline, or the failure of the round. No wait is without a deadline, and
-// no lock is held while waiting. A waiting rank looks at the state for some microseconds before it sleeps, because
+// What ends every wait: the last arrival, the end of patience (patience.h: the timeout, or less), or the failure of the
+// round. No wait is without an end, and no lock is held while waiting. A waiting rank looks at the state for some microseconds before it sleeps, because
 // devices of one kind mostly arrive together and to wake a thread costs more than that.
 //
 // A round is owned by the table and by the ranks in it, and goes when the last of them has left.
@@ -27,7 +27,7 @@
 // round that they answer.
 //
 // A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
-// step. Whoever catches the error and goes on must let the stragglers finish first (mx.nd.waitall()).
+// step. Whoever catches the error and goes on must let the stragglers finish first (abandon_step).
 #pragma once
 
 #include <atomic>
@@ -40,6 +40,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "patience.h"
 
 namespace gluon_syncbn {
 
@@ -86,7 +88,7 @@ class Rendezvous {
     std::vector<bool> present;
     size_t arrived = 0;
     uint64_t number = 0;
-    std::chrono::steady_clock::time_point deadline;
+    Clock::time_point opened = Clock::now();
     std::string error;
     std::atomic<int> state{kGathering};
     std::atomic<int> left_with_error{0};
@@ -97,7 +99,7 @@ class Rendezvous {
   void finish(Round& round, uint64_t key, State state, std::string error);  // with the lock held
   std::string names(const Round& round, bool present) const;
   std::string twice_text(const Round& round, size_t rank) const;
-  std::string missing_text(const Round& round) const;
+  std::string missing_text(const Round& round, const Waited& waited) const;
   std::string different_lengths_text(const Round& round) const;  // empty if they are the same
   [[noreturn]] void leave_with_error(Round& round) const;
 

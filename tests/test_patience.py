@@ -1,0 +1,194 @@
+"""Waiting ends early where it has lost its sense, and nowhere else. All timeouts here are a minute, if not said.
+
+test_faults.py has the cases that a net meets; here is what must not change beside them."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from harness import run_python
+from test_native_rendezvous import Rendezvous as NativeRendezvous
+
+from gluon_syncbn import _patience
+from gluon_syncbn._patience import MOMENT
+from gluon_syncbn._rendezvous import Rendezvous, SyncBatchNormError
+
+MINUTE = 60.0
+LIMIT = 30  # seconds after which a wait in these tests counts as a hang
+
+
+class Portable:
+    def __init__(self, ranks):
+        self._rendezvous = Rendezvous("here", [f"rank {rank}" for rank in range(ranks)], MINUTE, np.stack)
+        self._threads = ThreadPoolExecutor(ranks)
+
+    def meet(self, rank):
+        def run():
+            try:
+                return self._rendezvous.meet(rank, np.ones(1)).number
+            except SyncBatchNormError as error:
+                return str(error)
+
+        return self._threads.submit(run)
+
+
+class Native:
+    def __init__(self, ranks):
+        self._rendezvous = NativeRendezvous(ranks, MINUTE)
+
+    def meet(self, rank):
+        meeting = self._rendezvous.meet(rank, [1.0])
+
+        class Number:
+            @staticmethod
+            def result(timeout):
+                told = meeting.result(timeout)
+                return told if isinstance(told, str) else told[0]
+
+        return Number
+
+
+@pytest.fixture(params=[Native, Portable], ids=["native", "portable"])
+def rendezvous(request):
+    yield request.param(2)
+    _patience.limit("")
+
+
+def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
+    waiting = rendezvous.meet(0)
+    time.sleep(0.5)
+    _patience.limit("of a reason")
+    started = time.monotonic()
+    text = waiting.result(timeout=LIMIT)
+    assert MOMENT - 0.1 < time.monotonic() - started < MOMENT + 1
+    assert text.startswith("here waited 2.")
+    assert " s for 1 of 2 devices, and no longer because of a reason. Arrived: rank 0. Missing: rank 1." in text
+
+
+def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
+    _patience.limit("of a reason")
+    time.sleep(MOMENT)
+    started = time.monotonic()
+    assert "because of a reason" in rendezvous.meet(0).result(timeout=LIMIT)
+    assert MOMENT - 0.1 < time.monotonic() - started < MOMENT + 1
+
+
+def test_under_a_limit_those_who_come_still_meet(rendezvous):
+    _patience.limit("of a reason")
+    first = rendezvous.meet(0)
+    time.sleep(MOMENT / 2)
+    assert [rendezvous.meet(1).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [1, 1]
+
+
+def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
+    first = rendezvous.meet(0)
+    _patience.limit("of a reason")
+    time.sleep(MOMENT / 2)
+    _patience.limit("")
+    time.sleep(MOMENT)
+    assert [rendezvous.meet(1).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [1, 1]
+
+
+PROLOGUE = """
+import os, signal, threading, time
+import oracle
+from harness import *
+from gluon_syncbn import SyncBatchNorm, abandon_step
+from gluon_syncbn._patience import MOMENT
+
+devices = cpus(2)
+layer = SyncBatchNorm(in_channels=3, timeout=60, prefix='stem_')
+layer.initialize(ctx=devices)
+layer.hybridize()
+shapes = [(2, 3, 4, 4)] * 2
+shards, heads = random_shards(shapes), random_shards(shapes, seed=1)
+expected = oracle.batch_norm(shards, np.ones(3), np.zeros(3), heads=heads)
+
+def right_step(late=0):
+    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, devices)]
+    with autograd.record():
+        first = layer(inputs[0])
+        time.sleep(late)
+        outputs = [first, layer(inputs[1])]
+    assert oracle.distance([item.asnumpy() for item in outputs], expected.outputs) < 1e-5
+
+def run_one_device():
+    with autograd.record():
+        return layer(mx.nd.array(shards[0], ctx=devices[0]))
+
+def send(number, *delays):
+    for delay in delays:
+        threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+
+def raises(kind, action):
+    "How long it took."
+    started = time.perf_counter()
+    try:
+        action()
+    except kind as error:
+        print(type(error), error)
+        return time.perf_counter() - started
+    assert False, 'nothing was raised'
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+right_step()
+"""
+
+CASES = {
+    "the user's own handler is called, once the wait has ended, and stays": """
+calls = []
+signal.signal(signal.SIGINT, lambda *_: calls.append(time.perf_counter()))
+send(signal.SIGINT, 1.0)
+out = run_one_device()
+assert MOMENT + 0.9 < raises(mx.MXNetError, out.asnumpy) < MOMENT + 4
+assert len(calls) == 1
+abandon_step()
+right_step()
+os.kill(os.getpid(), signal.SIGINT)
+assert len(calls) == 2
+""",
+    "who ignores Ctrl-C goes on waiting": """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+send(signal.SIGINT, 0.5)
+right_step(late=MOMENT + 2)
+""",
+    "a signal ends no wait that begins later": """
+assert raises(KeyboardInterrupt, lambda: (send(signal.SIGINT, 0), time.sleep(5))) < 1
+right_step(late=MOMENT + 1)
+""",
+    "Ctrl-C is afterwards what it was": """
+for _ in range(2):
+    out = run_one_device()
+    send(signal.SIGINT, 1.0)
+    assert MOMENT + 0.9 < raises(KeyboardInterrupt, out.asnumpy) < MOMENT + 4
+    abandon_step()
+    right_step()
+assert raises(KeyboardInterrupt, lambda: (send(signal.SIGINT, 0), time.sleep(5))) < 1
+""",
+    "an exception leaves a step of some devices": """
+def step():
+    with gluon_syncbn.devices(devices):
+        with autograd.train_mode():
+            layer(mx.nd.array(shards[0], ctx=devices[0]))
+        raise ValueError('a bad batch')
+assert MOMENT - 0.1 < raises(ValueError, step) < MOMENT + 3
+right_step()
+""",
+    "an exception where nothing waits costs nothing": """
+def step():
+    with autograd.record():
+        right_step()
+        raise StopIteration
+assert sum(raises(StopIteration, step) for _ in range(5)) < MOMENT
+""",
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("backend", ["native", "portable"])
+def test_in_a_process_of_its_own(backend, case, side_by_side):
+    result = side_by_side(
+        lambda backend, case: run_python(PROLOGUE + CASES[case], seconds=60, GLUON_SYNCBN_BACKEND=backend)
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
