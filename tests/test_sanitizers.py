@@ -12,7 +12,10 @@ CSRC = os.path.join(ROOT, "gluon_syncbn", "csrc")
 COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" + CSRC]
 
 
-RENDEZVOUS = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), os.path.join(CSRC, "rendezvous.cpp")]
+RENDEZVOUS = [
+    os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"),
+    *(os.path.join(CSRC, name) for name in ("rendezvous.cpp", "patience.cpp")),
+]
 KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "kernels.cpp")]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread", "-pthread"]

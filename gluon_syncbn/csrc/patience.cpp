@@ -16,23 +16,33 @@ constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 // Of the steady clock; all that the handler writes.
 std::atomic<int64_t> signalled{INT64_MIN};
 
-// Who had the signal before us. Written only while our handler is not in force.
-struct sigaction before[kNumSignals];
+// Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it reads
+// is not changed: another action gets memory of its own, which is never freed, as actions do not change often.
+std::atomic<const struct sigaction*> before[kNumSignals];
 
 void on_signal(int number, siginfo_t* information, void* context) {
   signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   for (size_t i = 0; i < kNumSignals; ++i) {
     if (kSignals[i] != number) continue;
-    if (before[i].sa_flags & SA_SIGINFO) {
-      before[i].sa_sigaction(number, information, context);
+    const struct sigaction& action = *before[i].load();
+    if (action.sa_flags & SA_SIGINFO) {
+      action.sa_sigaction(number, information, context);
     } else {
-      before[i].sa_handler(number);
+      action.sa_handler(number);
     }
   }
 }
 
 bool is_ours(const struct sigaction& action) {
   return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
+}
+
+bool is_same(const struct sigaction& a, const struct sigaction& b) {
+  if (a.sa_flags != b.sa_flags || a.sa_handler != b.sa_handler) return false;
+  for (int number = 1; number < NSIG; ++number) {  // the rest of a mask is not defined
+    if (sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)) return false;
+  }
+  return true;
 }
 
 bool is_handled(const struct sigaction& action) {
@@ -59,7 +69,8 @@ void begin_watch() {
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0 || is_ours(found) || !is_handled(found)) continue;
-    before[i] = found;
+    const struct sigaction* known = before[i];
+    if (!known || !is_same(*known, found)) before[i] = new struct sigaction(found);
     struct sigaction ours = found;
     ours.sa_flags |= SA_SIGINFO;
     ours.sa_sigaction = on_signal;
@@ -72,7 +83,7 @@ void end_watch() {
   if (--shared().watches > 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
-    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found)) sigaction(kSignals[i], &before[i], nullptr);
+    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found)) sigaction(kSignals[i], before[i], nullptr);
   }
 }
 

@@ -1,6 +1,10 @@
 // 8 threads meet 100,000 times with random delays; now and then one does not come, comes twice, or brings a vector of
 // another length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
-// must be clean. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
+// must be clean. All the while patience is limited and taken back, and signals come; a timeout shorter than the moment
+// that they leave makes them change nothing. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
+
+#include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -90,6 +94,19 @@ void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& bac
   }
 }
 
+std::atomic<bool> done{false};
+std::atomic<long> handled{0};
+
+void disturb() {
+  while (!done) {
+    gluon_syncbn::limit_patience("of a test");
+    kill(getpid(), SIGINT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gluon_syncbn::limit_patience("");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -100,11 +117,20 @@ int main(int count, char** arguments) {
   Rendezvous forward("forward", names, 0.5, "", std::chrono::milliseconds(0));
   Rendezvous backward("backward", names, 0.5, "", std::chrono::milliseconds(0));
   Barrier barrier;
+  signal(SIGINT, [](int) { handled += 1; });
+  std::thread disturber(disturb);
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] { run(rank, generations, forward, backward, barrier); });
   }
   for (std::thread& thread : threads) thread.join();
+  done = true;
+  disturber.join();
+  check(handled > 0, "the program's own handler was not called", generations);
+  check(gluon_syncbn::signalled_at() > gluon_syncbn::Clock::time_point::min(), "no signal was noticed", generations);
+  struct sigaction found;
+  sigaction(SIGINT, nullptr, &found);
+  check(!(found.sa_flags & SA_SIGINFO), "the program's own handler was not put back", generations);
   check(forward.open_rounds() == 0 && backward.open_rounds() == 0, "rounds were left open", generations);
   std::printf("%llu generations, %ld meetings, %ld errors, %ld failures\n",
               static_cast<unsigned long long>(generations), meetings.load(), errors.load(), failures.load());
