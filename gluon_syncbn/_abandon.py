@@ -32,8 +32,8 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    _patience.limit("the step was abandoned")
     try:
+        _patience.limit("the step was abandoned")
         finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
     finally:
         _patience.limit("")
