@@ -40,7 +40,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and meets no one.
 
     Every device must run the layer the same number of times per step. One that does not come ends in an error on
-    all devices that wait (see ``timeout``); after you have caught it, call `gluon_syncbn.abandon_step` before the next step.
+    all devices that wait (see ``timeout``); after you have caught it, call `gluon_syncbn.abandon_step` before the next
+    step.
     For a step with fewer images than devices see `gluon_syncbn.devices`.
 
     Parameters

@@ -45,14 +45,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def zeros_by_copy(monkeypatch):
-    """MXNet makes them with a kernel of its own, which neither a stand-in has nor a GPU that is newer than MXNet."""
-    made = mx.nd.zeros
+def zeros_by_copy(made):
+    """In place of ``made``, `mx.nd.zeros`, which on a GPU takes a kernel of MXNet's own.
+
+    Neither a stand-in has that, nor a GPU that is newer than MXNet.
+    """
 
     def zeros(shape, ctx=None, dtype=None, **kwargs):
         if ctx is None or ctx.device_type != "gpu":
             return made(shape, ctx=ctx, dtype=dtype, **kwargs)
         return made(shape, ctx=mx.cpu(), dtype=dtype).copyto(ctx)
 
-    monkeypatch.setattr(mx.nd, "zeros", zeros)
+    return zeros
+
+
+@pytest.fixture(autouse=True)
+def without_kernels_of_mxnet(monkeypatch):
+    monkeypatch.setattr(mx.nd, "zeros", zeros_by_copy(mx.nd.zeros))
