@@ -32,6 +32,7 @@
 #include "kernels.h"
 #include "mxnet_c_api.h"
 #include "operator.h"
+#include "undisturbed.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -47,8 +48,12 @@ MakeGroup make_described_group = nullptr;
 // The group that the attribute of a graph's node names.
 std::shared_ptr<Group> group_of(const std::string& reference) {
   if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
-  const int64_t number = make_described_group(reference.c_str());
-  if (number < 0) throw std::invalid_argument(take_error());
+  int64_t number = -1;
+  undisturbed([&] {
+    number = make_described_group(reference.c_str());
+    if (number < 0) throw std::invalid_argument(take_error());
+    return 1;
+  });
   std::shared_ptr<Group> group = find_group(number);
   drop_group(number);  // it lives as long as the node
   return group;

@@ -1,9 +1,13 @@
-// Wraps a custom operator that is written in Python, for two things that MXNet's own wrapping lacks.
+// Wraps a custom operator that is written in Python, for three things that MXNet's own wrapping lacks.
 //
 // Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then
 // throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
 // returns 0 throws the text that the operator left behind with gluon_syncbn_leave_error on the same thread (portable.py
 // does, just before it raises).
+//
+// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked undisturbed (undisturbed.h), and
+// as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can do there is to keep some
+// hundred bytes from being freed.)
 //
 // Exits are clean. MXNet counts an operator as done before it has dropped it, so a thread of its engine may call
 // Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++ answers
@@ -21,6 +25,7 @@
 #include <vector>
 
 #include "mxnet_c_api.h"
+#include "undisturbed.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -69,13 +74,44 @@ struct Wrapper {
 
 // Positions in MXNet's lists (include/mxnet/c_api.h, CustomOpCallbacks and CustomOpPropCallbacks).
 enum { kOperatorDelete, kOperatorForward, kOperatorBackward };
-enum { kPropertyDelete, kPropertyInferShape = 4, kPropertyCreateOperator = 6, kPropertyInferType = 7 };
+enum {
+  kPropertyDelete,
+  kPropertyListArguments,
+  kPropertyListOutputs,
+  kPropertyListStates,
+  kPropertyInferShape,
+  kPropertyBackwardDependency,
+  kPropertyCreateOperator,
+  kPropertyInferType,
+  kPropertyCallbacks  // more would be about sparse arrays
+};
 
+// What the property's lists say, asked once.
+struct PropertyWrapper : Wrapper {
+  explicit PropertyWrapper(const MXCallbackList& list) : Wrapper(list) {
+    for (int index : {kPropertyListArguments, kPropertyListOutputs, kPropertyListStates}) {
+      or_error(call<CustomOpList>(this, index, &names[index]));
+    }
+    callbacks.resize(kPropertyCallbacks);
+  }
+
+  // How many names a list has.
+  int count(int index) const {
+    int size = 0;
+    while (names[index][size]) ++size;
+    return size;
+  }
+
+  char** names[kPropertyListStates + 1] = {};
+  std::vector<int> dependencies;
+};
+
+template <typename Kind>
 int remove(void* state) {
   deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
   if (!python_is_gone) Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
   deletions -= 1;
-  delete static_cast<Wrapper*>(state);
+  delete static_cast<Kind*>(state);
   return 1;
 }
 
@@ -91,22 +127,46 @@ int backward(int size, void** arrays, int* tags, const int* requests, int is_tra
 
 int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
-  or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims, dtypes,
-                                         ret));
+  undisturbed([&] {
+    return or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims,
+                                                  dtypes, ret));
+  });
   auto* wrapper = new Wrapper(*ret);
-  wrapper->replace(kOperatorDelete, remove);
+  wrapper->replace(kOperatorDelete, remove<Wrapper>);
   wrapper->replace(kOperatorForward, forward);
   wrapper->replace(kOperatorBackward, backward);
   wrapper->fill(ret);
   return 1;
 }
 
+template <int index>
+int list(char*** names, void* state) {
+  *names = static_cast<PropertyWrapper*>(state)->names[index];
+  return 1;
+}
+
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
-  return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes));
+  return undisturbed(
+      [&] { return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes)); });
+}
+
+// On everything, as CustomOpProp has it.
+int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
+                                void* state) {
+  auto* property = static_cast<PropertyWrapper*>(state);
+  const int arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
+  std::vector<int>& all = property->dependencies;
+  all.assign(out_grad, out_grad + outputs);
+  all.insert(all.end(), in_data, in_data + arguments);
+  all.insert(all.end(), out_data, out_data + outputs);
+  *num_deps = static_cast<int>(all.size());
+  *deps = all.data();
+  return 1;
 }
 
 int infer_type(int num, int* dtypes, void* state) {
-  return or_error(Wrapper::call<CustomOpInferType>(state, kPropertyInferType, num, dtypes));
+  return undisturbed(
+      [&] { return or_error(Wrapper::call<CustomOpInferType>(state, kPropertyInferType, num, dtypes)); });
 }
 
 int nothing_to_delete(void*) { return 1; }
@@ -118,10 +178,18 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   static void* no_contexts[] = {nullptr};
   *ret = {1, no_callbacks, no_contexts};
   MXCallbackList made{};
-  or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
-  auto* wrapper = new Wrapper(made);
-  wrapper->replace(kPropertyDelete, remove);
+  PropertyWrapper* wrapper = nullptr;
+  undisturbed([&] {
+    or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
+    wrapper = new PropertyWrapper(made);
+    return 1;
+  });
+  wrapper->replace(kPropertyDelete, remove<PropertyWrapper>);
+  wrapper->replace(kPropertyListArguments, list<kPropertyListArguments>);
+  wrapper->replace(kPropertyListOutputs, list<kPropertyListOutputs>);
+  wrapper->replace(kPropertyListStates, list<kPropertyListStates>);
   wrapper->replace(kPropertyInferShape, infer_shape);
+  wrapper->replace(kPropertyBackwardDependency, declare_backward_dependency);
   wrapper->replace(kPropertyCreateOperator, create_operator);
   wrapper->replace(kPropertyInferType, infer_type);
   wrapper->fill(ret);

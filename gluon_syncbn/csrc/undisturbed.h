@@ -1,0 +1,17 @@
+// Calls into Python that Ctrl-C cannot end in the middle.
+//
+// Python raises KeyboardInterrupt on its main thread, between any two of its instructions, also where MXNet has called
+// it on that thread through ctypes. There the exception goes nowhere, what the callback should have filled in is not, and
+// MXNet goes on with it: a wrong shape, or a segmentation fault. So such a call is made on a thread of its own, while
+// the main thread waits; it raises KeyboardInterrupt when it is back in the user's code. That takes some 20 µs, and no
+// such call is made while a hybridized net trains.
+#pragma once
+
+#include <functional>
+
+namespace gluon_syncbn {
+
+// What `call` returns or throws, from another thread if this is Python's main thread.
+int undisturbed(const std::function<int()>& call);
+
+}  // namespace gluon_syncbn
