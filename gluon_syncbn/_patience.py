@@ -14,8 +14,7 @@ MOMENT = 2.0  # seconds; as in csrc/patience.h, like the next
 _LOOK = 0.1
 
 _library: Optional[ctypes.CDLL] = None
-_because = ""
-_limited = 0.0
+_limit = ("", 0.0)  # because of what, and since when
 
 
 class Waited(NamedTuple):
@@ -45,8 +44,8 @@ def connect(library: ctypes.CDLL) -> None:
 
 def limit(because: str) -> None:
     """From now on waits end after `MOMENT`, "because" of this; an empty text takes it back."""
-    global _because, _limited
-    _because, _limited = because, time.monotonic()
+    global _limit
+    _limit = (because, time.monotonic())
     if _library is not None:
         _library.gluon_syncbn_limit_patience(because.encode())
 
@@ -76,8 +75,9 @@ def _out_of_patience(began: float, timeout: float) -> Optional[Waited]:
     signalled = -1.0 if _library is None else _library.gluon_syncbn_signalled_at()
     if signalled >= began and now >= signalled + MOMENT:
         return Waited(now - began, "Ctrl-C or SIGTERM came")
-    if _because and now >= max(began, _limited) + MOMENT:
-        return Waited(now - began, _because)
+    because, since = _limit
+    if because and now >= max(began, since) + MOMENT:
+        return Waited(now - began, because)
     return None
 
 

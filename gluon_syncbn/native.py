@@ -97,7 +97,6 @@ def _load() -> ctypes.CDLL:
     library.gluon_syncbn_take_part.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int]
     library.gluon_syncbn_take_part.restype = None
     library.gluon_syncbn_leave_error.argtypes = [ctypes.c_char_p]
-    library.gluon_syncbn_leave_error.restype = None
     library.gluon_syncbn_stop_calling_python.argtypes = []
     library.gluon_syncbn_stop_calling_python.restype = None
     library.gluon_syncbn_wrap_python_operator.argtypes = [
@@ -214,10 +213,9 @@ def wrap(operator: str) -> str:
     return name if code == 0 else operator
 
 
-def leave_error(text: str) -> None:
-    """The text of the error that a wrapped operator raises next on this thread."""
-    if _library is not None:
-        _library.gluon_syncbn_leave_error(text.encode())
+def leave_error(text: str) -> bool:
+    """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
+    return _library is not None and bool(_library.gluon_syncbn_leave_error(text.encode()))
 
 
 def empty_operator() -> Optional[ctypes.c_void_p]:

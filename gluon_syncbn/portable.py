@@ -41,6 +41,7 @@ import numpy as np
 from gluon_syncbn import _participants, native
 from gluon_syncbn._group import Description, Group, find_group
 from gluon_syncbn._host import HostAccess
+from gluon_syncbn._rendezvous import SyncBatchNormError
 from gluon_syncbn._statistics import BatchView, Moments, moving_average
 
 _NAME = "gluon_syncbn_all_reduce"
@@ -150,9 +151,16 @@ def _centre(F, rows, on_gpu: bool):
 
 @contextlib.contextmanager
 def _keeping_the_text():
-    """Let the text of an error reach whoever reads the output; MXNet alone would only print it."""
+    """Let the text of an error reach whoever reads the output; MXNet alone would only print it.
+
+    It prints what is raised in any case, with a traceback. Of a device that did not come that says nothing more, so
+    that is not raised where its text gets there without.
+    """
     try:
         yield
+    except SyncBatchNormError as problem:
+        if not native.leave_error(str(problem)):
+            raise
     except Exception as problem:
         native.leave_error(str(problem))
         raise

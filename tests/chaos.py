@@ -96,9 +96,9 @@ class Chaos:
         for parameter in self.net.collect_params().values():
             assert all(np.isfinite(item.asnumpy()).all() for item in parameter.list_data()), parameter.name
 
-    def interrupt(self, within: float):
-        """Ctrl-C at some time from now."""
-        threading.Timer(self.chance.random() * within, os.kill, (os.getpid(), signal.SIGINT)).start()
+    def interrupt(self, *limits: float):
+        """Ctrl-C at some time between these, from now."""
+        threading.Timer(self.chance.uniform(*limits), os.kill, (os.getpid(), signal.SIGINT)).start()
 
     # What can go wrong; each ends in an exception.
 
@@ -128,17 +128,17 @@ class Chaos:
 
     def interrupt_a_wait(self):
         outputs = self.forward(self.inputs(2))
-        self.interrupt(1.5)
+        self.interrupt(0.3, 1.5)  # in its first tenth of a second a wait does not notice
         outputs[1].asnumpy()
 
     def interrupt_training(self):
         read = self.chance.choice([self.step, self.check])
-        self.interrupt(0.3)
+        self.interrupt(0, 0.3)
         self._until_interrupted(read)
 
     def interrupt_the_first_step(self):
         set_mode(self.net, self.mode)  # drops the graph
-        self.interrupt(0.06)
+        self.interrupt(0, 0.06)
         self._until_interrupted(self.step)
 
     def _until_interrupted(self, action):

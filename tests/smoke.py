@@ -3,13 +3,14 @@
     python tests/smoke.py
 
 A small net trains a step on 2 CPU contexts with the compiled operator, in every mode, and gives what nn.BatchNorm gives
-for the whole batch on one; its exported graph is plain and converts again; Module and the NumPy interface run; and a
-device that does not come is named in the error.
+for the whole batch on one; its exported graph is plain and converts again; Module and the NumPy interface run; a device
+that does not come is named in the error; and the step after an exception is right.
 """
 
 import os
 import sys
 import tempfile
+import time
 
 import mxnet as mx
 import numpy as np
@@ -83,6 +84,23 @@ def numpy_interface() -> None:
     mx.npx.reset_np()
 
 
+def exceptions() -> None:
+    """One between the devices of a step; the next step is right, and no one has waited for long."""
+    for backend in ("native", "portable"):
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=16, timeout=60, backend=backend)
+        layer.initialize(ctx=DEVICES)
+        before = step(layer, DEVICES)
+        started = time.monotonic()
+        try:
+            with autograd.record():
+                layer(mx.nd.array(BATCH, ctx=DEVICES[0]))
+                raise KeyError
+        except KeyError:
+            pass
+        assert all((a == b).all() for a, b in zip(before, step(layer, DEVICES))), backend
+        assert time.monotonic() - started < 20, backend
+
+
 def main() -> None:
     for mode in MODES:
         expected = step(make_net(DEVICES[:1], False, mode), DEVICES[:1])
@@ -107,6 +125,8 @@ def main() -> None:
         print("missing device: named in the error")
     else:
         sys.exit("a device was missing and nothing failed")
+    exceptions()
+    print("after exceptions: right")
     print(f"RIGHT with MXNet {mx.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}")
 
 

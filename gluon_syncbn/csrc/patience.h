@@ -63,13 +63,13 @@ std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_se
 template <typename Enough>
 Waited wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Clock::time_point began,
                       double timeout_seconds, Enough enough) {
-  const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
   std::optional<SignalWatch> watch;
   while (!enough()) {
     if (const auto ended = out_of_patience(began, timeout_seconds)) return *ended;
-    if (changed.wait_until(lock, std::min(Clock::now() + kLook, began + timeout)) == std::cv_status::timeout && !watch) {
-      watch.emplace();
-    }
+    const double left = timeout_seconds - std::chrono::duration<double>(Clock::now() - began).count();
+    const std::chrono::duration<double> look = std::min<std::chrono::duration<double>>(
+        kLook, std::chrono::duration<double>(left));
+    if (changed.wait_for(lock, look) == std::cv_status::timeout && !watch) watch.emplace();
   }
   return {true, 0, ""};
 }

@@ -2,8 +2,7 @@
 //
 // Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then
 // throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
-// returns 0 throws the text that the operator left behind with gluon_syncbn_leave_error on the same thread (portable.py
-// does, just before it raises).
+// returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
 //
 // Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked undisturbed (undisturbed.h), and
 // as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can do there is to keep some
@@ -33,11 +32,12 @@ namespace {
 CustomOpPropCreator python_creator = nullptr;
 std::string python_name;
 thread_local std::string left_behind;
+thread_local bool is_wrapped = false;  // whether what runs on this thread is a callback that is wrapped here
 std::atomic<bool> python_is_gone{false};
 std::atomic<int> deletions{0};
 
 int or_error(int returned) {
-  if (returned) return returned;
+  if (returned && left_behind.empty()) return returned;
   throw dmlc::Error(gluon_syncbn::take_error());
 }
 
@@ -58,7 +58,11 @@ struct Wrapper {
   static int call(void* state, int index, Arguments... arguments) {
     const MXCallbackList& list = static_cast<Wrapper*>(state)->original;
     const auto function = reinterpret_cast<Function>(reinterpret_cast<void (*)(void)>(list.callbacks[index]));
-    return function(arguments..., list.contexts[index]);
+    left_behind.clear();
+    is_wrapped = true;
+    const int returned = function(arguments..., list.contexts[index]);
+    is_wrapped = false;
+    return returned;
   }
 
   void fill(MXCallbackList* ret) {
@@ -215,9 +219,10 @@ extern "C" __attribute__((visibility("default"))) int gluon_syncbn_wrap_python_o
   return functions->custom_op_register(op_type, gluon_syncbn::create_property);
 }
 
-// The text of the error that this thread is about to return from a callback.
-extern "C" __attribute__((visibility("default"))) void gluon_syncbn_leave_error(const char* text) {
+// The text of the error in which the callback that runs on this thread ends. Returns whether it is certain to.
+extern "C" __attribute__((visibility("default"))) int gluon_syncbn_leave_error(const char* text) {
   gluon_syncbn::left_behind = text;
+  return gluon_syncbn::is_wrapped;
 }
 
 // The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
