@@ -15,7 +15,7 @@ def test_chaos(backend, mode, side_by_side):
         command = [sys.executable, os.path.join("tests", "chaos.py"), "--backend", backend, "--mode", mode]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": ROOT}
         return subprocess.run(
-            [*command, "--seconds", "12"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+            [*command, "--seconds", "8"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
         )
 
     done = side_by_side(run)

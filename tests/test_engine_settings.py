@@ -67,11 +67,15 @@ except mx.MXNetError as error:
         ("MXNET_CPU_PARALLEL_RAND_COPY", "mx.gluon.nn.Dropout(0.5)", 4, "imperative"),
     ],
 )
-def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend):
+def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend, side_by_side):
     """The reason for all of this: with too few this net cannot run, and says so; with ours it does."""
-    code = STARVED.format(before=before, devices=devices, mode=mode)
-    assert run_python(code).stdout.strip().endswith("RAN")
-    starved = run_python(code, **{name: 1})
+
+    def run(name, before, devices, mode, backend):
+        code = STARVED.format(before=before, devices=devices, mode=mode)
+        return [run_python(code, GLUON_SYNCBN_BACKEND=backend, **fewer) for fewer in ({}, {name: 1})]
+
+    ours, starved = side_by_side(run)
+    assert ours.stdout.strip().endswith("RAN")
     assert starved.stdout.strip().endswith("FAILED")
     assert "ran out of temp-space slots or random generators (now MXNET_CPU" in starved.stdout
     assert f"{name}=1" in starved.stdout
@@ -109,11 +113,14 @@ except mx.MXNetError:
 """
 
 
-def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(backend):
-    """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times."""
-    assert run_python(BORDERS.format(copies=True), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("RAN")
+@pytest.mark.parametrize("copies, end", [(True, "RAN"), (False, "FAILED")])
+def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end, backend, side_by_side):
+    """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times.
 
+    Without the copies devices meet in a slot; if that ever runs through, the README may drop the recipe.
+    """
 
-def test_without_them_the_pool_is_gone_round_and_devices_meet_in_a_slot(backend):
-    """Why the recipe exists; if this ever runs through, the README may drop it."""
-    assert run_python(BORDERS.format(copies=False), MXNET_CPU_TEMP_COPY=256).stdout.strip().endswith("FAILED")
+    def run(copies, end, backend):
+        return run_python(BORDERS.format(copies=copies), MXNET_CPU_TEMP_COPY=256, GLUON_SYNCBN_BACKEND=backend)
+
+    assert side_by_side(run).stdout.strip().endswith(end)
