@@ -94,19 +94,20 @@ enum {
 struct PropertyWrapper : Wrapper {
   explicit PropertyWrapper(const MXCallbackList& list) : Wrapper(list) {
     for (int index : {kPropertyListArguments, kPropertyListOutputs, kPropertyListStates}) {
-      or_error(call<CustomOpList>(this, index, &names[index]));
+      char** pythons = nullptr;
+      or_error(call<CustomOpList>(this, index, &pythons));
+      for (; *pythons; ++pythons) lists[index].emplace_back(*pythons);
+      for (std::string& name : lists[index]) pointers[index].push_back(&name[0]);
+      pointers[index].push_back(nullptr);
     }
     callbacks.resize(kPropertyCallbacks);
   }
 
   // How many names a list has.
-  int count(int index) const {
-    int size = 0;
-    while (names[index][size]) ++size;
-    return size;
-  }
+  size_t count(int index) const { return lists[index].size(); }
 
-  char** names[kPropertyListStates + 1] = {};
+  std::vector<std::string> lists[kPropertyListStates + 1];
+  std::vector<char*> pointers[kPropertyListStates + 1];  // to the same, and a null, as MXNet wants them
   std::vector<int> dependencies;
 };
 
@@ -145,7 +146,7 @@ int create_operator(const char* device, int num_inputs, unsigned** shapes, const
 
 template <int index>
 int list(char*** names, void* state) {
-  *names = static_cast<PropertyWrapper*>(state)->names[index];
+  *names = static_cast<PropertyWrapper*>(state)->pointers[index].data();
   return 1;
 }
 
@@ -158,7 +159,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
 int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
                                 void* state) {
   auto* property = static_cast<PropertyWrapper*>(state);
-  const int arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
+  const size_t arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
   std::vector<int>& all = property->dependencies;
   all.assign(out_grad, out_grad + outputs);
   all.insert(all.end(), in_data, in_data + arguments);
@@ -184,6 +185,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   MXCallbackList made{};
   PropertyWrapper* wrapper = nullptr;
   undisturbed([&] {
+    left_behind.clear();
     or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
     wrapper = new PropertyWrapper(made);
     return 1;
