@@ -4,11 +4,10 @@ csrc/patience.h says when that is, and how Ctrl-C is noticed. The compiled rende
 portable back end here. Without the compiled library no signal is noticed, and a wait lasts until the timeout then.
 """
 
-import contextlib
 import ctypes
 import threading
 import time
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 MOMENT = 2.0  # seconds; as in csrc/patience.h, like the next
 _LOOK = 0.1
@@ -55,16 +54,19 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
 
     ``began`` is on the clock of `time.monotonic`.
     """
-    with contextlib.ExitStack() as stack:
-        watching = False
+    watching = False
+    try:
         while not enough():
             ended = _out_of_patience(began, timeout)
             if ended is not None:
                 return ended
             notified = changed.wait(min(_LOOK, began + timeout - time.monotonic()))
-            if not notified and not watching:
-                stack.enter_context(_watching_signals())
+            if _library is not None and not notified and not watching:
+                _library.gluon_syncbn_watch_signals(1)
                 watching = True
+    finally:
+        if watching:
+            _library.gluon_syncbn_watch_signals(0)
     return None
 
 
@@ -79,15 +81,3 @@ def _out_of_patience(began: float, timeout: float) -> Optional[Waited]:
     if because and now >= max(began, since) + MOMENT:
         return Waited(now - began, because)
     return None
-
-
-@contextlib.contextmanager
-def _watching_signals() -> Iterator[None]:
-    if _library is None:
-        yield
-        return
-    _library.gluon_syncbn_watch_signals(1)
-    try:
-        yield
-    finally:
-        _library.gluon_syncbn_watch_signals(0)

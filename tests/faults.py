@@ -82,9 +82,8 @@ shards, heads = ([rng.standard_normal(SHAPE).astype("float32") for _ in DEVICES]
 
 def inputs():
     arrays = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, DEVICES)]
-    gradients = [
-        mx.nd.array(np.zeros(SHAPE), ctx=device) for device in DEVICES
-    ]  # zeros_like would run a kernel on GPUs
+    # Not attach_grad, which would run a kernel on GPUs.
+    gradients = [mx.nd.array(np.zeros(SHAPE), ctx=device) for device in DEVICES]
     autograd.mark_variables(arrays, gradients)
     mx.nd.waitall()
     return arrays

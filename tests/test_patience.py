@@ -18,45 +18,33 @@ MINUTE = 60.0
 LIMIT = 30  # seconds after which a wait in these tests counts as a hang
 
 
-class Portable:
-    def __init__(self, ranks):
-        self._rendezvous = Rendezvous("here", [f"rank {rank}" for rank in range(ranks)], MINUTE, np.stack)
+class PortableRendezvous:
+    """The interface of NativeRendezvous: futures of the round's number and the sum, or of an error's text."""
+
+    def __init__(self, ranks, timeout):
+        names = [f"rank {rank}" for rank in range(ranks)]
+        self._rendezvous = Rendezvous("here", names, timeout, lambda parts: np.sum(parts, axis=0).tolist())
         self._threads = ThreadPoolExecutor(ranks)
 
-    def meet(self, rank):
+    def meet(self, rank, values):
         def run():
             try:
-                return self._rendezvous.meet(rank, np.ones(1)).number
+                meeting = self._rendezvous.meet(rank, np.array(values))
             except SyncBatchNormError as error:
                 return str(error)
+            return meeting.number, meeting.result
 
         return self._threads.submit(run)
 
 
-class Native:
-    def __init__(self, ranks):
-        self._rendezvous = NativeRendezvous(ranks, MINUTE)
-
-    def meet(self, rank):
-        meeting = self._rendezvous.meet(rank, [1.0])
-
-        class Number:
-            @staticmethod
-            def result(timeout):
-                told = meeting.result(timeout)
-                return told if isinstance(told, str) else told[0]
-
-        return Number
-
-
-@pytest.fixture(params=[Native, Portable], ids=["native", "portable"])
+@pytest.fixture(params=[NativeRendezvous, PortableRendezvous], ids=["native", "portable"])
 def rendezvous(request):
-    yield request.param(2)
+    yield request.param(2, MINUTE)
     _patience.limit("")
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
-    waiting = rendezvous.meet(0)
+    waiting = rendezvous.meet(0, [1.0])
     time.sleep(0.5)
     _patience.limit("of a reason")
     started = time.monotonic()
@@ -70,24 +58,24 @@ def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
     _patience.limit("of a reason")
     time.sleep(MOMENT)
     started = time.monotonic()
-    assert "because of a reason" in rendezvous.meet(0).result(timeout=LIMIT)
+    assert "because of a reason" in rendezvous.meet(0, [1.0]).result(timeout=LIMIT)
     assert MOMENT - 0.1 < time.monotonic() - started < MOMENT + 1
 
 
 def test_under_a_limit_those_who_come_still_meet(rendezvous):
     _patience.limit("of a reason")
-    first = rendezvous.meet(0)
+    first = rendezvous.meet(0, [1.0])
     time.sleep(MOMENT / 2)
-    assert [rendezvous.meet(1).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [1, 1]
+    assert [rendezvous.meet(1, [2.0]).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [(1, [3.0])] * 2
 
 
 def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
-    first = rendezvous.meet(0)
+    first = rendezvous.meet(0, [1.0])
     _patience.limit("of a reason")
     time.sleep(MOMENT / 2)
     _patience.limit("")
     time.sleep(MOMENT)
-    assert [rendezvous.meet(1).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [1, 1]
+    assert [rendezvous.meet(1, [2.0]).result(timeout=LIMIT), first.result(timeout=LIMIT)] == [(1, [3.0])] * 2
 
 
 PROLOGUE = """
@@ -117,9 +105,8 @@ def run_one_device():
     with autograd.record():
         return layer(mx.nd.array(shards[0], ctx=devices[0]))
 
-def send(number, *delays):
-    for delay in delays:
-        threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+def send(number, delay):
+    threading.Timer(delay, os.kill, (os.getpid(), number)).start()
 
 def raises(kind, action):
     "How long it took."

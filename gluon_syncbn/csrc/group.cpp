@@ -81,11 +81,11 @@ void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mu
     std::sort(devices_.begin(), devices_.end(), comes_before);
     complete_.notify_all();
   }
-  const Waited waited =
+  const auto waited =
       wait_patiently(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == size_; });
-  if (!waited.enough) {
+  if (waited) {
     const std::string whom = std::to_string(size_ - devices_.size()) + " of " + std::to_string(size_) + " devices";
-    const std::string text = "SyncBatchNorm '" + name + "': forward pass " + waited.text(whom) +
+    const std::string text = "SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
                              ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
                              "for num_devices=" + std::to_string(size_) + ". " + advice_;
     const auto place = std::find(devices_.begin(), devices_.end(), device) - devices_.begin();

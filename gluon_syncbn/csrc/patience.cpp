@@ -107,12 +107,12 @@ std::string Waited::text(const std::string& whom) const {
 std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_seconds) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - began).count();
-  if (seconds >= timeout_seconds) return Waited{false, timeout_seconds, ""};
+  if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
   const auto signal = signalled_at();
-  if (signal >= began && now >= signal + kMoment) return Waited{false, seconds, "Ctrl-C or SIGTERM came"};
+  if (signal >= began && now >= signal + kMoment) return Waited{seconds, "Ctrl-C or SIGTERM came"};
   std::lock_guard<std::mutex> lock(shared().mutex);
   if (!shared().because.empty() && now >= std::max(began, shared().limited) + kMoment) {
-    return Waited{false, seconds, shared().because};
+    return Waited{seconds, shared().because};
   }
   return std::nullopt;
 }

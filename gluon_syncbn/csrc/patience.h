@@ -46,10 +46,9 @@ struct SignalWatch {
 // When the last signal came that a SignalWatch noticed; before all waits, if there was none.
 Clock::time_point signalled_at();
 
-// What became of a wait.
+// A wait in vain.
 struct Waited {
-  bool enough;          // what it waited for is there
-  double seconds;       // how long it lasted, if not
+  double seconds;
   std::string because;  // why it ended before the timeout; empty if it did not
 
   // "waited 60 s for WHOM", and if it ended before the timeout, why.
@@ -59,19 +58,18 @@ struct Waited {
 // When a wait that began at `began` ends now, and why; nothing if it goes on.
 std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_seconds);
 
-// Waits on `changed`, whose mutex `lock` holds, until `enough()`, or until patience ends.
+// Waits on `changed`, whose mutex `lock` holds, until `enough()`: then nothing; or until patience ends.
 template <typename Enough>
-Waited wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Clock::time_point began,
-                      double timeout_seconds, Enough enough) {
+std::optional<Waited> wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+                                     Clock::time_point began, double timeout_seconds, Enough enough) {
+  using Seconds = std::chrono::duration<double>;
   std::optional<SignalWatch> watch;
   while (!enough()) {
-    if (const auto ended = out_of_patience(began, timeout_seconds)) return *ended;
-    const double left = timeout_seconds - std::chrono::duration<double>(Clock::now() - began).count();
-    const std::chrono::duration<double> look = std::min<std::chrono::duration<double>>(
-        kLook, std::chrono::duration<double>(left));
+    if (auto ended = out_of_patience(began, timeout_seconds)) return ended;
+    const Seconds look = std::min<Seconds>(kLook, Seconds(timeout_seconds) - (Clock::now() - began));
     if (changed.wait_for(lock, look) == std::cv_status::timeout && !watch) watch.emplace();
   }
-  return {true, 0, ""};
+  return std::nullopt;
 }
 
 }  // namespace gluon_syncbn

@@ -69,9 +69,9 @@ void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
   while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < spin_until) pause();
   if (round->state.load(std::memory_order_acquire) != kGathering) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  const Waited waited = wait_patiently(lock, round->changed, round->opened, timeout_seconds_,
-                                       [&] { return round->state != kGathering; });
-  if (!waited.enough) finish(*round, key, kFailed, missing_text(*round, waited));
+  const auto waited = wait_patiently(lock, round->changed, round->opened, timeout_seconds_,
+                                     [&] { return round->state != kGathering; });
+  if (waited) finish(*round, key, kFailed, missing_text(*round, *waited));
 }
 
 void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {

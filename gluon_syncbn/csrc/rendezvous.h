@@ -16,8 +16,9 @@
 //              them throw that text. The next arrival opens a new round, so the next step starts clean.
 //
 // What ends every wait: the last arrival, the end of patience (patience.h: the timeout, or less), or the failure of the
-// round. No wait is without an end, and no lock is held while waiting. A waiting rank looks at the state for some microseconds before it sleeps, because
-// devices of one kind mostly arrive together and to wake a thread costs more than that.
+// round. No wait is without an end, and no lock is held while waiting. A waiting rank looks at the state for some
+// microseconds before it sleeps, because devices of one kind mostly arrive together and to wake a thread costs more than
+// that.
 //
 // A round is owned by the table and by the ranks in it, and goes when the last of them has left.
 //
