@@ -24,6 +24,7 @@ pair that costs nothing.
 
 import ctypes
 import functools
+import os
 import weakref
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Union
@@ -39,6 +40,7 @@ _OPERATOR = "gluon_syncbn_native"
 LIBRARY = Path(__file__).with_name("libgluon_syncbn.so")
 _GPU_KERNELS = Path(__file__).with_name("csrc") / "kernels.cu"
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
+_MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/kernels.h
 
 
 # As in csrc/mxnet_c_api.h.
@@ -177,8 +179,22 @@ except (OSError, RuntimeError) as problem:
 
 
 def instruction_set() -> str:
-    """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library."""
-    return "not compiled" if _library is None else _library.gluon_syncbn_instruction_set().decode()
+    """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library.
+
+    The environment variable ``GLUON_SYNCBN_MAX_CPU_ISA`` holds them to one that is older than the processor's best.
+
+    Raises
+    ------
+    ValueError
+        The variable is none of the three.
+    """
+    if _library is None:
+        return "not compiled"
+    chosen = _library.gluon_syncbn_instruction_set()
+    if chosen is None:
+        value = os.environ.get(_MAX_CPU_ISA)
+        raise ValueError(f"{_MAX_CPU_ISA} must be baseline, avx2 or avx512, not {value!r}.")
+    return chosen.decode()
 
 
 @functools.lru_cache(maxsize=None)

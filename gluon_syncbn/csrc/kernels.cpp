@@ -1,7 +1,10 @@
 #include "kernels.h"
 
 #include <omp.h>
+#include <strings.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -90,7 +93,7 @@ namespace baseline {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define GLUON_SYNCBN_X86 1
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx2,fma")
 namespace avx2 {
 #include "kernels_body.h"
 }
@@ -104,8 +107,9 @@ namespace avx512 {
 #endif
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
+constexpr const char* kInstructionSets[] = {"baseline", "avx2", "avx512"};
 
-InstructionSet detect() {
+InstructionSet newest_of_processor() {
 #ifdef GLUON_SYNCBN_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
@@ -116,15 +120,24 @@ InstructionSet detect() {
   return InstructionSet::kBaseline;
 }
 
-InstructionSet detected() {
-  static const InstructionSet found = detect();
-  return found;
+InstructionSet newest_allowed() {
+  const char* text = std::getenv(kMaxCpuIsa);
+  if (text == nullptr || *text == '\0') return InstructionSet::kAvx512;
+  for (int i = 0; i < 3; ++i) {
+    if (strcasecmp(text, kInstructionSets[i]) == 0) return static_cast<InstructionSet>(i);
+  }
+  throw std::invalid_argument(std::string(kMaxCpuIsa) + " must be baseline, avx2 or avx512, not '" + text + "'");
+}
+
+InstructionSet chosen() {
+  static const InstructionSet set = std::min(newest_of_processor(), newest_allowed());
+  return set;
 }
 
 Passes passes(DType dtype) {
 #ifdef GLUON_SYNCBN_X86
-  if (detected() == InstructionSet::kAvx512) return avx512::passes(dtype);
-  if (detected() == InstructionSet::kAvx2) return avx2::passes(dtype);
+  if (chosen() == InstructionSet::kAvx512) return avx512::passes(dtype);
+  if (chosen() == InstructionSet::kAvx2) return avx2::passes(dtype);
 #endif
   return baseline::passes(dtype);
 }
@@ -267,15 +280,6 @@ Moments merge(const std::vector<Moments>& parts) {
   return merged;
 }
 
-const char* instruction_set() {
-  switch (detected()) {
-    case InstructionSet::kAvx512:
-      return "avx512";
-    case InstructionSet::kAvx2:
-      return "avx2";
-    default:
-      return "baseline";
-  }
-}
+const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }
 
 }  // namespace gluon_syncbn

@@ -4,8 +4,8 @@
 // (outer, channels, inner): NCHW is (N, C, H·W), channel-last is (N·H·W, C, 1), plain (N, C) is (N, C, 1).
 //
 // Passes over memory: forward reads x once for the moments and once to normalize; backward reads x and dy once for
-// the sums and once for dx. Each pass is compiled for AVX-512, AVX2 and the platform's
-// baseline, and the best that the processor has is taken at run time.
+// the sums and once for dx. Each pass is compiled for AVX-512, AVX2 and the platform's baseline, and the best that the
+// processor has is taken at run time. All round the same way: the bits of the results do not depend on the processor.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,12 @@ void fill(DType dtype, void* values, int64_t size, double value);
 // many parts at once, in the given order.
 Moments merge(const std::vector<Moments>& parts);
 
-// Which instruction set the passes run on: "avx512", "avx2" or "baseline".
+// The environment variable that holds the passes to an instruction set older than the processor's best, so that one
+// machine can try what others run. Its values are those of `instruction_set`, in either case.
+constexpr const char* kMaxCpuIsa = "GLUON_SYNCBN_MAX_CPU_ISA";
+
+// Which instruction set the passes run on: "avx512", "avx2" or "baseline". Throws std::invalid_argument if the
+// environment variable has another value.
 const char* instruction_set();
 
 }  // namespace gluon_syncbn

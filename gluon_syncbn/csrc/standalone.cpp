@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,7 +28,14 @@ Affine affine_of(int dtype, int64_t channels, const double* mean, const double* 
 
 }  // namespace
 
-EXPORTED const char* gluon_syncbn_instruction_set() { return instruction_set(); }
+// Null if the environment variable that limits it has an impossible value.
+EXPORTED const char* gluon_syncbn_instruction_set() {
+  try {
+    return instruction_set();
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  }
+}
 
 EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
                                    int threads, double* mean, double* m2) {
