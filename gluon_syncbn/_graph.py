@@ -37,7 +37,8 @@ class Norm(NamedTuple):
     """One Batch Normalization of a graph, plain or synchronized.
 
     ``options`` are those of the synchronized layer (``num_devices``, ``group_size``, ``timeout``, ``kvstore``,
-    ``dtype``); None if it is plain. ``hidden`` are the attributes that MXNet keeps for others.
+    ``dtype``); None if it is plain. ``hidden`` are the attributes that MXNet keeps for others, ``data`` the name under
+    which the graph's internals list its data.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Norm(NamedTuple):
     options: Optional[Dict[str, Any]]
     hidden: Dict[str, str]
     inputs: List[Entry]
+    data: str
     parameters: List[str]  # names of the variables gamma, beta, moving mean and variance
 
     @property
@@ -164,9 +166,15 @@ def _find_norms(graph) -> Dict[int, Norm]:
             options=options,
             hidden=hidden,
             inputs=inputs,
+            data=_output_name(nodes[inputs[0][0]]),
             parameters=[nodes[entry[0]]["name"] for entry in inputs[1:]],
         )
     return found
+
+
+def _output_name(node) -> str:
+    """Of a variable, or an operator that has one output."""
+    return node["name"] if node["op"] == "null" else f"{node['name']}_output"
 
 
 def _inputs_of_marked(nodes, last) -> List[Entry]:

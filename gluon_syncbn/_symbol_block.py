@@ -8,12 +8,13 @@ that all that holds for layers holds here: devices, groups, timeouts, order in s
 
 import copy
 import functools
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 
+from gluon_syncbn._bfloat16 import inferred_dtype, inferred_dtypes
 from gluon_syncbn._graph import MARK, Norm, norms_of, rewrite
 from gluon_syncbn.block import SyncBatchNorm, find_trace, traces_graphs
 from gluon_syncbn.symbol import plain_symbol
@@ -46,7 +47,11 @@ class SynchronizedSymbolBlock(SymbolBlock):
         is_static = trace is not None and trace.is_static
         before = self._calls[1] if is_static and self._calls[0] is trace.symbol else {}
         variables = {running_mean: f"{running_mean}_call_before" for running_mean in before}
-        out, calls = self._synchronized(trace, variables)
+        known = trace.dtypes() if trace else {}
+        dtypes = {
+            data.name: inferred_dtype(item.as_nd_ndarray(), known) for data, item in zip(self._cached_graph[0], flat)
+        }
+        out, calls = self._synchronized(trace, dtypes, variables)
         everything = mx.sym.Group([*out.as_nd_ndarray(), *calls.values()])
         everything._compose(
             **{data.name: item.as_nd_ndarray() for data, item in zip(self._cached_graph[0], flat)},
@@ -63,16 +68,24 @@ class SynchronizedSymbolBlock(SymbolBlock):
     @traces_graphs
     def _get_graph(self, *args):
         symbol_inputs = [copy.copy(item) for item in self._cached_graph[0]]  # new objects, see find_trace
-        return symbol_inputs, self._synchronized(find_trace(), {})[0]
+        trace = find_trace()
+        return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
 
-    def _synchronized(self, trace, before: Dict[str, str]):
-        """The graph with synchronized nodes, and the last calls (see `gluon_syncbn._graph.rewrite`)."""
+    def _synchronized(self, trace, dtypes: Dict[str, Any], before: Dict[str, str]):
+        """The graph with synchronized nodes, and the last calls (see `gluon_syncbn._graph.rewrite`).
+
+        ``dtypes`` are those of the block's inputs, as far as they are known.
+        """
+        graph = self._cached_graph[1]
+        known = inferred_dtypes(graph, dtypes)
 
         def make(norm: Norm, inputs, after):
             layer = self._norms.layers.get(_key(norm))
-            return None if layer is None else layer.as_node(inputs, trace, after, norm.name, norm.hidden)
+            if layer is None:
+                return None
+            return layer.as_node(inputs, trace, after, norm.name, norm.hidden, known.get(norm.data))
 
-        return rewrite(self._cached_graph[1], make, before)
+        return rewrite(graph, make, before)
 
 
 def synchronize(block: SymbolBlock, **options) -> None:

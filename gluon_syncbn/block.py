@@ -3,19 +3,21 @@
 import sys
 import threading
 import weakref
-from typing import List, NamedTuple, Optional, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock, nn
+from mxnet.gluon.block import _flatten
 
 from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import choose
+from gluon_syncbn._bfloat16 import widened
 from gluon_syncbn._graph import MARK, mark
 from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
 from gluon_syncbn._options import check_options
 from gluon_syncbn._writes import declare_writes
-from gluon_syncbn.symbol import describe, make_node
+from gluon_syncbn.symbol import describe, make_node, plain_node
 
 _layers = weakref.WeakSet()
 
@@ -176,30 +178,38 @@ class SyncBatchNorm(nn.BatchNorm):
         if devices:
             check_devices(self.name, devices, self._options)
         if self._is_alone(is_array) or (is_array and not mx.autograd.is_training()):
-            out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-            return F.relu(out) if self._activation else out
+            return self._plain(F, x, gamma, beta, running_mean, running_var)
         if is_array and not _participants.takes_part(x.context, _participants.current()):
             raise ValueError(absent_text(self.name, x.context))
         arrays = (x, gamma, beta, running_mean, running_var)
         if is_array:
-            return self.synchronized(F, arrays, None)[0]
+            return self.synchronized(F, arrays, None, {})[0]
         trace = find_trace()
         if not devices or trace is None:
             return self._as_symbol(arrays)[0]
-        out, call = self.synchronized(F, arrays, trace, after=self.call_before(trace))
+        out, call = self.synchronized(F, arrays, trace, trace.dtypes(), self.call_before(trace))
         self.remember_call(trace, call)
         return out
 
-    def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden):
-        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it."""
+    def _plain(self, F, x, *vectors):
+        """`nn.BatchNorm` itself."""
+        trace = find_trace() if F is mx.sym else None
+        x, lowered = widened(F, x, trace.dtypes() if trace else {})
+        out = super().hybrid_forward(F, x, *vectors)
+        return lowered(F.relu(out) if self._activation else out)
+
+    def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden, dtype):
+        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it; ``dtype`` is that of data."""
+        dtypes = {inputs[0].name: dtype}
         if self._devices():
             check_devices(self.name, self._devices(), self._options)
         if self._is_alone(is_array=False):
-            out = mx.sym.BatchNorm(*inputs, name=name, attr=hidden or None, **self._kwargs)
-            return (mx.sym.relu(out) if self._activation else out), None
+            x, lowered = widened(mx.sym, inputs[0], dtypes)
+            relu = self._activation is not None
+            return lowered(plain_node([x, *inputs[1:]], name, relu=relu, attr=hidden, **self._kwargs)), None
         if trace is None or not self._devices():
             return self._as_symbol(inputs, after, name, hidden)
-        return self.synchronized(mx.sym, inputs, trace, after, name, hidden)
+        return self.synchronized(mx.sym, inputs, trace, dtypes, after, name, hidden)
 
     def _is_alone(self, is_array: bool) -> bool:
         """Whether the layer is `nn.BatchNorm` here. A symbol may be made before its devices are known."""
@@ -207,11 +217,11 @@ class SyncBatchNorm(nn.BatchNorm):
         alone = len(devices) <= 1 and (is_array or bool(devices))
         return alone or self._options.group_size == 1 or self._kwargs["use_global_stats"]
 
-    def synchronized(self, F, arrays, trace: Optional["Trace"], after=None, name: str = "fwd", hidden=None):
+    def synchronized(self, F, arrays, trace: Optional["Trace"], dtypes, after=None, name: str = "fwd", hidden=None):
         """The layer on several devices: what it returns, and its call (see `native.normalize`).
 
         ``arrays`` are the five of ``hybrid_forward``; ``trace`` tells of the graph that is being made, if F makes
-        symbols, and ``name`` and ``hidden`` are the last node's name and attributes in it.
+        symbols, ``dtypes`` of its inputs, and ``name`` and ``hidden`` are the last node's name and attributes in it.
         """
         group = self._group_on(self._devices())
         axis, relu = self._kwargs["axis"], self._activation is not None
@@ -224,9 +234,10 @@ class SyncBatchNorm(nn.BatchNorm):
         if is_native:
             is_static = trace is not None and trace.is_static
             return native.normalize(F, *arrays, group, axis, relu=relu, static=is_static, after=after, **node)
-        cast_input = trace is not None or _name_of(arrays[0].dtype) != group.dtype
-        out, call = portable.normalize(F, *arrays, group, axis, cast_input, after, **node)
-        return (F.relu(out) if relu else out), call  # Activation would turn NaN into 0
+        x, lowered = widened(F, arrays[0], dtypes)
+        cast_input = trace is not None or _name_of(x.dtype) != group.dtype
+        out, call = portable.normalize(F, x, *arrays[1:], group, axis, cast_input, after, **node)
+        return lowered(F.relu(out) if relu else out), call  # Activation would turn NaN into 0
 
     def _under_numpy(self, F, *arrays):
         """The same for ``mx.np.ndarray``, or symbols of that kind."""
@@ -339,11 +350,22 @@ def _name_of(dtype) -> str:
 
 
 class Trace(NamedTuple):
-    """A graph of Gluon's that is being made: of which net, a symbol that names it, and of which kind."""
+    """A graph of Gluon's that is being made: of which net, its inputs, what it is called with, and of which kind."""
 
     net: Optional[HybridBlock]
-    symbol: mx.sym.Symbol
+    inputs: List[mx.sym.Symbol]
+    arguments: tuple
     is_static: bool
+
+    @property
+    def symbol(self) -> mx.sym.Symbol:
+        """It names the graph, since each has new ones."""
+        return self.inputs[0]
+
+    def dtypes(self) -> Dict[str, Any]:
+        """Of the inputs, by name."""
+        given = [item for item in _flatten(self.arguments, "input")[0] if item is not None]
+        return {symbol.name: item.dtype for symbol, item in zip(self.inputs, given)}
 
 
 # Where graphs are made; each has a list ``symbol_inputs`` of the graph's inputs, which are new objects each time.
@@ -364,14 +386,13 @@ def find_trace() -> Optional[Trace]:
     static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
     block's first call counts as not static, which is always safe.
     """
-    frame, symbol = sys._getframe(), None
-    while frame is not None:
+    frame, tracer, net, is_static = sys._getframe(), None, None, False
+    while frame is not None and net is None:
         if frame.f_code in _TRACERS:
-            symbol = frame.f_locals["symbol_inputs"][0]
+            tracer = frame.f_locals
         if frame.f_code is HybridBlock._build_cache.__code__:
             net = frame.f_locals["self"]
             flags = dict(net._flags)
             is_static = bool(flags.get("static_alloc") and flags.get("static_shape"))
-            return None if symbol is None else Trace(net, symbol, is_static)
         frame = frame.f_back
-    return None if symbol is None else Trace(None, symbol, False)
+    return None if tracer is None else Trace(net, tracer["symbol_inputs"], tracer["args"], is_static)

@@ -69,7 +69,7 @@ def normalize(
     ----------
     F : mx.nd or mx.sym
     x : NDArray or Symbol
-        Any shape with at least 2 dimensions; float32, float64 or float16.
+        Any shape with at least 2 dimensions; float32, float64, float16, or bfloat16 where MXNet's BatchNorm takes it.
     gamma, beta, running_mean, running_var : NDArray or Symbol
         Shape (C,), of the group's dtype.
     group : Group or Description

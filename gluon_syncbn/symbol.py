@@ -13,6 +13,7 @@ import mxnet as mx
 
 from gluon_syncbn import native, portable
 from gluon_syncbn._backend import choose
+from gluon_syncbn._bfloat16 import widened
 from gluon_syncbn._graph import MARK, Norm, count_others, mark, rewrite
 from gluon_syncbn._group import Description, check_engine
 from gluon_syncbn._options import check_options
@@ -178,7 +179,7 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
         if norm.options is None and norm.operator != "_contrib_SyncBatchNorm":
             return None
         given = (norm.axis, norm.epsilon, norm.momentum, norm.fix_gamma, norm.use_global_stats, norm.relu, norm.hidden)
-        return _plain(inputs, norm.name, *given), None
+        return plain_node(inputs, norm.name, *given), None
 
     return rewrite(sym, make)[0]
 
@@ -257,9 +258,11 @@ def make_node(
 ):
     """The last node of a synchronized layer, and its call (see `native.normalize`)."""
     name, fix_gamma = name or described.name, not described.scale
+    x, lowered = widened(mx.sym, inputs[0], {})
     if use_global_stats or described.num_devices == 1 or described.group_size == 1:
         numbers = (axis, described.epsilon, described.momentum)
-        return _plain(inputs, name, *numbers, fix_gamma, use_global_stats, relu, attr), None
+        out = plain_node([x, *inputs[1:]], name, *numbers, fix_gamma, use_global_stats, relu, attr)
+        return lowered(out), None
     kvstore = described.kvstore
     devices = [mx.gpu(0)] if described.on_gpu else []
     choice = choose(f"SyncBatchNorm '{described.name}'", backend, devices, kvstore).name
@@ -275,11 +278,12 @@ def make_node(
     named = {"name": name, "attr": {**(attr or {}), MARK: text}}
     if is_native:
         return native.normalize(mx.sym, *inputs, described, axis, relu=relu, static=False, after=after, **named)
-    out, call = portable.normalize(mx.sym, *inputs, described, axis, cast_input=True, after=after, **named)
-    return _with_relu(out, name, relu), call
+    out, call = portable.normalize(mx.sym, x, *inputs[1:], described, axis, cast_input=True, after=after, **named)
+    return lowered(_with_relu(out, name, relu)), call
 
 
-def _plain(inputs, name, axis, eps, momentum, fix_gamma, use_global_stats, relu, attr) -> mx.sym.Symbol:
+def plain_node(inputs, name, axis, eps, momentum, fix_gamma, use_global_stats, relu, attr) -> mx.sym.Symbol:
+    """``mx.sym.BatchNorm``, with a ReLU behind it or not."""
     out = mx.sym.BatchNorm(
         *inputs,
         eps=eps,

@@ -1,0 +1,100 @@
+"""bfloat16 input where MXNet's own BatchNorm cannot take it.
+
+On a CPU that operator is oneDNN's, which has bfloat16 kernels for AVX-512 and newer alone; on other processors it ends
+in "could not create a primitive descriptor iterator". There, whatever would hand it bfloat16 computes in float32
+between two casts instead, which rounds once at the end, as oneDNN's kernels do. That concerns the portable back end,
+and every layer where it is `nn.BatchNorm` itself. The compiled operator takes bfloat16 on any processor.
+
+In a graph the dtype of x is inferred from the graph and from the inputs that it is traced with. A symbol of the user's
+has no such inputs; where nothing in it says bfloat16 either, it is left to MXNet.
+"""
+
+import functools
+from typing import Any, Callable, Dict, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+# MXNet's stand-in for a type that NumPy does not have.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+
+
+@functools.lru_cache(maxsize=None)
+def is_native_to_mxnet() -> bool:
+    """Whether MXNet's BatchNorm takes bfloat16 on this CPU; the first call tries it."""
+    vector = mx.nd.ones(1)
+    try:
+        x = mx.nd.cast(mx.nd.zeros((1, 1, 1, 1)), dtype=BFLOAT16)  # an error in MXNet 1.6, which does not know it
+        with autograd.pause():
+            mx.nd.BatchNorm(x, vector, vector, vector, vector).wait_to_read()
+    except mx.MXNetError:
+        return False
+    return True
+
+
+def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
+    """What to hand to MXNet's BatchNorm in place of ``x``, and what to do with the result.
+
+    That is x and nothing, but where x is of bfloat16 and MXNet cannot take it.
+
+    Parameters
+    ----------
+    F : mx.nd or mx.sym
+    x : NDArray or Symbol
+    inputs : dict
+        For a symbol: as in `inferred_dtypes`.
+    """
+    if F is mx.nd:
+        wide = _is_bfloat16(x.dtype) and not is_native_to_mxnet()
+    else:
+        wide = not is_native_to_mxnet() and _is_bfloat16(inferred_dtype(x, inputs))
+    if not wide:
+        return x, lambda out: out
+    # Not cast, which truncates, and so do the gradients that come back through it.
+    return F.amp_cast(x, dtype="float32"), lambda out: F.amp_cast(out, dtype=BFLOAT16)
+
+
+def inferred_dtype(x: mx.sym.Symbol, inputs: Dict[str, Any]):
+    """Of a symbol with one output, as `inferred_dtypes` tells."""
+    return inferred_dtypes(x, inputs)[x.list_outputs()[0]]
+
+
+def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any]:
+    """Of all that is computed for ``sym``; None where the graph does not tell, or knows of no bfloat16 at all.
+
+    Parameters
+    ----------
+    sym : Symbol
+    inputs : dict
+        Dtypes of variables, as far as they are known, by name.
+
+    Returns
+    -------
+    dict
+        Dtypes by the names of ``sym.get_internals().list_outputs()``.
+    """
+    names = sym.get_internals().list_outputs()
+    unknown = dict.fromkeys(names)
+    # Inference asks every portable layer of the graph, which takes its time.
+    if not any(map(_is_bfloat16, inputs.values())) and "bfloat16" not in sym.debug_str():
+        return unknown
+    typed = {name: _variable(name, dtype) for name, dtype in inputs.items() if name in sym.list_inputs()}
+    try:
+        if sym.get_children() is None:  # a variable itself
+            sym = typed.get(sym.name, sym)
+        elif typed:
+            sym = sym(**typed)
+        dtypes = sym.get_internals().infer_type_partial()[1]
+    except mx.MXNetError:  # such a graph cannot run, and MXNet will say why
+        return unknown
+    return dict(zip(names, dtypes))
+
+
+def _variable(name: str, dtype) -> mx.sym.Symbol:
+    """One that knows its dtype; infer_type would not accept bfloat16 for an input."""
+    return mx.sym.var(name, attr={"__dtype__": "12"}) if _is_bfloat16(dtype) else mx.sym.var(name, dtype=dtype)
+
+
+def _is_bfloat16(dtype) -> bool:
+    return dtype is not None and np.dtype(dtype) == BFLOAT16
