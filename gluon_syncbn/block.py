@@ -158,6 +158,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._group_lock = threading.Lock()
         self._last_call = None
 
+    def _stop_synchronizing(self) -> None:
+        """Undo `_synchronize`; `convert_batchnorm` calls this before the layer is of another class."""
+        _layers.discard(self)
+        for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
+            del self.__dict__[name]
+
     @property
     def backend(self) -> str:
         """The back end that the layer takes on its devices: 'native' or 'portable'."""

@@ -101,10 +101,9 @@ def convert_batchnorm(block: Block) -> Block:
     blocks = _all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
+        layer._stop_synchronizing()
         original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
         layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
-        for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
-            del layer.__dict__[name]
     for item in blocks:
         if isinstance(item, SynchronizedSymbolBlock):
             restore(item)

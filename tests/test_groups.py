@@ -18,7 +18,7 @@ ONES, ZEROS = np.ones(3), np.zeros(3)
 
 
 def make(mode, **options):
-    layer = SyncBatchNorm(in_channels=3, timeout=5, prefix="stem_", **options)
+    layer = SyncBatchNorm(in_channels=3, timeout=60, prefix="stem_", **options)
     layer.initialize(ctx=cpus(4))
     return set_mode(layer, mode)
 
@@ -84,6 +84,15 @@ def test_steps_on_some_devices_within_groups(mode):
     assert not np.array_equal(variances[1], variances[2])
 
 
+def test_steps_on_some_devices_beside_a_net_that_was_converted_back(mode):
+    other = make(mode)
+    step(other, *[random_shards(SHAPES)] * 2, cpus(4))
+    gluon_syncbn.convert_batchnorm(other)
+    layer = make(mode)
+    with gluon_syncbn.devices(cpus(2)):
+        check(layer, cpus(2), random_shards(SHAPES[:2]), random_shards(SHAPES[:2], seed=1))
+
+
 def test_the_backward_pass_may_come_after_the_block(mode):
     layer = make(mode)
     shards, heads = random_shards(SHAPES[:2]), random_shards(SHAPES[:2], seed=1)
@@ -127,7 +136,7 @@ def test_training_with_a_smaller_last_batch(mode, inside, update_on_kvstore):
                     trainer.step(len(batch))
 
     reference = build(nn.BatchNorm(in_channels=4), [mx.cpu(0)])
-    net = build(SyncBatchNorm(in_channels=4, timeout=5), cpus(4))
+    net = build(SyncBatchNorm(in_channels=4, timeout=60), cpus(4))
     pairs = list(zip(net.collect_params().values(), reference.collect_params().values()))
     for ours, theirs in pairs:
         ours.set_data(theirs.data())
