@@ -5,13 +5,15 @@ PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 pyt
 BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
+# How many tests run at a time. Each has several devices, and most start processes of their own.
+WORKERS ?= 2
 
 .PHONY: train test docs lint wheels gpu
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

@@ -220,7 +220,7 @@ def exception_while_waiting(net):
 
 def _loader():
     data = mx.gluon.data.SimpleDataset(list(range(8)))
-    return mx.gluon.data.DataLoader(data, batch_size=2, num_workers=2, timeout=30)
+    return mx.gluon.data.DataLoader(data, batch_size=2, num_workers=2, timeout=120)
 
 
 def fork_between_devices(net):

@@ -13,7 +13,7 @@ import mxnet as mx
 import numpy as np
 import oracle
 import pytest
-from harness import MODES, ROOT, cpus, random_affine, random_shards, set_mode
+from harness import HANG, MODES, ROOT, cpus, random_affine, random_shards, set_mode
 from mxnet import autograd
 from mxnet.contrib.amp.amp import bfloat16
 from mxnet.gluon import nn
@@ -249,6 +249,6 @@ def test_all_of_this_on_a_machine_without_avx512(backend):
         f"{backend} and not avx512",
     ]
     environment = {**os.environ, "DNNL_MAX_CPU_ISA": "AVX2", "GLUON_SYNCBN_MAX_CPU_ISA": "avx2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "failed" not in done.stdout

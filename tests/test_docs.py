@@ -5,41 +5,35 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import HANG, ROOT
 
 DOCS = Path(ROOT) / "docs"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
-def run(command, folder, seconds=200):
+def run(command, folder):
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run(command, cwd=folder, env=variables, timeout=seconds, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=variables, timeout=HANG, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_blocks(page, side_by_side):
+def test_code_blocks(page, tmp_path):
     """Python blocks in the order of the page, as one program; then its commands, with the output that it shows."""
-    side_by_side(run_blocks)
-
-
-def run_blocks(page):
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     program = "\n".join(text for kind, text in blocks if kind == "python")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "page.py").write_text(program, encoding="utf-8")
-        done = run([sys.executable, "page.py"], folder)
+    (tmp_path / "page.py").write_text(program, encoding="utf-8")
+    done = run([sys.executable, "page.py"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in (text for kind, text in blocks if kind == "console"):
+        command, *shown = text.splitlines()
+        assert command.startswith("$ python ")
+        done = run([sys.executable, *command.split()[2:]], tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        for text in (text for kind, text in blocks if kind == "console"):
-            command, *shown = text.splitlines()
-            assert command.startswith("$ python ")
-            done = run([sys.executable, *command.split()[2:]], folder)
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert "\n".join(shown) in done.stdout
+        assert "\n".join(shown) in done.stdout
 
 
 def test_the_tutorial_as_a_notebook(tmp_path):

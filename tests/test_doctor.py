@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import run_python
+from harness import HANG, run_python
 
 DOCTOR = "import runpy; runpy.run_module('gluon_syncbn', run_name='__main__')"
 
@@ -49,5 +49,5 @@ def test_a_layer_that_cannot_run_is_an_error_code():
 
 
 def test_as_a_command():
-    done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """What several CPU contexts need from MXNet's engine is set at import, and only where it should be."""
 
 import pytest
-from harness import run_python
+from harness import LONG, run_python
 
 from gluon_syncbn._engine import CPU_RINGS
 
@@ -45,7 +45,7 @@ import gluon_syncbn
 from harness import *
 net = mx.gluon.nn.HybridSequential()
 for _ in range(4):
-    net.add({before}, gluon_syncbn.SyncBatchNorm(timeout=3, in_channels=8))
+    net.add({before}, gluon_syncbn.SyncBatchNorm(in_channels=8))
 net.initialize(ctx=cpus({devices}))
 set_mode(net, {mode!r})
 shards = random_shards([(1, 8, 8, 8)] * {devices})
@@ -67,14 +67,11 @@ except mx.MXNetError as error:
         ("MXNET_CPU_PARALLEL_RAND_COPY", "mx.gluon.nn.Dropout(0.5)", 4, "imperative"),
     ],
 )
-def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend, side_by_side):
+def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend):
     """The reason for all of this: with too few this net cannot run, and says so; with ours it does."""
-
-    def run(name, before, devices, mode, backend):
-        code = STARVED.format(before=before, devices=devices, mode=mode)
-        return [run_python(code, GLUON_SYNCBN_BACKEND=backend, **fewer) for fewer in ({}, {name: 1})]
-
-    ours, starved = side_by_side(run)
+    code = STARVED.format(before=before, devices=devices, mode=mode)
+    ours = run_python(code)
+    starved = run_python(code, GLUON_SYNCBN_TIMEOUT=3, **{name: 1})
     assert ours.stdout.strip().endswith("RAN")
     assert starved.stdout.strip().endswith("FAILED")
     assert "ran out of temp-space slots or random generators (now MXNET_CPU" in starved.stdout
@@ -91,7 +88,7 @@ class Net(mx.gluon.HybridBlock):
         self.body = mx.gluon.nn.HybridSequential()
         for _ in range(2):
             self.body.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8),
-                          gluon_syncbn.SyncBatchNorm(timeout=5, in_channels=8))
+                          gluon_syncbn.SyncBatchNorm(in_channels=8))
 
     def hybrid_forward(self, F, x):
         copy = (lambda x: F.cast(x, 'float32')) if {copies} else (lambda x: x)
@@ -114,13 +111,11 @@ except mx.MXNetError:
 
 
 @pytest.mark.parametrize("copies, end", [(True, "RAN"), (False, "FAILED")])
-def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end, backend, side_by_side):
+def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end, backend):
     """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times.
 
     Without the copies devices meet in a slot; if that ever runs through, the README may drop the recipe.
     """
-
-    def run(copies, end, backend):
-        return run_python(BORDERS.format(copies=copies), MXNET_CPU_TEMP_COPY=256, GLUON_SYNCBN_BACKEND=backend)
-
-    assert side_by_side(run).stdout.strip().endswith(end)
+    timeout = LONG if end == "RAN" else 5
+    done = run_python(BORDERS.format(copies=copies), MXNET_CPU_TEMP_COPY=256, GLUON_SYNCBN_TIMEOUT=timeout)
+    assert done.stdout.strip().endswith(end)

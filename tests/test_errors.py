@@ -169,7 +169,7 @@ def test_wrong_dtype_in_a_graph():
 
 def test_parameters_that_moved_to_other_devices_under_a_graph(backend, capfd):
     net = nn.HybridSequential()
-    net.add(SyncBatchNorm(in_channels=3, prefix="stem_", timeout=5))
+    net.add(SyncBatchNorm(in_channels=3, prefix="stem_", timeout=60))
     net.initialize(ctx=cpus(2))
     net.hybridize()
     train_on(net, (2, 3, 4, 4), (2, 3, 4, 4))

@@ -113,7 +113,7 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
     arguments = ["--norm", norm, "--devices", "cpu:2", "--root", str(root), "--output", str(output)]
     for epochs, resume in ((1, []), (2, ["--resume"])):
         code = CODE.format(arguments=[*arguments, "--epochs", str(epochs), *resume])
-        done = run_python(code, seconds=200)
+        done = run_python(code)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"epoch {epochs}: loss" in done.stdout
         assert f"epoch {epochs}/{epochs}: 100%" in done.stderr
@@ -130,7 +130,7 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
 def test_segmentation_trains_and_leaves_its_files(tmp_path):
     options = ["--devices", "cpu:2", "--epochs", "1", "--root", str(tmp_path / "digits")]
     code = CODE.replace("train_detection", "train_segmentation")
-    done = run_python(code.format(arguments=[*options, "--output", str(tmp_path / "run")]), seconds=200)
+    done = run_python(code.format(arguments=[*options, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch 1: loss" in done.stdout and "img/s, loss=" in done.stderr
     (entry,) = json.loads((tmp_path / "run" / "history.json").read_text())
@@ -145,6 +145,6 @@ def test_reads_a_real_pascal_voc_tree(tree, tmp_path):
     for file, name in zip(root.rglob("*.xml"), itertools.cycle(["dog", "cat", "car"])):
         file.write_text(re.sub(r"<name>\w+<", f"<name>{name}<", file.read_text()))
     arguments = ["--dataset", "voc", "--root", str(root), "--devices", "cpu:2", "--epochs", "1"]
-    done = run_python(CODE.format(arguments=[*arguments, "--output", str(tmp_path / "run")]), seconds=200)
+    done = run_python(CODE.format(arguments=[*arguments, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads((tmp_path / "run" / "history.json").read_text())) == 1

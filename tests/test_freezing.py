@@ -17,7 +17,7 @@ ONES, ZEROS = np.ones(3), np.zeros(3)
 
 def make(mode, norm=None):
     net = nn.HybridSequential()
-    net.add(norm or SyncBatchNorm(in_channels=3, timeout=5))
+    net.add(norm or SyncBatchNorm(in_channels=3, timeout=60))
     net.initialize(ctx=cpus(2))
     return set_mode(net, mode), net[0]
 

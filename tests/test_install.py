@@ -96,13 +96,10 @@ print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn,
 
 
 @pytest.mark.parametrize("network", list(NETWORKS))
-def test_gluoncvs_networks_with_their_own_syncbn_option(network, side_by_side):
-    def run(network):
-        name, size, options = NETWORKS[network]
-        code = STEP.format(name=name, size=size, options=options, is_cheap=network in CHEAP)
-        return run_python(code, seconds=200, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
-
-    done = side_by_side(run)
+def test_gluoncvs_networks_with_their_own_syncbn_option(network):
+    name, size, options = NETWORKS[network]
+    code = STEP.format(name=name, size=size, options=options, is_cheap=network in CHEAP)
+    done = run_python(code, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.split("RESULT")[1])
     assert result["layers"] > 20

@@ -68,22 +68,20 @@ LATE_THREADS = 2
 
 
 def measure(code, backend):
-    done = run_python(code + MEASURE, seconds=280, GLUON_SYNCBN_BACKEND=backend)
+    done = run_python(code + MEASURE, GLUON_SYNCBN_BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
     return [int(number) for number in done.stdout.split("MEMORY")[1].splitlines()[0].split()]
 
 
-def test_the_example(backend, side_by_side):
-    before, threads_before, after, threads_after = side_by_side(lambda backend: measure(DETECTOR, backend))
+def test_the_example(backend):
+    before, threads_before, after, threads_after = measure(DETECTOR, backend)
     assert after <= 1.02 * before
     assert threads_after <= threads_before + LATE_THREADS
 
 
 @pytest.mark.parametrize("mode", ["imperative", "hybridize", "static"])
-def test_the_layer_alone_in_every_mode(mode, backend, side_by_side):
+def test_the_layer_alone_in_every_mode(mode, backend):
     """Arrays of a few bytes: what grows here is what the layer itself leaves behind at each call."""
-    before, threads_before, after, threads_after = side_by_side(
-        lambda mode, backend: measure(SMALL.format(mode=mode), backend)
-    )
+    before, threads_before, after, threads_after = measure(SMALL.format(mode=mode), backend)
     assert after <= 1.02 * before
     assert threads_after <= threads_before + LATE_THREADS

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from harness import HANG, LONG
 
 from gluon_syncbn import native
 
@@ -15,7 +16,7 @@ _free = native._library and native._library.gluon_syncbn_rendezvous_free
 
 
 class Rendezvous:
-    def __init__(self, ranks, timeout=20.0):
+    def __init__(self, ranks, timeout=float(LONG)):
         _new.restype, _meet.restype = ctypes.c_void_p, ctypes.c_int64
         self.ranks = ranks
         self._handle = ctypes.c_void_p(_new(b"here", ranks, ctypes.c_double(timeout)))
@@ -34,7 +35,8 @@ class Rendezvous:
         return self._threads.submit(run)
 
     def all(self, values, key=0):
-        return [item.result(timeout=60) for item in [self.meet(rank, values[rank], key) for rank in range(self.ranks)]]
+        meetings = [self.meet(rank, values[rank], key) for rank in range(self.ranks)]
+        return [item.result(timeout=HANG) for item in meetings]
 
 
 @pytest.fixture
@@ -67,22 +69,22 @@ def test_the_sum_is_taken_in_rank_order_whoever_arrives_first(rendezvous):
         first = [place.meet(rank, values[rank]) for rank in range(3) if rank != last]
         time.sleep(0.02)
         results = [place.meet(last, values[last])] + first
-        assert {result.result(timeout=60)[1][0] for result in results} == {0.0}
+        assert {result.result(timeout=HANG)[1][0] for result in results} == {0.0}
 
 
 def test_keys_are_met_in_any_order(rendezvous):
     place = rendezvous(2)
     early = [place.meet(0, [1.0], key=5), place.meet(1, [10.0], key=6)]
     late = [place.meet(0, [2.0], key=6), place.meet(1, [20.0], key=5)]
-    assert [item.result(timeout=60)[1] for item in early + late] == [[21.0], [12.0], [12.0], [21.0]]
+    assert [item.result(timeout=HANG)[1] for item in early + late] == [[21.0], [12.0], [12.0], [21.0]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_missing_rank(rendezvous, ranks):
     place = rendezvous(ranks, timeout=0.3)
     started = time.perf_counter()
-    texts = [item.result(timeout=60) for item in [place.meet(rank, [1.0]) for rank in range(1, ranks)]]
-    assert 0.25 < time.perf_counter() - started < 5
+    texts = [item.result(timeout=HANG) for item in [place.meet(rank, [1.0]) for rank in range(1, ranks)]]
+    assert time.perf_counter() - started > 0.25
     names = ", ".join(f"rank {rank}" for rank in range(1, ranks))
     expected = f"here waited 0.3 s for 1 of {ranks} devices. Arrived: {names}. Missing: rank 0. "
     assert texts == [expected] * (ranks - 1)
@@ -91,7 +93,7 @@ def test_a_missing_rank(rendezvous, ranks):
 
 def test_a_rank_that_arrives_twice(rendezvous):
     place = rendezvous(2)
-    texts = [item.result(timeout=60) for item in (place.meet(1, [1.0]), place.meet(1, [1.0]))]
+    texts = [item.result(timeout=HANG) for item in (place.meet(1, [1.0]), place.meet(1, [1.0]))]
     assert texts[0] == texts[1]
     assert texts[0].startswith("here: rank 1 arrived twice before rank 0 arrived. Every device must run")
     assert [result[1] for result in place.all([[1.0], [2.0]])] == [[3.0], [3.0]]

@@ -22,7 +22,7 @@ def make(mode, **options):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for _ in range(2):
-            net.add(SyncBatchNorm(in_channels=3, timeout=10, **options))
+            net.add(SyncBatchNorm(in_channels=3, timeout=60, **options))
     net.initialize(ctx=cpus(2))
     return set_mode(net, mode)
 
@@ -70,7 +70,7 @@ def test_what_a_layer_holds_goes_with_it(mode, backend):
     mx.nd.waitall()
     assert alive(backend) == before + 2
     del net, outputs, inputs
-    deadline = time.monotonic() + 10  # MXNet's threads drop what they have run a moment later
+    deadline = time.monotonic() + 60  # MXNet's threads drop what they have run a moment later
     while alive(backend) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive(backend) == before
@@ -106,13 +106,9 @@ for number in range(1, 1001):
 """
 
 
-def test_a_thousand_nets_leave_no_memory_and_no_threads(mode, backend, side_by_side):
+def test_a_thousand_nets_leave_no_memory_and_no_threads(mode):
     """Two layers each, so that what is left of a group, of arrays or of a thread would show."""
-
-    def run(mode, backend):
-        return run_python(THOUSAND.format(mode=mode), seconds=200, GLUON_SYNCBN_BACKEND=backend)
-
-    done = side_by_side(run)
+    done = run_python(THOUSAND.format(mode=mode))
     assert done.returncode == 0, done.stdout + done.stderr
     memory, threads = np.array([line.split()[1:] for line in done.stdout.splitlines()], dtype=int).T
     # What is left behind by each net shows in every window; what an allocator does now and then, in one or two.

@@ -19,7 +19,7 @@ print('BACK END', layer.backend)
 
 def run(code, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
