@@ -1,4 +1,4 @@
-# make train | test | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | older-cpus | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -8,12 +8,20 @@ export OMP_NUM_THREADS ?= 1
 # How many tests run at a time. Each has several devices, and most start processes of their own.
 WORKERS ?= 2
 
-.PHONY: train test docs lint wheels gpu
+.PHONY: train test older-cpus docs lint wheels gpu
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# The numeric tests as on a processor without AVX-512, and the kernels alone as on one without AVX2.
+NUMERIC := bad_numbers bfloat16 freezing fused_relu fuzz groups instruction_sets modes native_kernels numerics \
+	numpy_interface precision statistics symbol symbol_block whole_nets
+older-cpus: .venv/installed
+	DNNL_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Haswell GLUON_SYNCBN_MAX_CPU_ISA=avx2 \
+	$(BIN)/python -m pytest -n $(WORKERS) $(NUMERIC:%=tests/test_%.py)
+	GLUON_SYNCBN_MAX_CPU_ISA=baseline $(BIN)/python -m pytest tests/test_native_kernels.py
 
 docs: .venv/installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

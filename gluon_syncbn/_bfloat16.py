@@ -46,9 +46,9 @@ def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
         For a symbol: as in `inferred_dtypes`.
     """
     if F is mx.nd:
-        wide = _is_bfloat16(x.dtype) and not is_native_to_mxnet()
+        wide = is_bfloat16(x.dtype) and not is_native_to_mxnet()
     else:
-        wide = not is_native_to_mxnet() and _is_bfloat16(inferred_dtype(x, inputs))
+        wide = not is_native_to_mxnet() and is_bfloat16(inferred_dtype(x, inputs))
     if not wide:
         return x, lambda out: out
     # Not cast, which truncates, and so do the gradients that come back through it.
@@ -77,7 +77,7 @@ def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any
     names = sym.get_internals().list_outputs()
     unknown = dict.fromkeys(names)
     # Inference asks every portable layer of the graph, which takes its time.
-    if not any(map(_is_bfloat16, inputs.values())) and "bfloat16" not in sym.debug_str():
+    if not any(map(is_bfloat16, inputs.values())) and "bfloat16" not in sym.debug_str():
         return unknown
     typed = {name: _variable(name, dtype) for name, dtype in inputs.items() if name in sym.list_inputs()}
     try:
@@ -93,8 +93,8 @@ def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any
 
 def _variable(name: str, dtype) -> mx.sym.Symbol:
     """One that knows its dtype; infer_type would not accept bfloat16 for an input."""
-    return mx.sym.var(name, attr={"__dtype__": "12"}) if _is_bfloat16(dtype) else mx.sym.var(name, dtype=dtype)
+    return mx.sym.var(name, attr={"__dtype__": "12"}) if is_bfloat16(dtype) else mx.sym.var(name, dtype=dtype)
 
 
-def _is_bfloat16(dtype) -> bool:
+def is_bfloat16(dtype) -> bool:
     return dtype is not None and np.dtype(dtype) == BFLOAT16

@@ -12,7 +12,7 @@ from mxnet.gluon.block import _flatten
 
 from gluon_syncbn import _participants, native, portable
 from gluon_syncbn._backend import choose
-from gluon_syncbn._bfloat16 import widened
+from gluon_syncbn._bfloat16 import is_bfloat16, widened
 from gluon_syncbn._graph import MARK, mark
 from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
 from gluon_syncbn._options import check_options
@@ -170,6 +170,10 @@ class SyncBatchNorm(nn.BatchNorm):
         where = f"SyncBatchNorm '{self.name}'"
         return choose(where, self._requested_backend, self._devices(), self._options.kvstore).name
 
+    def cast(self, dtype):
+        """As `nn.BatchNorm` does for float16, parameters and statistics stay in float32 for bfloat16 too."""
+        super().cast("float32" if is_bfloat16(dtype) else dtype)
+
     def _alias(self):
         # Files written by collect_params().save() carry full names: keep those of nn.BatchNorm.
         return "batchnorm"
@@ -251,7 +255,7 @@ class SyncBatchNorm(nn.BatchNorm):
             return self.hybrid_forward(F, *(item.as_nd_ndarray() for item in arrays)).as_np_ndarray()
 
     def _mark(self, relu: bool) -> str:
-        options = {**self._options._asdict(), "dtype": np.dtype(self.running_mean.dtype).name}
+        options = {**self._options._asdict(), "dtype": self._dtype()}
         if not isinstance(options["kvstore"], str):
             options["kvstore"] = None
         kwargs = self._kwargs
@@ -270,7 +274,7 @@ class SyncBatchNorm(nn.BatchNorm):
             options.timeout,
             self._requested_backend,
             options.kvstore,
-            np.dtype(self.running_mean.dtype).name,
+            self._dtype(),
         )
         relu = self._activation is not None
         return make_node(arrays, self._requested_backend, described, kwargs["axis"], relu, after, name, hidden)
@@ -295,9 +299,19 @@ class SyncBatchNorm(nn.BatchNorm):
         initialized = parameter._data is not None or parameter._deferred_init
         return parameter.list_ctx() if initialized else []
 
+    def _dtype(self) -> str:
+        """Of parameters and statistics."""
+        name = _name_of(self.running_mean.dtype)
+        if name not in ("float32", "float64"):
+            raise ValueError(
+                f"SyncBatchNorm '{self.name}': its parameters and statistics are {name}; they must be float32, or "
+                f"float64 for an input of float64. Call cast('float32') on the layer."
+            )
+        return name
+
     def _group_on(self, devices: List[mx.Context]) -> Union[Group, native.NativeGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
-            dtype = np.dtype(self.running_mean.dtype).name
+            dtype = self._dtype()
             if self._group is None or (self._group.devices, self._group.dtype) != (devices, dtype):
                 make = native.NativeGroup if self.backend == "native" else Group
                 self._group = make(
@@ -336,7 +350,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"{where}: it has {channels} channels, but axis {axis} of the input of shape {x.shape} has "
                 f"{x.shape[axis]}."
             )
-        dtype, expected = _name_of(x.dtype), _name_of(self.running_mean.dtype)
+        dtype, expected = _name_of(x.dtype), self._dtype()
         if dtype != expected and not (dtype in ("float16", "bfloat16") and expected == "float32"):
             raise ValueError(
                 f"{where}: the input is {dtype}, parameters and statistics are {expected}; "

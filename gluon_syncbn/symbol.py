@@ -50,7 +50,8 @@ def SyncBatchNorm(
     Parameters
     ----------
     data : Symbol
-        Any shape with at least 2 dimensions; of ``dtype``, or float16 or bfloat16 with float32 parameters.
+        Any shape with at least 2 dimensions; of ``dtype``, or float16 or bfloat16 with float32 parameters. On a CPU
+        without AVX-512, 'portable' and one device need to see bfloat16 in the graph: a cast in it, not only bound data.
     gamma, beta, moving_mean, moving_var : Symbol, optional
         Shape (C,). Variables are made for those that are not given.
     eps, momentum, fix_gamma, use_global_stats, axis :

@@ -7,6 +7,12 @@ sys.path[:0] = [HERE, *(os.path.join(os.path.dirname(HERE), name) for name in ("
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)
 import pytest  # noqa: E402
 
+from gluon_syncbn import native  # noqa: E402
+
+
+def pytest_report_header(config):
+    return f"kernels: {native.instruction_set()}; oneDNN: at most {os.environ.get('DNNL_MAX_CPU_ISA', 'what there is')}"
+
 
 @pytest.fixture(params=["native", "portable"])
 def backend(request, monkeypatch):

@@ -206,6 +206,40 @@ def test_numpy_interface(mode):
     assert oracle.distance([high(item.as_nd_ndarray()) for item in outputs], expected.outputs) < 1.01 * ROUNDING
 
 
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_net_that_is_cast_keeps_parameters_in_float32(mode):
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=5, timeout=30))
+    net.initialize(ctx=cpus(2))
+    net.cast(bfloat16)
+    assert {np.dtype(item.dtype) for item in net.collect_params().values()} == {np.dtype("float32")}
+    set_mode(net, mode)
+    shards = rounded(random_shards(SHAPES[1]))
+    with autograd.record():
+        outputs = [net(item) for item in feed("as it is", shards, cpus(2))]
+    expected = oracle.batch_norm(shards, np.ones(5), np.zeros(5))
+    assert oracle.distance([high(item) for item in outputs], expected.outputs) < 1.01 * ROUNDING
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_parameters_of_bfloat16_are_refused(mode):
+    """Of a net that was cast before it was converted; nn.BatchNorm itself can do nothing with them either."""
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=5, prefix="stem_"))
+    net.initialize(ctx=cpus(2))
+    net.cast(bfloat16)
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=30)
+    set_mode(net, mode)
+    words = r"'stem': its parameters and statistics are bfloat16.*cast\('float32'\)"
+    with pytest.raises(ValueError, match=words), autograd.record():
+        net(low(mx.nd.ones((2, 5, 3, 3))))
+    net[0].cast("float32")
+    set_mode(net, mode)
+    with autograd.record():
+        outputs = [net(low(mx.nd.ones((2, 5, 3, 3), ctx=device))) for device in cpus(2)]
+    assert (high(outputs[0]) == 0).all()
+
+
 def test_a_symbol_that_says_bfloat16():
     shards = rounded(random_shards(SHAPES[1]))
     data = mx.sym.amp_cast(mx.sym.cast(mx.sym.var("data"), dtype="float32"), dtype=bfloat16)
