@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 # How many tests run at a time. Each has several devices, and most start processes of their own.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: train test older-cpus docs lint wheels gpu
 train: .venv/installed
