@@ -23,10 +23,10 @@ BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 @functools.lru_cache(maxsize=None)
 def is_native_to_mxnet() -> bool:
     """Whether MXNet's BatchNorm takes bfloat16 on this CPU; the first call tries it."""
-    vector = mx.nd.ones(1)
     try:
-        x = mx.nd.cast(mx.nd.zeros((1, 1, 1, 1)), dtype=BFLOAT16)  # an error in MXNet 1.6, which does not know it
-        with autograd.pause():
+        with autograd.pause(), mx.cpu(0):
+            x, vector = mx.nd.zeros((1, 1, 1, 1)), mx.nd.ones(1)
+            x = mx.nd.cast(x, dtype=BFLOAT16)  # an error in MXNet 1.6, which does not know it
             mx.nd.BatchNorm(x, vector, vector, vector, vector).wait_to_read()
     except mx.MXNetError:
         return False

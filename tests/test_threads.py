@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_data_parallel_model(mode):
-    devices, shapes = cpus(3), [(2, 4, 5, 5)] * 3
+    devices, shapes = cpus(2), [(2, 4, 5, 5)] * 2
     net = nn.HybridSequential()
     for _ in range(3):
         net.add(SyncBatchNorm(in_channels=4, timeout=30))
@@ -26,7 +26,7 @@ def test_data_parallel_model(mode):
         net(mx.nd.ones(shapes[0], ctx=device)).wait_to_read()
     model = DataParallelModel(net, devices, sync=True)
     expected_mean = np.zeros(4)
-    for seed in range(4):
+    for seed in range(2):  # each time new threads, in which MXNet leaves 88 MB
         shards = random_shards(shapes, seed=seed)
         with autograd.record():
             # Splits the batch over the devices; returns a tuple for each.
