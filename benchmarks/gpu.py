@@ -1,7 +1,8 @@
-"""The kernels on a GPU, without MXNet: right on random shapes, then how fast, beside PyTorch's and a plain copy.
+"""The kernels on a GPU, without MXNet: how fast they are, beside PyTorch's and a plain copy.
 
     pip install cupy-cuda12x torch numpy   # and this package, compiled
-    python benchmarks/gpu.py
+    python tests/check_kernels.py          # whether they are right
+    python benchmarks/gpu.py [--json FILE]
 
 The kernels are compiled from ``gluon_syncbn/csrc/kernels.cu`` with CuPy's NVRTC and launched as the operator launches
 them. Reported is how many bytes a direction must move (forward reads x twice and writes y; backward reads x and dy
@@ -13,68 +14,36 @@ Without CuPy or a GPU it says so and ends with status 3.
 """
 
 import argparse
+import json
 import statistics
 import sys
 
 import numpy as np
-from gpu_kernels import KERNELS, LIBRARY, SOURCE, Passes, options
+from cupy_gpu import open_gpu
+from gpu_kernels import Passes
 
-SHAPES = [(32, 256, 56, 56), (2, 64, 800, 1333)]
+SHAPES = [(32, 256, 56, 56), (2, 64, 800, 1333)]  # a ResNet's, and a detector's at full size
+LAYOUTS = ["NCHW", "NHWC"]
 DTYPES = ["float32", "float16"]
 ROTATE = 1 << 30  # bytes of tensors that take turns
-PRECISION = {"float32": 4e-6, "float64": 1e-12, "float16": 4e-3}
-
-
-class CupyGpu:
-    """A device for `gpu_kernels.Passes`."""
-
-    def __init__(self, cupy, cupyx):
-        self._cupy, self._cupyx = cupy, cupyx
-        self._kernels = {}
-
-    def zeros(self, size, dtype):
-        return self._cupy.zeros(size, dtype)
-
-    def pinned(self, size):
-        return self._cupyx.zeros_pinned(size, "float64")
-
-    def synchronize(self):
-        self._cupy.cuda.Device().synchronize()
-
-    def launch(self, kernel, dtype, grid, block, arguments):
-        self._kernel(kernel, dtype)(grid, block, tuple(self._argument(item) for item in arguments))
-
-    def _kernel(self, kernel, dtype):
-        if dtype not in self._kernels:
-            module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options(dtype))
-            self._kernels[dtype] = {name: module.get_function(name) for name in KERNELS}
-        return self._kernels[dtype][kernel]
-
-    def _argument(self, item):
-        if isinstance(item, self._cupy.ndarray):
-            return item
-        if isinstance(item, np.ndarray):  # pinned, which a GPU sees at the same address
-            return np.uint64(item.ctypes.data)
-        return {"c_int": np.int32, "c_long": np.int64, "c_longlong": np.int64, "c_double": np.float64}[
-            type(item).__name__
-        ](item.value)
+DIRECTIONS = {"forward": 3, "backward": 5}  # how often each must read or write as many bytes as a tensor has
 
 
 class Ours:
     """Forward and backward of one device, with the messages' way through the host left out: it is the same for all."""
 
-    def __init__(self, gpu, cupy, x, y, dy, dx):
-        shape = x.shape
-        layout = (shape[0], shape[1], int(np.prod(shape[2:])))
-        self._tensors = [item.reshape(layout) for item in (x, y, dy, dx)]
-        self._forward = Passes(gpu, x.dtype.name, layout, x, y)
-        self._backward = Passes(gpu, x.dtype.name, layout, x, dy, dx)
+    def __init__(self, gpu, layout, x, y, dy, dx):
+        batch, (channels, size) = x.shape[0], split(x.shape, layout)
+        shape = (batch, channels, size) if layout == "NCHW" else (batch * size, channels, 1)
+        self._tensors = [item.reshape(shape) for item in (x, y, dy, dx)]
+        x, y, dy, dx = self._tensors
+        self._forward = Passes(gpu, x.dtype.name, shape, x, y)
+        self._backward = Passes(gpu, x.dtype.name, shape, x, dy, dx)
         self._backward.saved = self._forward.saved
-        channels, real = shape[1], self._forward.real
-        self._vectors = [cupy.ones(channels, real) for _ in range(2)]
-        self._running = [cupy.ones(channels, real) for _ in range(2)]
-        self._gradients = [cupy.zeros(channels, real) for _ in range(2)]
-        self._count = layout[0] * layout[2]
+        real = self._forward.real
+        ones = gpu.cupy.ones
+        self._vectors, self._running, self._gradients = ([ones(channels, real) for _ in range(2)] for _ in range(3))
+        self._count = batch * size
 
     def moments(self):
         self._forward.moments(self._tensors[0])
@@ -87,19 +56,28 @@ class Ours:
         self.moments()
         self.normalize()
 
-    def backward(self):
-        x, _, dy, dx = self._tensors
+    def gradient_sums(self):
+        x, _, dy, _ = self._tensors
         self._backward.gradient_sums(x, dy, *self._vectors, *self._gradients)
+
+    def input_gradient(self):
+        x, _, dy, dx = self._tensors
         self._backward.input_gradient(x, dy, dx, *self._vectors)
+
+    def backward(self):
+        self.gradient_sums()
+        self.input_gradient()
 
 
 class Torch:
     """The same with what torch.nn.SyncBatchNorm calls."""
 
-    def __init__(self, torch, x, y, dy, dx):
+    def __init__(self, torch, layout, x, y, dy, dx):
         self._torch = torch
         self._x, self._dy = (torch.as_tensor(item, device="cuda") for item in (x, dy))
-        channels = x.shape[1]
+        if layout == "NHWC":  # as PyTorch has it: strides of channels_last under the shape of NCHW
+            self._x, self._dy = (item.permute(0, 3, 1, 2) for item in (self._x, self._dy))
+        channels, _ = split(x.shape, layout)
         self._weight, self._bias, self._mean, self._var = (torch.ones(channels, device="cuda") for _ in range(4))
         size = self._x.numel() // channels
         self._counts = torch.full((1,), float(size), device="cuda")
@@ -121,36 +99,9 @@ class Torch:
         torch.batch_norm_backward_elemt(self._dy, self._x, *self._saved, self._weight, *sums[:2], self._count)
 
 
-def check(gpu, cupy, cases: int) -> None:
-    """On random shapes, against NumPy in float64. Raises AssertionError."""
-    rng = np.random.RandomState(0)
-    for case in range(cases):
-        dtype = str(rng.choice(list(PRECISION)))
-        inner = int(rng.choice([1, 1, 4, 49, 196, 3136, rng.randint(2, 20000)]))
-        layout = (int(rng.randint(1, 20)), int(rng.choice([1, 3, 64, 257, rng.randint(1, 600)])), inner)
-        x, dy = (rng.standard_normal(layout).astype(dtype) for _ in range(2))
-        on_gpu = [cupy.asarray(item) for item in (x, np.zeros_like(x), dy, np.zeros_like(x))]
-        passes = Passes(gpu, dtype, layout, *on_gpu[:1], *on_gpu[2:])
-        gamma, beta, mean, var, d_gamma, d_beta = (cupy.ones(layout[1], passes.real) for _ in range(6))
-        count = layout[0] * inner
-        passes.moments(on_gpu[0])
-        local_mean, m2, _ = passes.received()
-        passes.send(local_mean, m2 / count)
-        passes.normalize(*on_gpu[:2], gamma, beta, mean, var, count)
-        passes.gradient_sums(on_gpu[0], on_gpu[2], gamma, beta, d_gamma, d_beta)
-        passes.send(*passes.received()[:2])
-        passes.input_gradient(on_gpu[0], *on_gpu[2:], gamma, beta)
-        gpu.synchronize()
-        wide, head = x.astype(np.float64), dy.astype(np.float64)
-        average = {"axis": (0, 2), "keepdims": True}
-        std = np.sqrt(wide.var(**average) + 1e-5)
-        normal = (wide - wide.mean(**average)) / std
-        expected = (head - head.mean(**average) - normal * (head * normal).mean(**average)) / std
-        for name, got, want in (("y", on_gpu[1], normal + 1), ("dx", on_gpu[3], expected)):
-            worst = np.abs(cupy.asnumpy(got).astype(np.float64) - want).max()
-            limit = PRECISION[dtype] * max(np.abs(want).max(), np.abs(1 / std).max(), 1)
-            assert worst <= limit, f"case {case}, {dtype} {layout}: {name} is off by {worst:.1e}, more than {limit:.1e}"
-    print(f"right on {cases} random shapes")
+def split(shape, layout):
+    """Channels, and values of a channel in an image."""
+    return (shape[1], shape[2] * shape[3]) if layout == "NCHW" else (shape[3], shape[1] * shape[2])
 
 
 def microseconds(cupy, busy, run) -> float:
@@ -165,78 +116,111 @@ def microseconds(cupy, busy, run) -> float:
     return 1e3 * cupy.cuda.get_elapsed_time(start, end)
 
 
-def compare(gpu, cupy, torch, shape, dtype: str, rounds: int) -> None:
+def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
+    """Medians in microseconds, and what they are shares of."""
+    cupy = gpu.cupy
+    if layout == "NHWC":
+        shape = (shape[0], *shape[2:], shape[1])
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    sets = max(2, -(-ROTATE // (4 * size)))
+    sets = max(2, -(-ROTATE // (4 * size))) if size > 1 << 20 else 2
     rng = cupy.random.default_rng(0)
-    busy = [cupy.zeros(ROTATE, "uint8") for _ in range(2)]
+    busy = [cupy.zeros(ROTATE if size > 1 << 20 else 1024, "uint8") for _ in range(2)]
     tensors = [[rng.standard_normal(shape, "float32").astype(dtype) for _ in range(4)] for _ in range(sets)]
-    runs = {"ours": [Ours(gpu, cupy, *item) for item in tensors]}
+    nets = {"ours": [Ours(gpu, layout, *item) for item in tensors]}
     if torch is not None:
-        runs["PyTorch"] = [Torch(torch, *item) for item in tensors]
-    times = {(name, direction): [] for name in runs for direction in ("forward", "backward")}
-    copies, parts = [], {"moments": [], "normalize": []}
+        nets["PyTorch"] = [Torch(torch, layout, *item) for item in tensors]
+
+    def runs(here):
+        yield "copy", lambda: cupy.copyto(tensors[here][3], tensors[here][0])
+        for name, items in nets.items():
+            for direction in DIRECTIONS:
+                yield f"{name}, {direction}", getattr(items[here], direction)
+        for kernel in ("moments", "normalize", "gradient_sums", "input_gradient"):
+            yield kernel, getattr(nets["ours"][here], kernel)
+
+    times = {name: [] for name, _ in runs(0)}
     for i in range(rounds + 3):
-        here = i % sets
-        copy = microseconds(cupy, busy, lambda item=tensors[here]: cupy.copyto(item[3], item[0]))
-        took = {
-            (name, direction): microseconds(cupy, busy, getattr(items[here], direction))
-            for name, items in runs.items()
-            for direction in ("forward", "backward")
-        }
-        alone = {name: microseconds(cupy, busy, getattr(runs["ours"][here], name)) for name in parts}
-        if i < 3:  # the first compile and allocate
-            continue
-        copies.append(copy)
-        for key, value in took.items():
-            times[key].append(value)
-        for key, value in alone.items():
-            parts[key].append(value)
-    bandwidth = 2 * size / statistics.median(copies)  # bytes per microsecond
-    print(f"\n{dtype} {shape}: copy {bandwidth / 1e6:.2f} TB/s; {sets} sets of tensors, {rounds} rounds")
-    moments, normalize = (statistics.median(parts[name]) for name in ("moments", "normalize"))
-    print(f"ours, forward: moments {moments:.0f} µs, normalize {normalize:.0f} µs")
-    print("| | forward | of copy | backward | of copy |\n| --- | --- | --- | --- | --- |")
-    for name in runs:
-        forward, backward = (statistics.median(times[name, direction]) for direction in ("forward", "backward"))
-        shares = (3 * size / forward / bandwidth, 5 * size / backward / bandwidth)
-        print(f"| {name} | {forward:.0f} µs | {shares[0]:.2f} | {backward:.0f} µs | {shares[1]:.2f} |")
+        for name, run in runs(i % sets):
+            took = microseconds(cupy, busy, run)
+            if i >= 3:  # the first compile and allocate
+                times[name].append(took)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    bandwidth = 2 * size / medians["copy"]  # bytes per microsecond
+    result = {"dtype": dtype, "layout": layout, "shape": shape, "rounds": rounds, "copy_TB_per_s": bandwidth / 1e6}
+    result["microseconds"] = medians
+    result["of_copy"] = {
+        f"{name}, {direction}": tensors_moved * size / medians[f"{name}, {direction}"] / bandwidth
+        for name in nets
+        for direction, tensors_moved in DIRECTIONS.items()
+    }
     if torch is not None:
-        for direction in ("forward", "backward"):
-            pairs = zip(times["PyTorch", direction], times["ours", direction])
-            print(f"{direction}: {statistics.median(a / b for a, b in pairs):.2f} times as fast as PyTorch")
+        pairs = {way: zip(times[f"PyTorch, {way}"], times[f"ours, {way}"]) for way in DIRECTIONS}
+        result["times_as_fast_as_pytorch"] = {
+            way: statistics.median(a / b for a, b in both) for way, both in pairs.items()
+        }
+    return result
+
+
+def say(result: dict) -> None:
+    took, shares = result["microseconds"], result["of_copy"]
+    print(f"\n{result['dtype']} {result['layout']} {result['shape']}: copy {result['copy_TB_per_s']:.2f} TB/s")
+    kernels = ("moments", "normalize", "gradient_sums", "input_gradient")
+    print("ours: " + ", ".join(f"{name} {took[name]:.0f} µs" for name in kernels))
+    for name in sorted({key.split(",")[0] for key in shares}):
+        ways = (f"{way} {took[f'{name}, {way}']:.0f} µs, {shares[f'{name}, {way}']:.2f} of copy" for way in DIRECTIONS)
+        print(f"{name}: {'; '.join(ways)}")
+    for way, ratio in result.get("times_as_fast_as_pytorch", {}).items():
+        print(f"{way}: {ratio:.2f} times as fast as PyTorch")
+    sys.stdout.flush()
+
+
+def find_torch():
+    try:
+        import torch
+
+        torch.ones(1, device="cuda")
+        print(f"PyTorch {torch.__version__}")
+        return torch
+    except Exception as problem:  # whatever is wrong with it, ours can be measured
+        print(f"No comparison with PyTorch: {problem}")
+        return None
+
+
+def compare_all(gpu, torch, arguments) -> None:
+    results = []
+    for shape in arguments.shapes or SHAPES:
+        for dtype in DTYPES:
+            for layout in LAYOUTS:
+                try:
+                    result = compare(gpu, torch, shape, layout, dtype, arguments.rounds)
+                except Exception as problem:
+                    if torch is None:
+                        raise
+                    print(f"Without PyTorch from here on: {type(problem).__name__}: {problem}")
+                    torch = None
+                    result = compare(gpu, None, shape, layout, dtype, arguments.rounds)
+                say(result)
+                results.append(result)
+                if arguments.json:  # each time anew: what comes later may not be reached
+                    with open(arguments.json, "w") as output:
+                        json.dump({"device": gpu.description, "results": results}, output)
+
+
+def parse_shape(text: str) -> tuple:
+    return tuple(int(word) for word in text.split(","))
 
 
 def main(words=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=200, help="random shapes to check")
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", help="N,C,H,W in place of the usual ones")
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args(words)
-    try:
-        import cupy
-        import cupyx
-
-        properties = cupy.cuda.runtime.getDeviceProperties(0)
-    except Exception as problem:
-        print(f"NOT RUN: this needs CuPy and a GPU ({problem})")
+    gpu = open_gpu()
+    if gpu is None:
         return 3
-    if not LIBRARY.exists():
-        print("NOT RUN: the package's library is not there; it tells how to launch (pip install -e .)")
-        return 3
-    try:
-        import torch
-    except ImportError:
-        torch = None
-        print("PyTorch is not here: no comparison with it")
-    print(
-        f"{properties['name'].decode()}, CuPy {cupy.__version__}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, "
-        f"PyTorch {torch.__version__ if torch else 'none'}, NumPy {np.__version__}"
-    )
-    gpu = CupyGpu(cupy, cupyx)
-    check(gpu, cupy, arguments.cases)
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            compare(gpu, cupy, torch, shape, dtype, arguments.rounds)
+    print(gpu.description)
+    compare_all(gpu, find_torch(), arguments)
     return 0
 
 

@@ -1,16 +1,19 @@
 """The GPU's kernels against the oracle, with the CPU standing in for the GPU (stand_in/gpu_threads.h).
 
-The source is the one that a GPU gets. What only a GPU can show is in tests/gpu and benchmarks/gpu.py.
+The source is the one that a GPU gets. What only a GPU can show is in check_kernels.py, gpu/ and benchmarks/gpu.py.
 """
 
 import ctypes
-from types import SimpleNamespace
 
+import check_kernels
 import gpu as benchmark
+import kernel_cases
 import numpy as np
 import oracle
 import pytest
-from gpu_kernels import REQUEST_ADD, REQUEST_NULL, Passes
+from gpu_kernels import REQUEST_NULL, Passes
+from harness import LONG
+from kernel_cases import PRECISION, draw, draw_vectors, run_two_devices
 from stand_in import Fenced, StandInGpu, build_kernels
 
 # (outer, channels, inner): rows as in NCHW, columns as in NHWC and (N, C); runs that end beside packs of 16 bytes,
@@ -21,6 +24,9 @@ LAYOUTS = [
     (2, 3, 2),
     (3, 5, 49),
     (2, 40, 8),
+    (2, 9, 5),
+    (3, 20, 9),
+    (2, 7, 25),
     (17, 2, 63),
     (2, 2, 1024),
     (2, 3, 4097),
@@ -33,22 +39,11 @@ LAYOUTS = [
     (999, 16, 1),
 ]
 DTYPES = ["float32", "float64", "float16"]
-PRECISION = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-3}
-VECTORS = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-6}  # per-channel results, which are not rounded to half
 
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory):
     return StandInGpu(build_kernels(tmp_path_factory.mktemp("kernels")))
-
-
-def draw(layout, dtype, seed=0, mean=1.5, std=2.0):
-    rng = np.random.RandomState(seed)
-    return (rng.standard_normal(layout) * std + mean).astype(dtype)
-
-
-def vectors(passes, *seeds):
-    return [np.random.RandomState(seed).uniform(0.5, 2, passes.layout[1]).astype(passes.real) for seed in seeds]
 
 
 def moments(gpu, x, offset=0):
@@ -67,7 +62,7 @@ def test_two_devices_give_what_the_oracle_says(gpu, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", [(3, 5, 49), (2, 2, 1024), (70, 64, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 3, 8), (3, 5, 49), (2, 2, 1024), (70, 64, 1)], ids=str)
 @pytest.mark.parametrize("offsets", [(1, 1, 1, 1), (3, 3, 3, 3), (0, 1, 0, 0), (0, 0, 1, 0)], ids=str)
 def test_tensors_that_are_not_aligned(gpu, layout, dtype, offsets):
     """All by the same number of values, or one of x, y, dy and dx."""
@@ -84,69 +79,6 @@ def test_gradients_are_added_where_asked(gpu, layout, has_scale):
 def test_both_directions_where_the_mean_is_large(gpu, layout):
     """What float32 cannot hold of the mean must not be lost on the way."""
     run_two_devices(gpu, [layout, layout], "float32", relu=False, mean=3e4, std=0.5)
-
-
-def run_two_devices(gpu, layouts, dtype, relu, offsets=(0, 0, 0, 0), add=False, has_scale=True, mean=1.5, std=2.0):
-    xs = [Fenced(draw(layout, dtype, seed, mean, std), offsets[0]) for seed, layout in enumerate(layouts)]
-    dys = [Fenced(draw(layout, dtype, 10 + seed, mean=0.3), offsets[2]) for seed, layout in enumerate(layouts)]
-    ys = [Fenced(np.zeros(layout, dtype), offsets[1]) for layout in layouts]
-    dxs = [Fenced(np.full(layout, 0.25, dtype), offsets[3]) for layout in layouts]
-    channels = layouts[0][1]
-    devices = [
-        Passes(gpu, dtype, layout, x.array, dy.array, dx.array, relu=relu, has_scale=has_scale)
-        for layout, x, dy, dx in zip(layouts, xs, dys, dxs)
-    ]
-    forwards = [
-        Passes(gpu, dtype, layout, x.array, y.array, relu=relu, has_scale=has_scale)
-        for layout, x, y in zip(layouts, xs, ys)
-    ]
-    gamma, beta = vectors(devices[0], 3, 4)
-    beta -= 1
-    counts = [layout[0] * layout[2] for layout in layouts]
-
-    for forward, x in zip(forwards, xs):
-        forward.moments(x.array)
-    received = [forward.received() for forward in forwards]
-    mean = sum(count * part[0] for count, part in zip(counts, received)) / sum(counts)
-    m2 = sum(part[1] + count * (part[0] - mean) ** 2 for count, part in zip(counts, received))
-    running = [np.full(channels, 0.5, devices[0].real) for _ in range(2)]
-    for i, (forward, x, y) in enumerate(zip(forwards, xs, ys)):
-        forward.send(mean, m2 / sum(counts))
-        mine = running if i == 0 else [item.copy() for item in running]
-        forward.normalize(x.array, y.array, gamma, beta, *mine, sum(counts))
-
-    sums = []
-    gradients = [np.full((2, channels), 2.0, devices[0].real) for _ in devices]
-    request = REQUEST_ADD if add else 1
-    for device, forward, x, dy, gradient in zip(devices, forwards, xs, dys, gradients):
-        device.saved[:] = forward.saved
-        device.gradient_sums(x.array, dy.array, gamma, beta, *gradient, request, request)
-        sums.append(device.received())
-    for device, x, dy, dx in zip(devices, xs, dys, dxs):
-        device.send(*(sum(part[i] for part in sums) for i in (0, 1)))
-        device.input_gradient(x.array, dy.array, dx.array, gamma, beta, add)
-
-    for fenced in [*xs, *dys, *ys, *dxs]:
-        fenced.check()
-    scale = gamma if has_scale else np.ones(channels)
-    x64 = [x.array.astype(np.float64) for x in xs]
-    plain = oracle.batch_norm(x64, scale, beta)
-    passed = [dy.array.astype(np.float64) for dy in dys]
-    if relu:  # where rounding decides whether an output is positive, either answer is right
-        positive = [np.where(np.abs(y) < 1e-5, got.array > 0, y > 0) for y, got in zip(plain.outputs, ys)]
-        passed = [part * mask for part, mask in zip(passed, positive)]
-    expected = oracle.batch_norm(x64, scale, beta, heads=passed)
-    outputs = [np.maximum(y, 0) if relu else y for y in expected.outputs]
-    before = (0.25, 2.0) if add else (0, 0)
-    assert oracle.distance([y.array for y in ys], outputs) < PRECISION[dtype]
-    input_gradients = [dx + before[0] for dx in expected.input_gradients]
-    assert oracle.distance([dx.array for dx in dxs], input_gradients) < 4 * PRECISION[dtype]
-    assert oracle.distance(running, [0.45 + 0.1 * expected.mean, 0.45 + 0.1 * expected.var]) < VECTORS[dtype]
-    d_gamma = expected.gamma_gradient * has_scale + 2 * before[1]
-    got = sum(gradient.astype(np.float64) for gradient in gradients)
-    magnitude = max(np.abs(np.sum([np.abs(part).sum(axis=(0, 2)) for part in passed], axis=0)).max(), 1)
-    assert np.abs(got - [d_gamma, expected.beta_gradient + 2 * before[1]]).max() < VECTORS[dtype] * magnitude
-    assert all(part[2].tolist() == [sum(counts), 7, 0] for part in sums)
 
 
 @pytest.mark.parametrize("layout", [(4, 300, 4100), (5, 300, 4100), (7, 300, 4100), (2700, 2048, 1)], ids=str)
@@ -199,7 +131,7 @@ def test_what_is_not_a_number_stays_so_and_in_its_channel(gpu, layout, value):
     passes.relu = True
     passes.send(np.zeros(layout[1]), np.ones(layout[1]))
     y, running = np.zeros(layout, "float32"), np.ones((2, layout[1]), "float32")
-    passes.normalize(x, y, *vectors(passes, 3, 4), *running, 1)
+    passes.normalize(x, y, *draw_vectors(passes, 3, 4), *running, 1)
     assert np.isnan(y[-1, 1, -1]) if np.isnan(value) else y[-1, 1, -1] == np.inf
     assert np.isfinite(y).sum() == y.size - 1
 
@@ -210,7 +142,7 @@ def test_prediction(gpu, layout, dtype):
     x = draw(layout, dtype)
     y = np.zeros_like(x)
     passes = Passes(gpu, dtype, layout, x, y)
-    gamma, beta, mean, var = vectors(passes, 3, 4, 5, 6)
+    gamma, beta, mean, var = draw_vectors(passes, 3, 4, 5, 6)
     before = mean.copy(), var.copy()
     passes.normalize(x, y, gamma, beta, mean, var, count=0, training=False)
     shape = (1, -1, 1)
@@ -232,7 +164,7 @@ def test_outputs_that_nobody_wants_are_not_written(gpu):
     x = draw((3, 5, 49), "float32")
     y = np.zeros_like(x)
     passes = Passes(gpu, "float32", x.shape, x, y)
-    gamma, beta, mean, var = vectors(passes, 3, 4, 5, 6)
+    gamma, beta, mean, var = draw_vectors(passes, 3, 4, 5, 6)
     passes.send(np.zeros(5), np.ones(5))
     passes.normalize(x, y, gamma, beta, mean, var, count=147, wants_y=False)
     assert (y == 0).all()
@@ -259,10 +191,15 @@ def test_results_are_the_same_bits_in_any_order_of_blocks_and_threads(gpu, layou
     assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
 
 
-def test_the_benchmarks_own_check(gpu):
-    """benchmarks/gpu.py, with arrays of NumPy's in place of CuPy's; and it says so where it cannot run."""
-    arrays = SimpleNamespace(asarray=np.array, asnumpy=np.asarray, ones=np.ones)
-    benchmark.check(gpu, arrays, 6)
-    with pytest.raises(AssertionError, match="y is off by"):
-        benchmark.check(gpu, SimpleNamespace(**{**vars(arrays), "ones": np.zeros}), 1)
-    assert benchmark.main([]) == 3
+def test_what_runs_on_a_gpu_first(gpu, monkeypatch):
+    """check_kernels.py draws cases that the kernels do right, and sees when they do not."""
+    assert check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG) == 25
+    monkeypatch.setitem(kernel_cases.PRECISION, "float32", 1e-9)
+    with pytest.raises(AssertionError, match="case [0-9]+, {'layouts'"):
+        check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG)
+
+
+@pytest.mark.parametrize("program", [check_kernels, benchmark])
+def test_without_a_gpu_they_say_so(program, capsys):
+    assert program.main([]) == 3
+    assert "NOT RUN: this needs CuPy and a GPU" in capsys.readouterr().out

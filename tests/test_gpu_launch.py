@@ -63,6 +63,17 @@ def test_packs_are_read_only_where_all_tensors_allow_it(dtype):
     assert not launch_for(dtype, odd, 0, 0, 0).aligned
 
 
+@pytest.mark.parametrize("dtype", list(PACK))
+@pytest.mark.parametrize("inner", [*range(2, 70), 121, 169])
+def test_single_values_at_the_ends_of_runs_have_a_thread_each(dtype, inner):
+    """Up to a pack less one, wherever a run begins."""
+    pack, size = PACK[dtype], 16 // PACK[dtype]
+    for shift in range(pack):
+        launch = launch_for(dtype, (2, 64, inner), shift * size)
+        if launch.aligned and (shift or inner % pack):
+            assert launch.block[0] >= pack - 1
+
+
 @pytest.mark.parametrize("inner, threads", [(2, 2), (4, 1), (9, 4), (49, 16), (196, 64), (784, 256), (1 << 20, 256)])
 def test_small_channels_share_a_block(inner, threads):
     assert launch_for("float32", (2, 512, inner), 0).block[0] == threads

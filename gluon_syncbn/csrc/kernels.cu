@@ -9,7 +9,8 @@
 // Tensors are (outer, channels, inner), dense. There are two ways to lay threads over them:
 //
 //   rows     inner > 1 (NCHW): a channel is `outer` runs of `inner` neighbours. blockDim = (threads on one channel,
-//            channels of the block). Runs are cut into pieces, and the blocks of a channel take pieces in turn.
+//            channels of the block). Runs are cut into pieces, and the blocks of a channel take pieces in turn. Single
+//            values at the ends of a run want a thread each: blockDim.x >= kPack - 1 where there are any.
 //   columns  inner = 1 (channel-last, and (N, C)): channels are neighbours. blockDim = (threads side by side, rows).
 //            Each thread keeps its channels and walks down the rows.
 //

@@ -44,7 +44,10 @@ Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const
     // Single values in front of the first whole pack make up for any offset that all tensors share.
     launch.aligned = alike && layout.inner >= pack;
     const int64_t width = launch.aligned ? pack : 1;
-    x = power_of_two_for(divide_up(layout.inner, width), kThreads);
+    // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per thread.
+    const bool whole = layout.inner % pack == 0 && offset(*addresses.begin()) == 0;
+    const int64_t singles = launch.aligned && !whole ? pack - 1 : 1;
+    x = power_of_two_for(std::max(divide_up(layout.inner, width), singles), kThreads);
     tiles = divide_up(layout.channels, kThreads / x);
     most_parts = layout.outer * divide_up(layout.inner, x * width * kUnroll);
   } else {

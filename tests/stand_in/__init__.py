@@ -39,6 +39,9 @@ class StandInGpu:
     def pinned(self, size: int) -> np.ndarray:
         return Fenced(np.full(size, np.nan)).array
 
+    def place(self, values: np.ndarray, offset: int = 0) -> "Fenced":
+        return Fenced(values, offset)
+
     def synchronize(self) -> None:
         pass
 
@@ -69,6 +72,9 @@ class Fenced:
         none = ctypes.c_void_p(whole.ctypes.data + pages * mmap.PAGESIZE)
         if ctypes.CDLL(None, use_errno=True).mprotect(none, ctypes.c_size_t(mmap.PAGESIZE), 0) != 0:
             raise OSError(ctypes.get_errno(), "mprotect")
+
+    def numpy(self) -> np.ndarray:
+        return self.array
 
     def check(self) -> None:
         assert all((part == self._PATTERN).all() for part in self._parts), "memory beside an array was written"
