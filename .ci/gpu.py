@@ -1,10 +1,15 @@
-"""Runs tests/gpu inside a CUDA build of MXNet; `make gpu` calls this. Arguments go to pytest.
+"""Runs tests/gpu inside a CUDA build of MXNet; `make gpu` calls this.
+
+    python .ci/gpu.py [words for pytest]
+    python .ci/gpu.py --bundle FOLDER [--python 3.12]     what another machine needs to do that, without a network
+    python .ci/gpu.py --rehearse FOLDER OUT [--short]     such a folder on a machine that is played, without a GPU
 
 The package is installed as a wheel beside mxnet-cu117 and the real NVRTC, in build/gpu. Where this machine has a GPU,
 the kernels run on it; where not, a stand-in for CUDA runs them on the CPU, and pytest's header says so. Libraries that
 mxnet-cu117 wants, and that neither the package nor these tests use, are stubs (tests/stand_in/libraries.py).
 """
 
+import argparse
 import ctypes
 import os
 import subprocess
@@ -12,6 +17,7 @@ import sys
 import venv
 from pathlib import Path
 
+import gpu_bundle
 from wheels import ROOT, build_wheel, run
 
 HOME = ROOT / "build" / "gpu"
@@ -29,8 +35,9 @@ def has_gpu() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def install() -> Path:
-    """The virtual environment; returns its site-packages."""
+def install() -> tuple:
+    """The virtual environment; returns its site-packages and the package's wheel."""
+    HOME.mkdir(parents=True, exist_ok=True)
     python = HOME / "venv" / "bin" / "python"
     if not (HOME / "installed").exists():
         venv.create(HOME / "venv", clear=True, with_pip=True)
@@ -42,18 +49,18 @@ def install() -> Path:
     wheel = build_wheel(HOME)
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel)
     (site,) = (HOME / "venv" / "lib").glob("python*/site-packages")
-    return site
+    return site, wheel
 
 
-def main() -> int:
-    HOME.mkdir(parents=True, exist_ok=True)
-    site, real = install(), has_gpu()
+def test(site: Path, words) -> int:
+    from stand_in.libraries import build_stand_in, build_stubs
+
+    real = has_gpu()
     folder = HOME / ("stubs" if real else "stand_in")
-    sys.path.insert(0, str(ROOT / "tests"))
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from stand_in.libraries import build
-
-    build(folder, site / "mxnet" / "libmxnet.so", real)
+    libmxnet = site / "mxnet" / "libmxnet.so"
+    build_stubs(folder, libmxnet)
+    if not real:
+        build_stand_in(folder, libmxnet)
     nvidia = [str(path) for path in site.glob("nvidia/*/lib")]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join([str(folder), *nvidia]), "OMP_NUM_THREADS": "1"}
     environment["MXNET_CUDNN_LIB_CHECKING"] = "0"  # it is a stub
@@ -61,7 +68,24 @@ def main() -> int:
         environment["STAND_IN_KERNELS"] = str(folder)
         environment["STAND_IN_DELAY_US"] = "100"  # whoever forgets to wait reads old numbers
     pytest = [str(HOME / "venv" / "bin" / "pytest"), "tests/gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider"]
-    return subprocess.run([*pytest, *sys.argv[1:]], cwd=ROOT, env=environment).returncode
+    return subprocess.run([*pytest, *words], cwd=ROOT, env=environment).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="make such a folder")
+    parser.add_argument("--python", default=gpu_bundle.PYTHON, help="of the machine it is for (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="pack it in less time, and larger")
+    parser.add_argument("--rehearse", type=Path, nargs=2, metavar=("FOLDER", "OUT"), help="try one without a GPU")
+    arguments, words = parser.parse_known_args()
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+    site, wheel = install()
+    if arguments.bundle:
+        gpu_bundle.make(arguments.bundle.resolve(), wheel, site, arguments.python, arguments.quick)
+    if arguments.rehearse:
+        folder, out = (path.resolve() for path in arguments.rehearse)
+        return gpu_bundle.rehearse(folder, out, HOME, site, words)
+    return 0 if arguments.bundle else test(site, words)
 
 
 if __name__ == "__main__":

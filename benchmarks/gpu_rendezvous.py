@@ -1,6 +1,6 @@
 """What it costs devices to meet, where one or two of them are GPUs, inside MXNet.
 
-    python benchmarks/gpu_rendezvous.py [--devices cpu:0,gpu:0]
+    python benchmarks/gpu_rendezvous.py [--devices cpu:0,gpu:0 gpu:0,gpu:1] [--json FILE]
 
 A small layer's operator is called in training mode and in prediction mode, which launches one kernel less and meets
 nobody: the difference is the moments' kernel, its numbers' way to the host, and the rendezvous. The backward pass of a
@@ -9,6 +9,7 @@ the modes take turns. Needs none of MXNet's own kernels. Without a GPU it says s
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -65,23 +66,39 @@ def prepare(devices):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", default="cpu:0,gpu:0")
+    parser.add_argument("--devices", nargs="+", default=["cpu:0,gpu:0"], help="groups, one after the other")
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--json", help="file for the results")
     arguments = parser.parse_args()
-    devices = [mx.Context(kind, int(number)) for kind, number in (i.split(":") for i in arguments.devices.split(","))]
     if mx.context.num_gpus() == 0:
         print("NOT RUN: MXNet sees no GPU")
         return 3
-    print(f"{machine()}; gluon_syncbn {gluon_syncbn.__version__}; {', '.join(map(str, devices))}, {SHAPE} each")
-    seconds = interleaved(prepare(devices), arguments.rounds, warm_up=20)
+    print(f"{machine()}; gluon_syncbn {gluon_syncbn.__version__}; {SHAPE} each")
+    results = [measure(group, arguments.rounds) for group in arguments.devices]
+    if arguments.json:
+        with open(arguments.json, "w") as output:
+            json.dump({"machine": machine(), "shape": SHAPE, "results": results}, output)
+    return 0
+
+
+def measure(group: str, rounds: int) -> dict:
+    """Medians in microseconds."""
+    devices = [mx.Context(kind, int(number)) for kind, number in (item.split(":") for item in group.split(","))]
+    seconds = interleaved(prepare(devices), rounds, warm_up=20)
+    result = {"devices": group, "rounds": rounds}
     for direction in ("forward", "backward"):
         training, prediction = (seconds[f"{direction}, {mode}"] for mode in ("training", "prediction"))
-        more = statistics.median(a - b for a, b in zip(training, prediction))
+        took = {
+            "training": 1e6 * statistics.median(training),
+            "prediction": 1e6 * statistics.median(prediction),
+            "more": 1e6 * statistics.median(a - b for a, b in zip(training, prediction)),
+        }
         print(
-            f"{direction}: {1e6 * statistics.median(training):.0f} µs in training, "
-            f"{1e6 * statistics.median(prediction):.0f} µs in prediction mode, {1e6 * more:.0f} µs more"
+            f"{group}, {direction}: {took['training']:.0f} µs in training, {took['prediction']:.0f} µs in prediction "
+            f"mode, {took['more']:.0f} µs more"
         )
-    return 0
+        result[direction] = took
+    return result
 
 
 if __name__ == "__main__":

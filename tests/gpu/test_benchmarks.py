@@ -16,4 +16,4 @@ def test_gpu_rendezvous(devices):
     command = [sys.executable, SCRIPT, "--rounds", "3", "--devices", devices]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "forward: " in done.stdout and "backward: " in done.stdout
+    assert f"{devices}, forward: " in done.stdout and f"{devices}, backward: " in done.stdout

@@ -261,6 +261,17 @@ extern "C" {
 
 int cuInit(unsigned) { return 0; }
 
+int cuDeviceGetCount(int* number) {
+  *number = count();
+  return 0;
+}
+
+// NVRTC from 13 on asks for a table of its own, and does without if there is none.
+int cuGetExportTable(const void** table, const void*) {
+  *table = nullptr;
+  return kNotFound;
+}
+
 int cuDeviceGet(int* device, int ordinal) {
   if (ordinal < 0 || ordinal >= count()) return kInvalidDevice;
   *device = ordinal;
@@ -279,7 +290,7 @@ int cuCtxGetCurrent(void** context) {
 
 int cuCtxSetCurrent(void* context) {
   current = static_cast<Context*>(context);
-  stand_in_forget_device();
+  if (stand_in_forget_device) stand_in_forget_device();
   return 0;
 }
 

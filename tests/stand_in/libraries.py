@@ -1,12 +1,14 @@
 """The shared libraries that a CUDA build of MXNet wants, where they are not there.
 
-Without a GPU these are stand-ins for CUDA's driver and runtime (driver.cpp, runtime.cpp), the kernels for the CPU, and
-stubs for all else but NVRTC; with one, only the stubs: driver and runtime must be real then. A stub returns success
-from what MXNet calls when it starts a thread for a GPU, and ends the process with its own name from anything else.
+`build_stubs` makes what neither the package nor its tests use (cuDNN, cuBLAS and the like). A stub returns success from
+what MXNet calls when it starts a thread for a GPU, and ends the process with its own name from anything else.
+`build_stand_in` makes CUDA's driver and runtime (driver.cpp, runtime.cpp) and the kernels for the CPU, where there is
+no GPU. `build_forwarder` makes an NVRTC that asks another of another version, the machine's own.
 """
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 from stand_in import COMPILER, build_kernels
@@ -19,6 +21,26 @@ _STUBS = """
 #define DOES_NOTHING(name) extern "C" int name(void** handle) { (void)handle; return 0; }
 #define MAKES(name) extern "C" int name(void** handle) { static int made; *handle = &made; return 0; }
 #define STOPS(name) extern "C" int name() { std::fputs("stub: " #name " was called\\n", stderr); std::abort(); }
+"""
+_FORWARDER = """
+#include <dlfcn.h>
+#include <cstdio>
+#include <cstdlib>
+static void* real() {
+  static void* const library = [] {
+    const char* name = std::getenv("GLUON_SYNCBN_NVRTC");
+    void* found = dlopen(name ? name : "libnvrtc.so", RTLD_NOW | RTLD_LOCAL);
+    if (!found) std::fprintf(stderr, "NVRTC: %s\\n", dlerror()), std::abort();
+    return found;
+  }();
+  return library;
+}
+#define FORWARDS(name)                                                                \\
+  extern "C" void* name(void* a, void* b, void* c, void* d, void* e, void* f) {       \\
+    using Function = void* (*)(void*, void*, void*, void*, void*, void*);             \\
+    static const auto next = reinterpret_cast<Function>(dlsym(real(), #name));        \\
+    return next(a, b, c, d, e, f);                                                    \\
+  }
 """
 
 
@@ -52,29 +74,42 @@ def _stub(name: str) -> str:
     return f"MAKES({name})" if name.endswith(("Create", "Create_v2", "CreateGenerator")) else f"DOES_NOTHING({name})"
 
 
-def _build(folder: Path, library: str, names: list, sources=(), flags=()) -> None:
-    text = "".join(Path(source).read_text() for source in sources)
-    missing = [name for name in names if not re.search(rf"\b{name}\(", text)]
-    stubs, versions = folder / f"{library}.stubs.cpp", folder / f"{library}.map"
-    stubs.write_text(_STUBS + "\n".join(map(_stub, missing)) + "\n")
-    versions.write_text(f"{library} {{ global: *; }};\n")
-    versioned = [] if library in ("libcuda.so.1", "libnccl.so.2") else [f"-Wl,--version-script={versions}"]
-    output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
-    subprocess.run([*COMPILER, str(stubs), *map(str, sources), *versioned, *output, *flags], check=True)
+def _build(folder: Path, library: str, names: list, sources=(), flags=(), text=_STUBS, make=_stub) -> None:
+    """``library``, of ``sources`` and, for each name that they lack, of what ``make`` says, behind ``text``."""
+    there = "".join(Path(source).read_text() for source in sources)
+    missing = [name for name in names if not re.search(rf"\b{name}\(", there)]
+    with tempfile.TemporaryDirectory() as temporary:
+        made, versions = Path(temporary) / "made.cpp", Path(temporary) / "versions"
+        made.write_text(text + "\n".join(map(make, missing)) + "\n")
+        versions.write_text(f"{library} {{ global: *; }};\n")
+        versioned = [] if library in ("libcuda.so.1", "libnccl.so.2") else [f"-Wl,--version-script={versions}"]
+        output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
+        subprocess.run([*COMPILER, str(made), *map(str, sources), *versioned, *output, *flags], check=True)
 
 
-def build(folder: Path, libmxnet: Path, has_gpu: bool) -> None:
+def build_stubs(folder: Path, libmxnet: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for library, names in sorted(needed_symbols(libmxnet).items()):
-        if library.startswith("libnvrtc"):
-            continue
-        if library == "libcuda.so.1":
-            if not has_gpu:
-                _build(folder, library, names, [HERE / "driver.cpp"], ["-ldl"])
-        elif library.startswith("libcudart"):
-            if not has_gpu:
-                _build(folder, library, names, [HERE / "runtime.cpp"], [f"-L{folder}", "-l:libcuda.so.1"])
-        else:
+    for library, names in needed_symbols(libmxnet).items():
+        if not library.startswith(("libnvrtc", "libcuda.so", "libcudart")):
             _build(folder, library, names)
-    if not has_gpu:
-        build_kernels(folder)
+
+
+def build_stand_in(folder: Path, libmxnet: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = needed_symbols(libmxnet)
+    (runtime,) = (library for library in needed if library.startswith("libcudart"))
+    _build(folder, "libcuda.so.1", needed["libcuda.so.1"], [HERE / "driver.cpp"], ["-ldl"])
+    _build(folder, runtime, needed[runtime], [HERE / "runtime.cpp"], [f"-L{folder}", "-l:libcuda.so.1"])
+    build_kernels(folder)
+
+
+def build_forwarder(folder: Path, libmxnet: Path) -> None:
+    """NVRTC's interface is the same from CUDA 11 on; at most six arguments, all of them integers or pointers."""
+    ((library, names),) = (item for item in needed_symbols(libmxnet).items() if item[0].startswith("libnvrtc"))
+    _build(folder, library, names, flags=["-ldl"], text=_FORWARDER, make=lambda name: f"FORWARDS({name})")
+
+
+def build_one_as_two(folder: Path) -> None:
+    subprocess.run(
+        [*COMPILER, str(HERE / "one_gpu_as_two.cpp"), "-o", str(folder / "one_gpu_as_two.so"), "-ldl"], check=True
+    )

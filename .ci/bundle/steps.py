@@ -1,0 +1,333 @@
+"""What run.sh does, step by step; it travels in the folder and needs nothing but Python.
+
+Each step is a program in a process group of its own, with a limit of time after which the whole group is killed. A step
+that fails does not stop the next. What a step prints goes to OUT/NAME.txt, its head and tail if it is long; what it
+measures, to OUT/results.json, which is written anew after every step, so that a machine that is taken away leaves all
+that was known until then. MXNet is unpacked while the first steps run, which do not need it.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import ctypes
+import glob
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Optional
+
+HERE = Path(__file__).resolve().parent
+# Seconds for everything, by whether it is to be short; a little less than promised.
+TOTAL = {False: 880, True: 460}
+KEEP = 40_000  # characters of a step's text, at each end
+# Sizes for a machine that only stands in for a GPU: a fraction of a CPU core does what a GPU would.
+STANDS_IN = "STAND_IN_KERNELS" in os.environ
+
+
+class Step(NamedTuple):
+    name: str
+    what: str
+    limit: int  # seconds
+    short_limit: int
+    needs_mxnet: bool
+    command: Callable[["Run", float], List[str]]  # given the seconds that it may take
+
+
+class Run:
+    """One run of all steps: where things are, and what is known so far."""
+
+    def __init__(self, out: Path, short: bool):
+        self.out, self.short = out, short
+        self.work = Path(tempfile.mkdtemp(prefix="gluon_syncbn-"))
+        self.python = self.work / "venv" / "bin" / "python"
+        self.gpus = count_gpus()
+        self.nvrtc = find_nvrtc()
+        self.results = {"machine": describe_machine(self), "bundle": json.loads((HERE / "bundle.json").read_text())}
+        self.results.update(short=short, steps=[])
+        self._deadline = time.monotonic() + TOTAL[short]
+        self._mxnet: Optional[concurrent.futures.Future] = None
+
+    def unpack(self) -> None:
+        """The project at once, MXNet in the background."""
+        (wheel,) = HERE.glob("gluon_syncbn-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(self.work)
+        for name in ("tests", "benchmarks"):
+            shutil.copytree(HERE / name, self.work / name)
+        shutil.copy(HERE / "pyproject.toml", self.work)
+        self._mxnet = concurrent.futures.ThreadPoolExecutor(1).submit(self._unpack_mxnet)
+
+    def _unpack_mxnet(self) -> None:
+        wanted = self.results["bundle"]["python"]
+        if platform.python_version_tuple()[:2] != tuple(wanted.split(".")):
+            raise RuntimeError(
+                f"this folder was made for Python {wanted}, and {sys.executable} is {platform.python_version()}: "
+                "set PYTHON, or make the folder with --python"
+            )
+        # An environment of its own: CuPy and PyTorch want a NumPy that MXNet cannot use.
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.work / "venv"], check=True)
+        (site,) = (self.work / "venv" / "lib").glob("python*/site-packages")
+        with tarfile.open(HERE / "site.tar.xz") as archive:
+            archive.extractall(site, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+
+    def environment(self, needs_mxnet: bool) -> Dict[str, str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.work)}
+        if needs_mxnet:
+            # Ours first, but for CUDA's runtime, of which a machine may have its own.
+            inherited = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+            paths = [str(HERE / "lib"), *filter(None, inherited), str(HERE / "lib_last")]
+            environment.update(LD_LIBRARY_PATH=":".join(paths), MXNET_CUDNN_LIB_CHECKING="0")
+            environment.setdefault("CUDA_MODULE_LOADING", "LAZY")
+            if self.nvrtc:
+                environment["GLUON_SYNCBN_NVRTC"] = self.nvrtc
+        return environment
+
+    def do(self, step: Step) -> None:
+        left = self._deadline - time.monotonic()
+        limit = min(step.short_limit if self.short else step.limit, left)
+        print(f"\n== {step.name}: {step.what} (at most {limit:.0f} s)", flush=True)
+        started = time.monotonic()
+        if limit < 10:
+            ended, status = "no time left", None
+        else:
+            try:
+                if step.needs_mxnet:
+                    self._mxnet.result(timeout=limit)
+                ended, status = self._run(step, started + limit)
+            except Exception as problem:  # a step never stops the next
+                ended, status = f"not started: {problem or type(problem).__name__}", None
+        took = time.monotonic() - started
+        print(f"== {step.name}: {ended} after {took:.0f} s", flush=True)
+        self.results["steps"].append({"name": step.name, "ended": ended, "status": status, "seconds": round(took, 1)})
+        measured = self.work / f"{step.name}.json"
+        if measured.exists():
+            self.results[step.name] = json.loads(measured.read_text())
+        self.save()
+
+    def _run(self, step: Step, deadline: float):
+        text = self.out / f"{step.name}.txt"
+        command = [str(word) for word in step.command(self, deadline - time.monotonic())]
+        environment = self.environment(step.needs_mxnet)
+        with open(text, "w") as output:
+            output.write(f"$ {' '.join(command)}\n")
+            output.flush()
+            process = subprocess.Popen(
+                command, cwd=self.work, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                status = process.wait(deadline - time.monotonic())
+                ended = "ok" if status == 0 else f"FAILED with status {status}"
+            except subprocess.TimeoutExpired:
+                status, ended = None, "OUT OF TIME"
+            finally:
+                kill_group(process)
+        said = text.read_text(errors="replace")
+        if status == 3 and "NOT RUN" in said:
+            ended = "NOT RUN"
+        if len(said) > 2 * KEEP:
+            said = f"{said[:KEEP]}\n[...]\n{said[-KEEP:]}"
+            text.write_text(said)
+        print(said[-3000:], end="", flush=True)
+        return ended, status
+
+    def save(self) -> None:
+        written = self.out / "results.json.new"
+        written.write_text(json.dumps(self.results, indent=1) + "\n")
+        written.replace(self.out / "results.json")
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def count_gpus() -> int:
+    """As the driver says. In a process of its own: CUDA does not like to be asked before a fork."""
+    code = (
+        "import ctypes; c = ctypes.c_int(0); d = ctypes.CDLL('libcuda.so.1'); "
+        "assert d.cuInit(0) == 0 == d.cuDeviceGetCount(ctypes.byref(c)); print(c.value)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def find_nvrtc() -> Optional[str]:
+    """The machine's own run-time compiler, the oldest that there is: its output must be known to the driver."""
+    if "GLUON_SYNCBN_NVRTC" in os.environ:
+        return os.environ["GLUON_SYNCBN_NVRTC"]
+    folders = [f"{path}/nvidia/*/lib" for path in sys.path if path]
+    folders += ["/usr/local/cuda*/lib64", "/usr/local/cuda*/targets/*/lib", "/usr/lib/x86_64-linux-gnu"]
+    folders += filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    found = {path for folder in folders for path in glob.glob(f"{folder}/libnvrtc.so.[0-9]*")}
+    usable = sorted((nvrtc_version(path), path) for path in found)
+    return next((path for version, path in usable if version >= (11, 0)), None)
+
+
+def nvrtc_version(path: str):
+    """(major, minor), or (0, 0) if it cannot be loaded."""
+    try:
+        major, minor = ctypes.c_int(0), ctypes.c_int(0)
+        ctypes.CDLL(path).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+    except (OSError, AttributeError):
+        return 0, 0
+
+
+def describe_machine(run: Run) -> Dict[str, object]:
+    with open("/proc/cpuinfo") as lines:
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    query = "name,driver_version,memory.total,compute_cap,clocks.max.sm,clocks.max.memory"
+    return {
+        "gpus": run.gpus,
+        "stands_in": STANDS_IN,
+        "nvidia_smi": said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "nvrtc": f"{run.nvrtc} {'.'.join(map(str, nvrtc_version(run.nvrtc)))}" if run.nvrtc else None,
+        "compute_sanitizer": find_sanitizer(),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+    }
+
+
+def said(command: List[str]) -> Optional[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def find_sanitizer() -> Optional[str]:
+    places = [*glob.glob("/usr/local/cuda*/bin/compute-sanitizer"), *glob.glob("/opt/nvidia/*/compute-sanitizer")]
+    return shutil.which("compute-sanitizer") or next(iter(sorted(places)), None)
+
+
+def measured(run: Run, name: str) -> List[str]:
+    return ["--json", str(run.work / f"{name}.json")]
+
+
+def kernels(run: Run, seconds: float) -> List[str]:
+    values = 20_000 if STANDS_IN else 4_000_000
+    cases = 12 if STANDS_IN else 1000
+    told = ["--cases", cases, "--values", values, "--seconds", int(seconds * 0.7)]
+    return [sys.executable, "tests/check_kernels.py", *told, *measured(run, "kernels")]
+
+
+def speed(run: Run, seconds: float) -> List[str]:
+    told = ["--rounds", 20 if run.short else 50]
+    if STANDS_IN:
+        told = ["--rounds", 2, "--shapes", "2,8,5,5", "4,16,3,3"]
+    return [sys.executable, "benchmarks/gpu.py", *told, *measured(run, "speed")]
+
+
+def pytest(run: Run, *words) -> List[str]:
+    workers = max(1, min(6, (os.cpu_count() or 1) // 2))
+    told = ["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-n", workers, "--timeout=120", "-q", "--durations=5"]
+    return [run.python, "-m", "pytest", *told, *words]
+
+
+def operator(run: Run, seconds: float) -> List[str]:
+    return pytest(run, "tests/gpu", "-m", "not several_gpus", "--ignore=tests/gpu/test_benchmarks.py")
+
+
+def as_two(run: Run) -> List[str]:
+    """Where there is one GPU, it is two."""
+    return ["env", f"LD_PRELOAD={HERE / 'lib' / 'one_gpu_as_two.so'}"] if run.gpus == 1 else []
+
+
+def groups(run: Run, seconds: float) -> List[str]:
+    """Whatever needs two GPUs."""
+    left_out = ["test_benchmarks.py", *(["test_faults_on_gpus.py"] if STANDS_IN and run.short else [])]
+    without = [f"--ignore=tests/gpu/{name}" for name in left_out]
+    return [*as_two(run), *pytest(run, "tests/gpu", "-m", "several_gpus", *without)]
+
+
+def meeting(run: Run, seconds: float) -> List[str]:
+    told = ["--rounds", 20 if STANDS_IN else 300, "--devices", "cpu:0,gpu:0", "gpu:0,gpu:1"]
+    return [*as_two(run), run.python, "benchmarks/gpu_rendezvous.py", *told, *measured(run, "meeting")]
+
+
+def sanitizer(tool: str) -> Callable[[Run, float], List[str]]:
+    def command(run: Run, seconds: float) -> List[str]:
+        program = find_sanitizer()
+        if program is None:
+            raise FileNotFoundError("there is no compute-sanitizer")
+        told = [
+            "--cases",
+            4 if STANDS_IN else 40,
+            "--values",
+            20_000,
+            "--seconds",
+            int(seconds * 0.6),
+            "--exact-memory",
+        ]
+        return [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "tests/check_kernels.py", *told]
+
+    return command
+
+
+def soak(run: Run, seconds: float) -> List[str]:
+    wanted = 10 if STANDS_IN else 40 if run.short else 300
+    told = ["--seconds", int(max(5, min(wanted, seconds - 20))), *measured(run, "soak")]
+    return [*as_two(run), run.python, "tests/gpu/soak.py", *told]
+
+
+STEPS = [
+    Step("kernels", "the kernels against the oracle on random shapes, through CuPy", 70, 40, False, kernels),
+    Step("speed", "the kernels beside a copy and PyTorch's", 130, 90, False, speed),
+    Step("operator", "the operator inside MXNet, on a GPU and a CPU", 110, 80, True, operator),
+    Step("groups", "the operator inside MXNet, on two GPUs (or one as two)", 160, 80, True, groups),
+    Step("meeting", "what it costs to meet", 40, 30, True, meeting),
+    Step("memcheck", "the kernels under compute-sanitizer", 50, 25, False, sanitizer("memcheck")),
+    Step("racecheck", "the kernels under compute-sanitizer", 50, 25, False, sanitizer("racecheck")),
+    Step("synccheck", "the kernels under compute-sanitizer", 40, 25, False, sanitizer("synccheck")),
+    Step("soak", "the same bits every step", 330, 65, True, soak),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="run.sh", description="Proves the GPU side of gluon_syncbn on this machine.")
+    parser.add_argument("out", nargs="?", type=Path, default=Path("results"), help="folder for text and JSON")
+    parser.add_argument("--short", action="store_true", help="at most 8 minutes, in place of 15")
+    parser.add_argument("--steps", default=",".join(step.name for step in STEPS), help="which (default: %(default)s)")
+    arguments = parser.parse_args()
+    chosen = arguments.steps.split(",")
+    unknown = set(chosen) - {step.name for step in STEPS}
+    if unknown:
+        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in STEPS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run = Run(arguments.out.resolve(), arguments.short)
+    # A signal that ends this program lets it clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for key, value in run.results["machine"].items():
+            print(f"{key}: {value}")
+        run.save()
+        run.unpack()
+        for step in STEPS:
+            if step.name in chosen:
+                run.do(step)
+    finally:
+        shutil.rmtree(run.work, ignore_errors=True)
+    print()
+    for step in run.results["steps"]:
+        print(f"{step['name']}: {step['ended']} ({step['seconds']:.0f} s)")
+    print(f"All of it is in {run.out}.")
+    return 0 if all(step["ended"] == "ok" for step in run.results["steps"]) else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # an unpacking that still runs is not waited for

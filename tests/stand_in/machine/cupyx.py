@@ -1,0 +1,7 @@
+"""See cupy.py."""
+
+import numpy as np
+
+
+def zeros_pinned(shape, dtype):
+    return np.zeros(shape, dtype)
