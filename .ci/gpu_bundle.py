@@ -8,7 +8,6 @@ day only the GPU is new.
 
 import json
 import lzma
-import platform
 import shutil
 import subprocess
 import sys
@@ -34,7 +33,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
     """Fill ``folder``, which must not be there or be empty.
 
     ``libraries`` is a site-packages with MXNet's GPU build and CUDA's runtime.
-    With ``quick`` it is packed less tightly, so in a tenth of the time, and may be larger than the limit.
+    With ``quick`` nothing is compressed, which saves minutes, and the folder is far larger than the limit.
     """
     from stand_in.libraries import build_forwarder, build_one_as_two, build_stubs
 
@@ -62,13 +61,12 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
         run("strip", library)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         site = collect_site(Path(temporary), libraries, python)
-        pack(site, folder / "site.tar.xz", 0 if quick else 6)
+        pack(site, folder / ("site.tar" if quick else "site.tar.xz"))
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     about = {
         "python": python,
         "commit": commit.stdout.strip(),
         "mxnet": "mxnet-cu117 1.9.1",
-        "made_on": platform.node(),
     }
     (folder / "bundle.json").write_text(json.dumps(about) + "\n")
     size = write_contents(folder, python)
@@ -89,15 +87,19 @@ def collect_site(site: Path, libraries: Path, python: str) -> Path:
     return site
 
 
-def pack(site: Path, file: Path, preset: int) -> None:
-    """As xz, with the filter for machine code of x86, which takes a tenth off."""
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": preset}]
+def pack(site: Path, file: Path) -> None:
+    """As xz if so named, with the filter for machine code of x86, which takes a tenth off."""
 
     def wanted(member):
         return None if set(Path(member.name).parts) & set(LEFT_OUT) else member
 
-    with lzma.open(file, "wb", filters=filters) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.add(site, ".", filter=wanted)
+    if file.suffix == ".xz":
+        filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6}]
+        with lzma.open(file, "wb", filters=filters) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(site, ".", filter=wanted)
+    else:
+        with tarfile.open(file, "w") as archive:
+            archive.add(site, ".", filter=wanted)
 
 
 def write_contents(folder: Path, python: str) -> int:

@@ -3,7 +3,7 @@
 from typing import Optional
 
 import numpy as np
-from gpu_kernels import KERNELS, LIBRARY, SOURCE, options
+from gpu_kernels import KERNELS, LIBRARY, SOURCE, Tuning, options
 
 _NUMBERS = {"c_int": np.int32, "c_long": np.int64, "c_longlong": np.int64, "c_double": np.float64}
 _MARGIN, _PATTERN = 512, 0xA5  # bytes around an array that must not be written, and what is in them
@@ -48,6 +48,7 @@ class CupyGpu:
     def __init__(self, cupy, cupyx, name: str):
         self.cupy, self._cupyx = cupy, cupyx
         self._kernels = {}
+        self.tuning: Optional[Tuning] = None
         runtime = cupy.cuda.runtime.runtimeGetVersion()
         self.description = f"{name}, CuPy {cupy.__version__}, CUDA {runtime}, NumPy {np.__version__}"
 
@@ -67,10 +68,11 @@ class CupyGpu:
         self._kernel(kernel, dtype)(grid, block, tuple(self._argument(item) for item in arguments))
 
     def _kernel(self, kernel, dtype):
-        if dtype not in self._kernels:
-            module = self.cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=options(dtype))
-            self._kernels[dtype] = {name: module.get_function(name) for name in KERNELS}
-        return self._kernels[dtype][kernel]
+        words = options(dtype, self.tuning)
+        if words not in self._kernels:
+            module = self.cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=words)
+            self._kernels[words] = {name: module.get_function(name) for name in KERNELS}
+        return self._kernels[words][kernel]
 
     def _argument(self, item):
         if isinstance(item, self.cupy.ndarray):

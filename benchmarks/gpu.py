@@ -3,6 +3,7 @@
     pip install cupy-cuda12x torch numpy   # and this package, compiled
     python tests/check_kernels.py          # whether they are right
     python benchmarks/gpu.py [--json FILE]
+    python benchmarks/gpu.py --tune        # a line per choice; its times, shape by shape, as shares of what is shipped
 
 The kernels are compiled from ``gluon_syncbn/csrc/kernels.cu`` with CuPy's NVRTC and launched as the operator launches
 them. Reported is how many bytes a direction must move (forward reads x twice and writes y; backward reads x and dy
@@ -14,18 +15,20 @@ Without CuPy or a GPU it says so and ends with status 3.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 
 import numpy as np
 from cupy_gpu import open_gpu
-from gpu_kernels import Passes
+from gpu_kernels import Passes, Tuning
 
 SHAPES = [(32, 256, 56, 56), (2, 64, 800, 1333)]  # a ResNet's, and a detector's at full size
 LAYOUTS = ["NCHW", "NHWC"]
 DTYPES = ["float32", "float16"]
 ROTATE = 1 << 30  # bytes of tensors that take turns
+TUNINGS = ([128, 256, 512], [2, 4, 8], [512, 1024, 2048, 4096])  # threads, packs, blocks
 DIRECTIONS = {"forward": 3, "backward": 5}  # how often each must read or write as many bytes as a tensor has
 
 
@@ -125,7 +128,7 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
     sets = max(2, -(-ROTATE // (4 * size))) if size > 1 << 20 else 2
     rng = cupy.random.default_rng(0)
     busy = [cupy.zeros(ROTATE if size > 1 << 20 else 1024, "uint8") for _ in range(2)]
-    tensors = [[rng.standard_normal(shape, "float32").astype(dtype) for _ in range(4)] for _ in range(sets)]
+    tensors = [[rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(4)] for _ in range(sets)]
     nets = {"ours": [Ours(gpu, layout, *item) for item in tensors]}
     if torch is not None:
         nets["PyTorch"] = [Torch(torch, layout, *item) for item in tensors]
@@ -206,6 +209,19 @@ def compare_all(gpu, torch, arguments) -> None:
                         json.dump({"device": gpu.description, "results": results}, output)
 
 
+def tune(gpu, arguments) -> None:
+    """Every combination of `TUNINGS`, ours alone: the sum of forward and backward as a share of what is shipped."""
+    shipped = {}
+    for tuning in (None, *(Tuning(*numbers) for numbers in itertools.product(*TUNINGS))):
+        gpu.tuning = tuning
+        shares = []
+        for shape, dtype, layout in itertools.product(arguments.shapes or SHAPES, DTYPES, LAYOUTS):
+            took = compare(gpu, None, shape, layout, dtype, arguments.rounds)["microseconds"]
+            whole = took["ours, forward"] + took["ours, backward"]
+            shares.append(whole / shipped.setdefault((shape, dtype, layout), whole))
+        print(f"{tuning or 'as shipped'}: {' '.join(f'{share:.2f}' for share in shares)}", flush=True)
+
+
 def parse_shape(text: str) -> tuple:
     return tuple(int(word) for word in text.split(","))
 
@@ -215,12 +231,16 @@ def main(words=None) -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", help="N,C,H,W in place of the usual ones")
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--tune", action="store_true", help="try other numbers of threads, of packs, and of blocks")
     arguments = parser.parse_args(words)
     gpu = open_gpu()
     if gpu is None:
         return 3
     print(gpu.description)
-    compare_all(gpu, find_torch(), arguments)
+    if arguments.tune:
+        tune(gpu, arguments)
+    else:
+        compare_all(gpu, find_torch(), arguments)
     return 0
 
 

@@ -6,7 +6,7 @@ standing in for one (tests/stand_in.py). What a kernel is given as its grid is a
 
 import ctypes
 from pathlib import Path
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -23,9 +23,18 @@ KERNELS = [
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
 
 
-def options(dtype: str) -> Tuple[str, ...]:
+class Tuning(NamedTuple):
+    """Other numbers than the operator's; see launch.h."""
+
+    threads: int
+    unroll: int
+    blocks: int
+
+
+def options(dtype: str, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
     """For NVRTC, as the operator passes them."""
-    return ("--std=c++11", f"-DVALUE_TYPE={FLAGS[dtype]}")
+    tuned = (f"-DTHREADS={tuning.threads}", f"-DUNROLL={tuning.unroll}") if tuning else ()
+    return ("--std=c++11", f"-DVALUE_TYPE={FLAGS[dtype]}", *tuned)
 
 
 class Launch(NamedTuple):
@@ -37,12 +46,13 @@ class Launch(NamedTuple):
     counters: int
 
 
-def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int) -> Launch:
+def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, tuning: Optional[Tuning] = None) -> Launch:
     """What the operator would choose for tensors (outer, channels, inner) at these addresses, at most three."""
     numbers = (ctypes.c_int64 * 8)()
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = [ctypes.c_void_p(address) for address in (*addresses, *addresses[:1] * 2)[:3]]
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, *pointers, numbers)
+    tuned = (ctypes.c_int64 * 3)(*tuning) if tuning else None
+    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, *pointers, tuned, numbers)
     rows, aligned, *rest = numbers
     return Launch(bool(rows), bool(aligned), tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
 
@@ -58,8 +68,8 @@ class Passes:
     Parameters
     ----------
     device
-        Has ``zeros(size, dtype)`` for memory of the device, ``pinned(size)`` for float64 numbers that device and host
-        share, ``launch(kernel, dtype, grid, block, arguments)`` and ``synchronize()``.
+        Has ``tuning``, by default None, ``zeros(size, dtype)`` for memory of the device, ``pinned(size)`` for float64
+        numbers that device and host share, ``launch(kernel, dtype, grid, block, arguments)`` and ``synchronize()``.
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
     """
@@ -67,7 +77,7 @@ class Passes:
     def __init__(self, device, dtype: str, layout, *tensors, relu=False, has_scale=True, epsilon=1e-5, momentum=0.9):
         self.device, self.dtype, self.layout = device, dtype, layout
         self.relu, self.has_scale, self.epsilon, self.momentum = relu, has_scale, epsilon, momentum
-        self.launch = launch_for(dtype, layout, *(address_of(tensor) for tensor in tensors))
+        self.launch = launch_for(dtype, layout, *(address_of(tensor) for tensor in tensors), tuning=device.tuning)
         self.real = "float64" if dtype == "float64" else "float32"
         self.partials = device.zeros(self.launch.partials, "float64")
         self.counters = device.zeros(self.launch.counters, "int32")

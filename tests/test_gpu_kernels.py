@@ -7,11 +7,12 @@ import ctypes
 
 import check_kernels
 import gpu as benchmark
+import gpu_kernels
 import kernel_cases
 import numpy as np
 import oracle
 import pytest
-from gpu_kernels import REQUEST_NULL, Passes
+from gpu_kernels import REQUEST_NULL, Passes, Tuning
 from harness import LONG
 from kernel_cases import PRECISION, draw, draw_vectors, run_two_devices
 from stand_in import Fenced, StandInGpu, build_kernels
@@ -197,6 +198,16 @@ def test_what_runs_on_a_gpu_first(gpu, monkeypatch):
     monkeypatch.setitem(kernel_cases.PRECISION, "float32", 1e-9)
     with pytest.raises(AssertionError, match="case [0-9]+, {'layouts'"):
         check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(512, 2, 256), Tuning(128, 8, 4096)], ids=str)
+def test_other_numbers_of_threads_are_right_too(tuning, tmp_path):
+    """What benchmarks/gpu.py tries on a GPU."""
+    options = [
+        word for word in gpu_kernels.options("float32", tuning) if "VALUE_TYPE" not in word and "std" not in word
+    ]
+    tuned = StandInGpu(build_kernels(tmp_path, *options), tuning)
+    assert check_kernels.check(tuned, cases=25, values=20_000, seconds=LONG) == 25
 
 
 @pytest.mark.parametrize("program", [check_kernels, benchmark])

@@ -35,8 +35,15 @@ typedef long long int64;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 
-constexpr int kThreads = 256;  // in a block
-constexpr int kUnroll = 4;
+// Both as in launch.h; benchmarks/gpu.py tries others.
+#ifndef THREADS
+#define THREADS 256
+#endif
+#ifndef UNROLL
+#define UNROLL 4
+#endif
+constexpr int kThreads = THREADS;  // in a block
+constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
 // ---------------------------------------------------------------------------------------------------------------------

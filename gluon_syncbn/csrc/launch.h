@@ -21,8 +21,18 @@ struct Launch {
   int64_t counters() const { return static_cast<int64_t>(grid_x) + 1; }
 };
 
+// What may be tuned; only a GPU can tell what is best.
+struct Tuning {
+  int64_t threads = 256;  // in a block: kThreads of kernels.cu
+  int64_t unroll = 4;     // kUnroll of kernels.cu
+  // Enough for every GPU that MXNet runs on: 8 blocks for each of 128 multiprocessors, of which 2 to 4 run at a time.
+  // More would only add to what the last block of a tile has to add up.
+  int64_t blocks = 1024;
+};
+
 // For activations of `dtype` at these addresses. Throws std::invalid_argument where the grid would be larger than CUDA
 // allows, which takes 2^31 channels.
-Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const void*> addresses);
+Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const void*> addresses,
+                  const Tuning& tuning = {});
 
 }  // namespace gluon_syncbn

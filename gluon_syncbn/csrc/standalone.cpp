@@ -116,11 +116,12 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
 }
 
 // How a GPU's kernels are launched for tensors at these addresses; `launch` gets rows, aligned, grid (2), block (2), and
-// the sizes of partials and counters.
+// the sizes of partials and counters. `tuning` is threads, unroll and blocks, or null for what the operator takes.
 EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner, const void* first,
-                                      const void* second, const void* third, int64_t* launch) {
+                                      const void* second, const void* third, const int64_t* tuning, int64_t* launch) {
   const Layout layout{outer, channels, inner};
-  const Launch chosen = launch_for(dtype_of(dtype), layout, {first, second, third});
+  const Tuning tuned = tuning ? Tuning{tuning[0], tuning[1], tuning[2]} : Tuning{};
+  const Launch chosen = launch_for(dtype_of(dtype), layout, {first, second, third}, tuned);
   const int64_t numbers[] = {chosen.rows,    chosen.aligned, chosen.grid_x,           chosen.grid_y,
                              chosen.block_x, chosen.block_y, chosen.partials(layout), chosen.counters()};
   std::memcpy(launch, numbers, sizeof numbers);

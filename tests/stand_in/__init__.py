@@ -4,9 +4,10 @@ import ctypes
 import mmap
 import subprocess
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
-from gpu_kernels import FLAGS
+from gpu_kernels import FLAGS, Tuning
 
 HERE = Path(__file__).parent
 COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -14,12 +15,12 @@ COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wex
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 
-def build_kernels(folder: Path) -> dict:
+def build_kernels(folder: Path, *options: str) -> dict:
     """kernels.cu as a library for the CPU, for each dtype."""
     files = {dtype: folder / f"kernels_{dtype}.so" for dtype in FLAGS}
     source = str(HERE / "kernels_on_cpu.cpp")
     builds = [
-        subprocess.Popen([*COMPILER, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", source, "-o", str(file)])
+        subprocess.Popen([*COMPILER, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", *options, source, "-o", str(file)])
         for dtype, file in files.items()
     ]
     if any(build.wait() != 0 for build in builds):
@@ -30,7 +31,8 @@ def build_kernels(folder: Path) -> dict:
 class StandInGpu:
     """A device for `gpu_kernels.Passes`."""
 
-    def __init__(self, libraries: dict):
+    def __init__(self, libraries: dict, tuning: Optional[Tuning] = None):
+        self.tuning = tuning
         self._libraries = {dtype: ctypes.CDLL(str(file)) for dtype, file in libraries.items()}
 
     def zeros(self, size: int, dtype: str) -> np.ndarray:

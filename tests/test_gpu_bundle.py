@@ -1,0 +1,226 @@
+"""The folder for machines with a GPU and no network: its steps end and are told, whatever happens in them, and their
+numbers find their way to the page. What it holds is tried as a whole by `.ci/gpu.py --rehearse`, in CI."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import gpu_table
+import pytest
+from harness import HANG, ROOT
+from stand_in import build_kernels
+
+CI = os.path.join(ROOT, ".ci")
+sys.path[:0] = [CI, os.path.join(CI, "bundle")]
+
+import fatbin  # noqa: E402
+import steps  # noqa: E402
+
+MACHINE = os.path.join(ROOT, "tests", "stand_in", "machine")
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    """The environment of a machine whose CuPy stands in for a GPU's."""
+    kernels = tmp_path_factory.mktemp("kernels")
+    build_kernels(kernels)
+    return {**os.environ, "PYTHONPATH": MACHINE, "STAND_IN_KERNELS": str(kernels)}
+
+
+def measured_by(program, environment, file, *words):
+    command = [sys.executable, os.path.join(ROOT, program), "--json", str(file), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def results(stand_in, tmp_path_factory):
+    """As run.sh leaves them, with the numbers of the stand-in under the name of a GPU."""
+    folder = tmp_path_factory.mktemp("measured")
+    speed = measured_by(
+        "benchmarks/gpu.py", stand_in, folder / "speed", "--rounds", "2", "--shapes", "2,8,5,5", "1,16,3,3"
+    )
+    kernels = measured_by("tests/check_kernels.py", stand_in, folder / "kernels", "--cases", "3", "--values", "999")
+    took = {"training": 61.4, "prediction": 40.2, "more": 21.2}
+    return {
+        "machine": {
+            "gpus": 1,
+            "stands_in": False,
+            "nvidia_smi": "NVIDIA H200, 580.159.04, 143771 MiB, 9.0, 1980 MHz, 3201 MHz",
+            "cores": 16,
+            "nvrtc": "libnvrtc.so.13 13.0",
+            "date": "2026-11-22 12:00",
+        },
+        "bundle": {"commit": "0123abc", "mxnet": "mxnet-cu117 1.9.1"},
+        "steps": [
+            {"name": "kernels", "ended": "ok", "seconds": 12.3},
+            {"name": "speed", "ended": "OUT OF TIME", "seconds": 130.2},
+        ],
+        "kernels": kernels,
+        "speed": speed,
+        "meeting": {"results": [{"devices": "cpu:0,gpu:0", "forward": took, "backward": took}]},
+    }
+
+
+def test_what_is_measured(results):
+    assert results["kernels"]["cases"] == 3
+    measured = results["speed"]["results"]
+    assert [(item["dtype"], item["layout"], item["shape"]) for item in measured[:4]] == [
+        ("float32", "NCHW", [2, 8, 5, 5]),
+        ("float32", "NHWC", [2, 5, 5, 8]),
+        ("float16", "NCHW", [2, 8, 5, 5]),
+        ("float16", "NHWC", [2, 5, 5, 8]),
+    ]
+    assert len(measured) == 8
+    for item in measured:
+        took, size = item["microseconds"], 400 * 4 if item["dtype"] == "float32" else 400 * 2
+        size = size * 144 // 400 if 16 in item["shape"] else size
+        # Forward reads x twice and writes y; a copy reads and writes.
+        share = (3 * size / took["ours, forward"]) / (2 * size / took["copy"])
+        assert item["of_copy"]["ours, forward"] == pytest.approx(share)
+        share = (5 * size / took["ours, backward"]) / (2 * size / took["copy"])
+        assert item["of_copy"]["ours, backward"] == pytest.approx(share)
+
+
+def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
+    file, page = tmp_path / "results.json", tmp_path / "page.md"
+    file.write_text(json.dumps(results))
+    page.write_text("# GPUs\n\n<!-- numbers -->\nold\n<!-- end of numbers -->\n\nmore\n")
+    for _ in range(2):
+        assert gpu_table.main([str(file), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
+    assert "old" not in text and text.count("### NVIDIA H200") == 1
+    assert "| kernels | ok: right on 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
+    assert "| float32 NHWC 2×5×5×8 |" in text and "| cpu:0,gpu:0 | forward | 61 µs | 40 µs | 21 µs |" in text
+    assert "gpu(1) is the same once more" in text
+
+
+def test_numbers_of_a_stand_in_are_not_for_the_page(results, tmp_path, capsys):
+    file, page = tmp_path / "results.json", tmp_path / "page.md"
+    page.write_text("<!-- numbers -->\n<!-- end of numbers -->\n")
+    file.write_text(json.dumps({**results, "machine": {**results["machine"], "stands_in": True}}))
+    assert gpu_table.main([str(file), "--page", str(page)]) == 1
+    assert "not of a GPU" in capsys.readouterr().err
+    assert page.read_text() == "<!-- numbers -->\n<!-- end of numbers -->\n"
+
+
+def test_the_documentation_has_the_place():
+    text = Path(ROOT, "docs", "gpu.md").read_text(encoding="utf-8")
+    assert text.count(gpu_table.BEGIN) == text.count(gpu_table.END) == 1
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """One without MXNet, for steps of this test's."""
+    made = tmp_path / "folder"
+    for name in ("tests", "benchmarks"):
+        (made / name).mkdir(parents=True)
+    (made / "pyproject.toml").touch()
+    (made / "bundle.json").write_text(json.dumps({"python": "2.7"}))
+    with zipfile.ZipFile(made / "gluon_syncbn-0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("here.txt", "unpacked")
+    monkeypatch.setattr(steps, "HERE", made)
+    return made
+
+
+def in_python(code):
+    return lambda run, seconds: [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, monkeypatch, capsys):
+    # Its child would go on for long; nothing of it may stay.
+    hangs = """
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"])
+        print("CHILD", child.pid, flush=True)
+        time.sleep(900)
+    """
+
+    def cannot_start(run, seconds):
+        raise FileNotFoundError("there is no such tool")
+
+    def measures(run, seconds):
+        code = f"open({str(run.work / 'measures.json')!r}, 'w').write('[1, 2]'); print(open('here.txt').read())"
+        return [sys.executable, "-c", code]
+
+    made = [
+        ("fails", in_python("raise SystemExit(7)"), False),
+        ("hangs", in_python(hangs), False),
+        ("talks", in_python("print('word ' * 100000)"), False),
+        ("missing", cannot_start, False),
+        ("needs_mxnet", in_python("pass"), True),
+        ("not_run", in_python("print('NOT RUN: no GPU'); raise SystemExit(3)"), False),
+        ("measures", measures, False),
+    ]
+    monkeypatch.setattr(steps, "STEPS", [steps.Step(name, "", 12, 12, needs, command) for name, command, needs in made])
+    monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out")])
+    assert steps.main() == 1
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    ended = {step["name"]: step["ended"] for step in results["steps"]}
+    assert ended.pop("needs_mxnet").startswith("not started: this folder was made for Python 2.7, and ")
+    assert ended == {
+        "fails": "FAILED with status 7",
+        "hangs": "OUT OF TIME",
+        "talks": "ok",
+        "missing": "not started: there is no such tool",
+        "not_run": "NOT RUN",
+        "measures": "ok",
+    }
+    assert results["measures"] == [1, 2]
+    assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text()
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < 1_000_000
+    child = int((tmp_path / "out" / "hangs.txt").read_text().split("CHILD ")[1])
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert "fails: FAILED with status 7" in capsys.readouterr().out
+
+
+def test_when_no_time_is_left_that_is_said(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "STEPS", [steps.Step("late", "", 20, 20, False, in_python("pass"))])
+    monkeypatch.setattr(steps, "TOTAL", {False: 5, True: 5})
+    monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--short"])
+    assert steps.main() == 1
+    (step,) = json.loads((tmp_path / "out" / "results.json").read_text())["steps"]
+    assert step["ended"] == "no time left"
+
+
+def test_steps_that_do_not_exist_are_refused(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--steps", "kernels,spede"])
+    with pytest.raises(SystemExit):
+        steps.main()
+    assert "there is no step spede; there are kernels, speed," in capsys.readouterr().err
+
+
+def test_machine_code_is_blanked_and_nothing_else(tmp_path):
+    """A library whose section has two containers, each with PTX (kind 1) and machine code (kind 2)."""
+    source, library = tmp_path / "library.c", tmp_path / "library.so"
+    container = """
+        .long 0xBA55ED50; .short 1, 16; .quad 2 * 16 + 24 + 40
+        .short 1, 0; .long 16; .quad 24; .fill 24, 1, 0x11
+        .short 2, 0; .long 16; .quad 40; .fill 40, 1, 0x22
+    """
+    lines = ";".join(line.strip() for line in container.strip().splitlines())
+    section = f'__asm__(".section .nv_fatbin, \\"a\\"; .balign 8; {lines}; {lines}; .previous");'
+    source.write_text(section + "\nint seven() { return 7; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    before = library.read_bytes()
+    assert fatbin.blank(library) == 80
+    after = library.read_bytes()
+    assert after == before.replace(b"\x22" * 40, bytes(40)) and before.count(b"\x22" * 40) == 2
+    assert after.count(b"\x11" * 24) == 2
+    assert ctypes.CDLL(str(library)).seven() == 7
+
+
+def test_a_library_without_machine_code_is_refused(tmp_path):
+    source, library = tmp_path / "library.c", tmp_path / "library.so"
+    source.write_text("int seven() { return 7; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(ValueError, match="no section .nv_fatbin"):
+        fatbin.blank(library)
