@@ -8,6 +8,7 @@ day only the GPU is new.
 
 import json
 import lzma
+import os
 import shutil
 import subprocess
 import sys
@@ -157,6 +158,7 @@ def rehearse(folder: Path, out: Path, home: Path, libraries: Path, words) -> int
         # As MXNet's kernels, those that it compiles at run time of a graph's other operators are not there.
         "MXNET_USE_FUSION": "0",
     }
+    environment.update({name: os.environ[name] for name in ["GLUON_SYNCBN_NVRTC"] if name in os.environ})
     # A network of its own is an empty one. Not every container may make that.
     alone = ["unshare", "--net"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:

@@ -216,10 +216,14 @@ def tune(gpu, arguments) -> None:
         gpu.tuning = tuning
         shares = []
         for shape, dtype, layout in itertools.product(arguments.shapes or SHAPES, DTYPES, LAYOUTS):
-            took = compare(gpu, None, shape, layout, dtype, arguments.rounds)["microseconds"]
+            try:
+                took = compare(gpu, None, shape, layout, dtype, arguments.rounds)["microseconds"]
+            except Exception as problem:  # too many registers, say
+                shares.append(f"{type(problem).__name__}: {problem}")
+                break
             whole = took["ours, forward"] + took["ours, backward"]
-            shares.append(whole / shipped.setdefault((shape, dtype, layout), whole))
-        print(f"{tuning or 'as shipped'}: {' '.join(f'{share:.2f}' for share in shares)}", flush=True)
+            shares.append(f"{whole / shipped.setdefault((shape, dtype, layout), whole):.2f}")
+        print(f"{tuning or 'as shipped'}: {' '.join(shares)}", flush=True)
 
 
 def parse_shape(text: str) -> tuple:

@@ -22,7 +22,9 @@ def describe(results: dict) -> list:
     name, driver = (word.strip() for word in (gpu + ",").split(",")[:2])
     device = results.get("kernels", results.get("speed", {})).get("device", "")
     software = "; ".join(
-        filter(None, [device, f"NVRTC {machine['nvrtc']}", bundle["mxnet"], f"commit {bundle['commit']}"])
+        filter(
+            None, [device, f"NVRTC {str(machine['nvrtc']).split()[-1]}", bundle["mxnet"], f"commit {bundle['commit']}"]
+        )
     )
     lines = [f"### {name}", "", f"Driver {driver}; {machine['cores']} cores; {software}; {machine['date']} UTC.", ""]
     lines += describe_steps(results)

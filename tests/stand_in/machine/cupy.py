@@ -44,6 +44,9 @@ copyto = np.copyto
 
 class RawModule:
     def __init__(self, code, options):
+        others = [word for word in options if "-DTHREADS" in word or "-DUNROLL" in word]
+        if others not in ([], ["-DTHREADS=256", "-DUNROLL=4"]):
+            raise ValueError(f"the stand-in has no kernels with {' '.join(others)}")
         (value_type,) = (re.fullmatch("-DVALUE_TYPE=(.)", word).group(1) for word in options if "VALUE_TYPE" in word)
         name = f"kernels_{['float32', 'float64', 'float16'][int(value_type)]}.so"
         self._library = ctypes.CDLL(os.path.join(os.environ["STAND_IN_KERNELS"], name))
