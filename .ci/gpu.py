@@ -37,6 +37,8 @@ def has_gpu() -> bool:
 
 def install() -> tuple:
     """The virtual environment; returns its site-packages and the package's wheel."""
+    if not (3, 8) <= sys.version_info[:2] <= (3, 11):
+        raise SystemExit(f"MXNet wants Python 3.8 to 3.11 here, and this is {sys.version.split()[0]}")
     HOME.mkdir(parents=True, exist_ok=True)
     python = HOME / "venv" / "bin" / "python"
     if not (HOME / "installed").exists():

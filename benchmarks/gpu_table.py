@@ -38,7 +38,7 @@ def describe(results: dict) -> list:
 def describe_steps(results: dict) -> list:
     lines = ["| step | ended | seconds |", "| --- | --- | --- |"]
     for step in results["steps"]:
-        more = ""
+        more = f": {step['last_line'].strip('= ')}" if "passed" in step["last_line"] else ""
         if step["name"] == "kernels" and "kernels" in results:
             more = f": right on {results['kernels']['cases']} random cases"
         if step["name"] == "soak" and "soak" in results:

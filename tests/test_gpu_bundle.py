@@ -59,8 +59,9 @@ def results(stand_in, tmp_path_factory):
         },
         "bundle": {"commit": "0123abc", "mxnet": "mxnet-cu117 1.9.1"},
         "steps": [
-            {"name": "kernels", "ended": "ok", "seconds": 12.3},
-            {"name": "speed", "ended": "OUT OF TIME", "seconds": 130.2},
+            {"name": "kernels", "ended": "ok", "seconds": 12.3, "last_line": "right on 3 random cases"},
+            {"name": "speed", "ended": "OUT OF TIME", "seconds": 130.2, "last_line": ""},
+            {"name": "operator", "ended": "ok", "seconds": 30, "last_line": "=== 39 passed in 27.87s ==="},
         ],
         "kernels": kernels,
         "speed": speed,
@@ -98,6 +99,7 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
     assert "old" not in text and text.count("### NVIDIA H200") == 1
     assert "| kernels | ok: right on 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
+    assert "| operator | ok: 39 passed in 27.87s | 30 |" in text
     assert "| float32 NHWC 2×5×5×8 |" in text and "| cpu:0,gpu:0 | forward | 61 µs | 40 µs | 21 µs |" in text
     assert "gpu(1) is the same once more" in text
 
@@ -174,6 +176,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         "measures": "ok",
     }
     assert results["measures"] == [1, 2]
+    assert results["steps"][-1]["last_line"] == "unpacked"
     assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text()
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < 1_000_000
     child = int((tmp_path / "out" / "hangs.txt").read_text().split("CHILD ")[1])

@@ -109,7 +109,11 @@ class Run:
                 ended, status = f"not started: {problem or type(problem).__name__}", None
         took = time.monotonic() - started
         print(f"== {step.name}: {ended} after {took:.0f} s", flush=True)
-        self.results["steps"].append({"name": step.name, "ended": ended, "status": status, "seconds": round(took, 1)})
+        text = self.out / f"{step.name}.txt"
+        lines = text.read_text().split("\n") if status is not None else []
+        last = next((line for line in reversed(lines) if line.strip()), "")[:200]
+        told = {"name": step.name, "ended": ended, "status": status, "seconds": round(took, 1), "last_line": last}
+        self.results["steps"].append(told)
         measured = self.work / f"{step.name}.json"
         if measured.exists():
             self.results[step.name] = json.loads(measured.read_text())
@@ -297,9 +301,9 @@ STEPS = [
     Step("operator", "the operator inside MXNet, on a GPU and a CPU", 110, 80, True, operator),
     Step("groups", "the operator inside MXNet, on two GPUs (or one as two)", 160, 80, True, groups),
     Step("meeting", "what it costs to meet", 40, 30, True, meeting),
-    Step("memcheck", "the kernels under compute-sanitizer", 50, 25, False, sanitizer("memcheck")),
-    Step("racecheck", "the kernels under compute-sanitizer", 50, 25, False, sanitizer("racecheck")),
-    Step("synccheck", "the kernels under compute-sanitizer", 40, 25, False, sanitizer("synccheck")),
+    Step("memcheck", "the kernels under compute-sanitizer", 60, 40, False, sanitizer("memcheck")),
+    Step("racecheck", "the kernels under compute-sanitizer", 80, 45, False, sanitizer("racecheck")),
+    Step("synccheck", "the kernels under compute-sanitizer", 60, 40, False, sanitizer("synccheck")),
     Step("tuning", "the kernels with other numbers of threads", 300, 200, False, tuning),
     Step("soak", "the same bits every step", 330, 65, True, soak),
 ]
