@@ -152,6 +152,10 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         code = f"open({str(run.work / 'measures.json')!r}, 'w').write('[1, 2]'); print(open('here.txt').read())"
         return [sys.executable, "-c", code]
 
+    def breaks_off(run, seconds):
+        code = f"open({str(run.work / 'breaks_off.json')!r}, 'w').write('[1, '); raise SystemExit(1)"
+        return [sys.executable, "-c", code]
+
     made = [
         ("fails", in_python("raise SystemExit(7)"), False),
         ("hangs", in_python(hangs), False),
@@ -159,6 +163,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         ("missing", cannot_start, False),
         ("needs_mxnet", in_python("pass"), True),
         ("not_run", in_python("print('NOT RUN: no GPU'); raise SystemExit(3)"), False),
+        ("breaks_off", breaks_off, False),
         ("measures", measures, False),
     ]
     monkeypatch.setattr(steps, "STEPS", [steps.Step(name, "", 12, 12, needs, command) for name, command, needs in made])
@@ -173,9 +178,10 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         "talks": "ok",
         "missing": "not started: there is no such tool",
         "not_run": "NOT RUN",
+        "breaks_off": "FAILED with status 1",
         "measures": "ok",
     }
-    assert results["measures"] == [1, 2]
+    assert results["measures"] == [1, 2] and "breaks_off" not in results
     assert results["steps"][-1]["last_line"] == "unpacked"
     assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text()
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < 1_000_000

@@ -110,12 +110,13 @@ class Run:
         took = time.monotonic() - started
         print(f"== {step.name}: {ended} after {took:.0f} s", flush=True)
         text = self.out / f"{step.name}.txt"
-        lines = text.read_text().split("\n") if status is not None else []
+        lines = text.read_text(errors="replace").split("\n") if status is not None else []
         last = next((line for line in reversed(lines) if line.strip()), "")[:200]
         told = {"name": step.name, "ended": ended, "status": status, "seconds": round(took, 1), "last_line": last}
         self.results["steps"].append(told)
         measured = self.work / f"{step.name}.json"
-        if measured.exists():
+        # It may not be there, or not be whole.
+        with contextlib.suppress(OSError, ValueError):
             self.results[step.name] = json.loads(measured.read_text())
         self.save()
 
