@@ -9,16 +9,19 @@ twice, which is an error. (`SyncBatchNorm._call_before` orders several calls of 
 
 So behind each call of such a net in training mode, an empty operator that "writes" the running statistics of all its
 layers on that device is given to the engine. It waits for what the call does with them, and whoever reads them, the
-next call among others, waits for it. The net is the block that owns the graph; a forward hook on it does this. One push
-per call and device.
+next call among others, waits for it. The net is the block that owns the graph. One push per call and device.
+
+The method that calls graphs is extended for it. A forward hook would do as well, but MXNet warns of hooks, with the
+whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
 """
 
 import ctypes
+import functools
 import weakref
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
-from mxnet.gluon import Block
+from mxnet.gluon import Block, HybridBlock
 
 from gluon_syncbn import native
 
@@ -34,12 +37,25 @@ def declare_writes(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
         return
     if net not in _nets:
         _nets[net] = _Declaration(empty_operator)
-        net.register_forward_hook(_nets[net])
     _nets[net].add(trace, layer)
 
 
+def watch_graphs() -> None:
+    """From now on, what was declared of a net is told to the engine whenever its graph has been called."""
+    call = HybridBlock._call_cached_op
+
+    @functools.wraps(call)
+    def _call_cached_op(self, *args):
+        out = call(self, *args)
+        if self in _nets:
+            _nets[self].tell(args)
+        return out
+
+    HybridBlock._call_cached_op = _call_cached_op
+
+
 class _Declaration:
-    """The forward hook of one net."""
+    """What one net writes."""
 
     def __init__(self, empty_operator: ctypes.c_void_p):
         self._empty_operator = empty_operator
@@ -51,7 +67,8 @@ class _Declaration:
             self._trace, self._layers = trace, weakref.WeakSet()
         self._layers.add(layer)
 
-    def __call__(self, net: Block, inputs, outputs) -> None:
+    def tell(self, inputs) -> None:
+        """After a call of the net."""
         device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
         if device is None or not mx.autograd.is_training():
             return

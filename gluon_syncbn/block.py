@@ -1,5 +1,6 @@
 """SyncBatchNorm, the block that a user sees."""
 
+import copy
 import sys
 import threading
 import weakref
@@ -173,6 +174,24 @@ class SyncBatchNorm(nn.BatchNorm):
     def cast(self, dtype):
         """As `nn.BatchNorm` does for float16, parameters and statistics stay in float32 for bfloat16 too."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
+
+    # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
+
+    def __getstate__(self) -> Dict[str, Any]:
+        state = {**self.__dict__, "_group": None, "_last_call": None}
+        del state["_group_lock"]
+        return state
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state, _group_lock=threading.Lock())
+
+    def __deepcopy__(self, memo) -> "SyncBatchNorm":
+        store = self._options.kvstore
+        if isinstance(store, mx.kv.KVStore):  # the user's own, which nothing can copy
+            memo[id(store)] = store
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def _alias(self):
         # Files written by collect_params().save() carry full names: keep those of nn.BatchNorm.
@@ -360,7 +379,12 @@ class SyncBatchNorm(nn.BatchNorm):
     def __repr__(self):
         options = {**self._options._asdict(), "activation": self._activation}
         chosen = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
-        return super().__repr__()[:-1] + (f", {chosen})" if chosen else ")")
+        if self.gamma.shape is None:  # a SymbolBlock's, before anything is known of its input; there is no super() then
+            kwargs = ", ".join(f"{name}={value!r}" for name, value in self._kwargs.items())
+            plain = f"{type(self).__name__}({kwargs}, in_channels=None)"
+        else:
+            plain = super().__repr__()
+        return plain[:-1] + (f", {chosen})" if chosen else ")")
 
 
 def _name_of(dtype) -> str:
