@@ -103,6 +103,9 @@ class SyncBatchNorm(nn.BatchNorm):
     Running statistics are updated in the forward pass in training mode, and only there. `nn.BatchNorm` on a CPU
     updates them in the backward pass, which differs for a layer that is called several times in a step.
 
+    `copy.deepcopy` and `pickle` make a layer of its own, which meets no other; as with `nn.BatchNorm`, not of a
+    hybridized net that has run (MXNet cannot copy its graph).
+
     Examples
     --------
     >>> net = nn.HybridSequential()
