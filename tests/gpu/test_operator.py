@@ -88,7 +88,7 @@ def check(layer, devices, shapes, dtype, axis=1, relu=False):
 
 @groups
 @pytest.mark.parametrize("dtype", list(PRECISION))
-@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (2, 5, 32, 32), (6, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (2, 5, 32, 32), (3, 5, 3, 3), (6, 5)], ids=str)
 def test_uneven_shards_give_what_the_oracle_says(devices, dtype, shape):
     shapes = [(shape[0] + i, *shape[1:]) for i in range(len(devices))]
     check(make(devices, dtype), devices, shapes, dtype)
