@@ -60,11 +60,21 @@ class Norm(NamedTuple):
         return self.parameters[2]
 
 
-def mark(axis: int, epsilon: float, momentum: float, fix_gamma: bool, relu: bool, options: Dict[str, Any]) -> str:
-    """The text of the hidden attribute of a synchronized layer's last node."""
-    return json.dumps(
-        {"axis": axis, "eps": epsilon, "momentum": momentum, "fix_gamma": fix_gamma, "relu": relu, "options": options}
-    )
+def mark(
+    axis: int,
+    epsilon: float,
+    momentum: float,
+    fix_gamma: bool,
+    relu: bool,
+    options: Dict[str, Any],
+    is_plain: bool = False,
+) -> str:
+    """The text of the hidden attribute of a synchronized layer's last node.
+
+    ``is_plain`` of one that is a plain BatchNorm as long as nobody makes it anew: its layer was on one device.
+    """
+    told = {"axis": axis, "eps": epsilon, "momentum": momentum, "fix_gamma": fix_gamma, "relu": relu}
+    return json.dumps({**told, "options": options, **({"is_plain": True} if is_plain else {})})
 
 
 def norms_of(sym: mx.sym.Symbol) -> List[Norm]:
@@ -149,7 +159,8 @@ def _find_norms(graph) -> Dict[int, Norm]:
         hidden = {key: value for key, value in attributes.items() if key.startswith("__") and key != MARK}
         if MARK in attributes:
             told = json.loads(attributes[MARK])
-            options, relu, inputs = told["options"], told["relu"], _inputs_of_marked(nodes, node)
+            options, relu = told["options"], told["relu"]
+            inputs = node["inputs"] if told.get("is_plain") else _inputs_of_marked(nodes, node)
         elif node["op"] in _PLAIN and number not in with_statistics:
             told, options, relu, inputs = attributes, None, _PLAIN[node["op"]], node["inputs"]
         else:

@@ -89,17 +89,38 @@ class SynchronizedSymbolBlock(SymbolBlock):
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
-    """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with those that its nodes have."""
+    """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with those that its nodes have.
+
+    A node that has none (GluonCV appends such to what a net has computed) takes over those of the others.
+
+    Raises
+    ------
+    ValueError
+        The others have different ones.
+    """
     data, out = block._cached_graph
     # A gamma that is computed, say, has no Parameter.
     norms = [norm for norm in norms_of(out) if all(name in block.params for name in norm.parameters)]
-    layers = {_key(norm): _layer_of(block, norm, options or norm.options or {}) for norm in norms}
+    told = options or _common_options(block, norms)
+    layers = {_key(norm): _layer_of(block, norm, options or norm.options or told) for norm in norms}
     block._cached_graph = data, plain_symbol(out)
     block._norms = _Norms(layers)
     block._calls = None, {}
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
     block._clear_cached_op()
+
+
+def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
+    """What a node without options of its own is to have."""
+    all_options = [norm.options for norm in norms if norm.options is not None]
+    plain = [norm.name for norm in norms if norm.options is None]
+    if plain and any(options != all_options[0] for options in all_options):
+        raise ValueError(
+            f"{block.name}: its layers synchronize with different options, so '{plain[0]}', a BatchNorm without any, "
+            f"cannot take them over. Call convert_sync_batchnorm on the block with the options that all are to have."
+        )
+    return all_options[0] if all_options else {}
 
 
 def restore(block: SynchronizedSymbolBlock) -> None:

@@ -17,6 +17,7 @@ from gluon_syncbn._bfloat16 import is_bfloat16, widened
 from gluon_syncbn._graph import MARK, mark
 from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
 from gluon_syncbn._options import check_options
+from gluon_syncbn._retrace import remember
 from gluon_syncbn._writes import declare_writes
 from gluon_syncbn.symbol import describe, make_node, plain_node
 
@@ -205,8 +206,13 @@ class SyncBatchNorm(nn.BatchNorm):
             return self._under_numpy(F, x, gamma, beta, running_mean, running_var)
         devices = self._devices()
         is_array = F is mx.nd
+        trace = None if is_array else find_trace()
         if is_array:
             self._check_input(x)
+        elif trace is not None and trace.net is not None:
+            remember(trace.net, trace.symbol, self)
+        elif trace is None and self._may_move():
+            return self._plain_for_now((x, gamma, beta, running_mean, running_var), "fwd", None)
         if devices:
             check_devices(self.name, devices, self._options)
         if self._is_alone(is_array) or (is_array and not mx.autograd.is_training()):
@@ -216,7 +222,6 @@ class SyncBatchNorm(nn.BatchNorm):
         arrays = (x, gamma, beta, running_mean, running_var)
         if is_array:
             return self.synchronized(F, arrays, None, {})[0]
-        trace = find_trace()
         if not devices or trace is None:
             return self._as_symbol(arrays)[0]
         out, call = self.synchronized(F, arrays, trace, trace.dtypes(), self.call_before(trace))
@@ -233,6 +238,10 @@ class SyncBatchNorm(nn.BatchNorm):
     def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden, dtype):
         """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it; ``dtype`` is that of data."""
         dtypes = {inputs[0].name: dtype}
+        if trace is not None and trace.net is not None:
+            remember(trace.net, trace.symbol, self)
+        elif trace is None and self._may_move():
+            return self._plain_for_now(inputs, name, hidden), None
         if self._devices():
             check_devices(self.name, self._devices(), self._options)
         if self._is_alone(is_array=False):
@@ -242,6 +251,19 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is None or not self._devices():
             return self._as_symbol(inputs, after, name, hidden)
         return self.synchronized(mx.sym, inputs, trace, dtypes, after, name, hidden)
+
+    def _may_move(self) -> bool:
+        """Whether a symbol of the user's, made now, should not settle on how many devices the layer runs.
+
+        The parameters are on one, where base weights are loaded; most move before they train.
+        """
+        settled = self._options.num_devices == 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
+        return len(self._devices()) == 1 and not settled
+
+    def _plain_for_now(self, arrays, name: str, hidden):
+        """A plain BatchNorm that tells what it is, so that a SymbolBlock, or `symbol.load`, makes a layer of it."""
+        attr = {**(hidden or {}), MARK: self._mark(relu=False, is_plain=True)}
+        return plain_node(arrays, name, relu=self._activation is not None, attr=attr, **self._kwargs)
 
     def _is_alone(self, is_array: bool) -> bool:
         """Whether the layer is `nn.BatchNorm` here. A symbol may be made before its devices are known."""
@@ -276,12 +298,12 @@ class SyncBatchNorm(nn.BatchNorm):
         with mx.util.np_array(False):
             return self.hybrid_forward(F, *(item.as_nd_ndarray() for item in arrays)).as_np_ndarray()
 
-    def _mark(self, relu: bool) -> str:
+    def _mark(self, relu: bool, is_plain: bool = False) -> str:
         options = {**self._options._asdict(), "dtype": self._dtype()}
         if not isinstance(options["kvstore"], str):
             options["kvstore"] = None
         kwargs = self._kwargs
-        return mark(kwargs["axis"], kwargs["eps"], kwargs["momentum"], kwargs["fix_gamma"], relu, options)
+        return mark(kwargs["axis"], kwargs["eps"], kwargs["momentum"], kwargs["fix_gamma"], relu, options, is_plain)
 
     def _as_symbol(self, arrays, after=None, name: str = "fwd", hidden=None):
         """The layer in a symbol of the user's, which may be saved, bound by a Module or put into a SymbolBlock."""

@@ -165,23 +165,3 @@ def test_wrong_dtype_in_a_graph():
     net.hybridize()
     with pytest.raises(mx.MXNetError, match="stem"):
         train_on(net, (2, 3, 4, 4), dtype="float64")
-
-
-def test_parameters_that_moved_to_other_devices_under_a_graph(backend, capfd):
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(in_channels=3, prefix="stem_", timeout=60))
-    net.initialize(ctx=cpus(2))
-    net.hybridize()
-    train_on(net, (2, 3, 4, 4), (2, 3, 4, 4))
-    net.collect_params().reset_ctx([mx.cpu(2), mx.cpu(3)])
-    with autograd.record():
-        output = net(mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(2)))
-    with pytest.raises(mx.MXNetError) as caught:
-        output.wait_to_read()
-    told = str(caught.value) if backend == "native" else capfd.readouterr().out
-    assert "'stem': its graph was built for cpu(0), cpu(1), and now runs on cpu(2)" in told
-    net.hybridize()
-    inputs = [mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(i)) for i in (2, 3)]
-    with autograd.record():
-        outputs = [net(item) for item in inputs]
-    assert all(output.asnumpy().shape == (2, 3, 4, 4) for output in outputs)

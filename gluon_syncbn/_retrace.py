@@ -1,0 +1,60 @@
+"""A graph that was made for some devices is made anew when its layers' parameters have moved to others.
+
+On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
+graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
+there, and then the net moves (``reset_ctx``). On one device a layer is plain Batch Normalization, so a graph that
+stayed would never synchronize, and nothing would tell.
+
+MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
+before each call of a graph.
+"""
+
+import functools
+import weakref
+
+import mxnet as mx
+from mxnet.gluon import Block, HybridBlock
+
+_graphs = weakref.WeakKeyDictionary()
+
+
+class _Graph:
+    """The layers in the graph that a net has now, each with the contexts for which it was made."""
+
+    def __init__(self, trace: mx.sym.Symbol):
+        self.trace = trace
+        self._contexts = weakref.WeakKeyDictionary()
+
+    def add(self, layer: Block) -> None:
+        self._contexts[layer] = layer.running_mean._ctx_list
+
+    def has_moved(self) -> bool:
+        for layer, made_for in list(self._contexts.items()):
+            now = layer.running_mean._ctx_list
+            if now is not made_for:
+                if made_for is not None and now != made_for:
+                    return True
+                self._contexts[layer] = now
+        return False
+
+
+def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
+    """``layer`` is in the graph of ``net`` that is being made; ``trace`` names it."""
+    if net not in _graphs or _graphs[net].trace is not trace:
+        _graphs[net] = _Graph(trace)
+    _graphs[net].add(layer)
+
+
+def watch_moves() -> None:
+    """From now on, graphs whose layers have moved are made anew at their next call."""
+    call = HybridBlock._call_cached_op
+
+    @functools.wraps(call)
+    def _call_cached_op(self, *args):
+        graph = _graphs.get(self)
+        if graph is not None and graph.has_moved():
+            del _graphs[self]
+            self._clear_cached_op()
+        return call(self, *args)
+
+    HybridBlock._call_cached_op = _call_cached_op
