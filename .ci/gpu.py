@@ -23,7 +23,7 @@ from wheels import ROOT, build_wheel, run
 HOME = ROOT / "build" / "gpu"
 MXNET = "mxnet-cu117==1.9.1"
 NVIDIA = ["nvidia-cuda-nvrtc-cu11", "nvidia-cuda-runtime-cu11"]
-TESTING = ["numpy<1.24", "psutil", "pytest", "pytest-timeout", "requests", "graphviz"]
+TESTING = ["numpy<1.24", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "requests", "graphviz"]
 
 
 def has_gpu() -> bool:
@@ -70,6 +70,7 @@ def test(site: Path, words) -> int:
         environment["STAND_IN_KERNELS"] = str(folder)
         environment["STAND_IN_DELAY_US"] = "100"  # whoever forgets to wait reads old numbers
     pytest = [str(HOME / "venv" / "bin" / "pytest"), "tests/gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider"]
+    pytest += ["-n", str(min(3, os.cpu_count() or 1))]
     return subprocess.run([*pytest, *words], cwd=ROOT, env=environment).returncode
 
 
