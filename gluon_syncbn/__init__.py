@@ -11,9 +11,8 @@ from gluon_syncbn._export import export_plain_graphs  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402
 from gluon_syncbn._rendezvous import SyncBatchNormError  # noqa: E402
-from gluon_syncbn._retrace import watch_moves  # noqa: E402
+from gluon_syncbn._retrace import watch_graphs  # noqa: E402
 from gluon_syncbn._symbol_block import watch_symbol_blocks  # noqa: E402
-from gluon_syncbn._writes import watch_graphs  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
 from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
@@ -21,7 +20,6 @@ from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 watch()
 abandon_steps_that_raise()
 watch_graphs()
-watch_moves()
 watch_symbol_blocks()
 export_plain_graphs()
 

@@ -6,7 +6,10 @@ there, and then the net moves (``reset_ctx``). On one device a layer is plain Ba
 stayed would never synchronize, and nothing would tell.
 
 MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
-before each call of a graph.
+before each call of a graph. Behind the call, the engine is told what a static graph has written (`_writes`).
+
+The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
+the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
 """
 
 import functools
@@ -14,6 +17,8 @@ import weakref
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock
+
+from gluon_syncbn._writes import tell_writes
 
 _graphs = weakref.WeakKeyDictionary()
 
@@ -24,6 +29,7 @@ class _Graph:
     def __init__(self, trace: mx.sym.Symbol):
         self.trace = trace
         self._contexts = weakref.WeakKeyDictionary()
+        self.written = weakref.WeakSet()  # those whose writing the engine must be told
 
     def add(self, layer: Block) -> None:
         self._contexts[layer] = layer.running_mean._ctx_list
@@ -45,8 +51,13 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
     _graphs[net].add(layer)
 
 
-def watch_moves() -> None:
-    """From now on, graphs whose layers have moved are made anew at their next call."""
+def declare_writes(net: Block, layer: Block) -> None:
+    """The graph of ``net`` that is being made, which has `layer` (see `remember`), is static and writes it."""
+    _graphs[net].written.add(layer)
+
+
+def watch_graphs() -> None:
+    """From now on, graphs whose layers have moved are made anew, and what graphs write is told to the engine."""
     call = HybridBlock._call_cached_op
 
     @functools.wraps(call)
@@ -55,6 +66,10 @@ def watch_moves() -> None:
         if graph is not None and graph.has_moved():
             del _graphs[self]
             self._clear_cached_op()
-        return call(self, *args)
+        out = call(self, *args)
+        graph = _graphs.get(self)  # it may have been made in the call
+        if graph is not None and graph.written:
+            tell_writes(graph.written, args)
+        return out
 
     HybridBlock._call_cached_op = _call_cached_op

@@ -17,8 +17,7 @@ from gluon_syncbn._bfloat16 import is_bfloat16, widened
 from gluon_syncbn._graph import MARK, mark
 from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
 from gluon_syncbn._options import check_options
-from gluon_syncbn._retrace import remember
-from gluon_syncbn._writes import declare_writes
+from gluon_syncbn._retrace import declare_writes, remember
 from gluon_syncbn.symbol import describe, make_node, plain_node
 
 _layers = weakref.WeakSet()
@@ -283,7 +282,7 @@ class SyncBatchNorm(nn.BatchNorm):
         node = {}
         if trace is not None:
             if trace.is_static:
-                declare_writes(trace.net, trace.symbol, self)
+                declare_writes(trace.net, self)
             node = {"name": name, "attr": {**(hidden or {}), MARK: self._mark(relu and is_native)}}
         if is_native:
             is_static = trace is not None and trace.is_static

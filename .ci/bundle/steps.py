@@ -99,19 +99,16 @@ class Run:
         print(f"\n== {step.name}: {step.what} (at most {limit:.0f} s)", flush=True)
         started = time.monotonic()
         if limit < 10:
-            ended, status = "no time left", None
+            ended, status, last = "no time left", None, ""
         else:
             try:
                 if step.needs_mxnet:
                     self._mxnet.result(timeout=limit)
-                ended, status = self._run(step, started + limit)
+                ended, status, last = self._run(step, started + limit)
             except Exception as problem:  # a step never stops the next
-                ended, status = f"not started: {problem or type(problem).__name__}", None
+                ended, status, last = f"not started: {problem or type(problem).__name__}", None, ""
         took = time.monotonic() - started
         print(f"== {step.name}: {ended} after {took:.0f} s", flush=True)
-        text = self.out / f"{step.name}.txt"
-        lines = text.read_text(errors="replace").split("\n") if status is not None else []
-        last = next((line for line in reversed(lines) if line.strip()), "")[:200]
         told = {"name": step.name, "ended": ended, "status": status, "seconds": round(took, 1), "last_line": last}
         self.results["steps"].append(told)
         measured = self.work / f"{step.name}.json"
@@ -144,7 +141,9 @@ class Run:
             said = f"{said[:KEEP]}\n[...]\n{said[-KEEP:]}"
             text.write_text(said)
         print(said[-3000:], end="", flush=True)
-        return ended, status
+        lines = said.split("\n") if status is not None else []
+        last = next((line for line in reversed(lines) if line.strip()), "")[:200]
+        return ended, status, last
 
     def save(self) -> None:
         written = self.out / "results.json.new"
