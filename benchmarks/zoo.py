@@ -111,9 +111,9 @@ def inputs_of(name: str, net, size: int, count: int):
 
 def count_layers(net) -> int:
     """How many SyncBatchNorm a net has, also those that stand for nodes of a SymbolBlock."""
-    from gluon_syncbn.convert import _all_blocks
+    from gluon_syncbn.convert import all_blocks
 
-    return sum(isinstance(block, gluon_syncbn.SyncBatchNorm) for block in _all_blocks(net))
+    return sum(isinstance(block, gluon_syncbn.SyncBatchNorm) for block in all_blocks(net))
 
 
 def arrays_in(outputs):

@@ -9,7 +9,9 @@ from gluon_syncbn._abandon import abandon_step, abandon_steps_that_raise  # noqa
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._export import export_plain_graphs  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
+from gluon_syncbn._left_plain import warn_of_plain_norms  # noqa: E402
 from gluon_syncbn._lifecycle import watch  # noqa: E402
+from gluon_syncbn._passes import count_backward_passes  # noqa: E402
 from gluon_syncbn._rendezvous import SyncBatchNormError  # noqa: E402
 from gluon_syncbn._retrace import watch_graphs  # noqa: E402
 from gluon_syncbn._symbol_block import watch_symbol_blocks  # noqa: E402
@@ -19,6 +21,8 @@ from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 
 watch()
 abandon_steps_that_raise()
+warn_of_plain_norms()
+count_backward_passes()
 watch_graphs()
 watch_symbol_blocks()
 export_plain_graphs()

@@ -2,14 +2,20 @@
 
 When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
 what it has brought would meet the second device's next step. So such a step is given up: whoever waits is released with
-an error, and nothing runs any more. Where an exception leaves ``autograd.record()`` this happens by itself.
+an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the
+beginning of a step if the one before broke off between the ``backward()`` of two devices (`_passes`).
 """
+
+import logging
 
 import mxnet as mx
 
 from gluon_syncbn import _patience
 from gluon_syncbn._lifecycle import finish_pending_work
-from gluon_syncbn.block import live_layers
+from gluon_syncbn._live import live_layers
+from gluon_syncbn._passes import Passes, begin_scope, forget_passes
+
+_log = logging.getLogger("gluon_syncbn")
 
 
 def abandon_step() -> None:
@@ -32,24 +38,43 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    try:
-        _patience.limit("the step was abandoned")
+    with _patience.limited("the step was abandoned"):
         finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
-    finally:
-        _patience.limit("")
+    forget_passes()
+
+
+def begin_forward(passes: Passes, device: mx.Context, where: str) -> None:
+    """Python starts a forward pass in training mode; abandons the step before if that broke off."""
+    if not (mx.autograd.is_recording() and mx.autograd.is_training()):
+        return
+    if passes.is_unfinished():
+        started = ", ".join(map(str, passes.started()))
+        _log.warning(
+            "%s: backward() of the last step was called for %s only, and is given up now. (Did an exception come in "
+            "between?) Its gradients are undefined.",
+            where,
+            started,
+        )
+        abandon_step()
+    passes.begin_forward(device)
 
 
 def abandon_steps_that_raise() -> None:
     """From now on an exception that leaves ``autograd.record()`` abandons the step.
 
-    MXNet has no hook for that, so the method that ends such a scope is extended.
+    MXNet has no hook for that, so the methods that begin and end such a scope are extended.
     """
     scope = mx.autograd._RecordingStateScope
-    end = scope.__exit__
+    begin, end = scope.__enter__, scope.__exit__
+
+    def __enter__(self):
+        begin(self)
+        if self._enter_is_record:
+            begin_scope()
 
     def __exit__(self, kind, value, trace):
         end(self, kind, value, trace)
         if kind is not None and self._enter_is_record and live_layers():
             abandon_step()
 
-    scope.__exit__ = __exit__
+    scope.__enter__, scope.__exit__ = __enter__, __exit__

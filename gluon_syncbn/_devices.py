@@ -8,7 +8,9 @@ from mxnet.gluon import Block
 
 from gluon_syncbn import _participants, native
 from gluon_syncbn._abandon import abandon_step
-from gluon_syncbn.block import SyncBatchNorm, live_layers
+from gluon_syncbn._live import live_layers
+from gluon_syncbn._passes import forget_passes
+from gluon_syncbn.block import SyncBatchNorm
 
 
 @contextlib.contextmanager
@@ -73,6 +75,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
 
 def _put_in_force(number: int) -> None:
     """In both back ends. No operator may be running."""
+    forget_passes()
     _participants.change(number)
     native.take_part(number, _participants.names_of(number))
 

@@ -23,6 +23,7 @@ GPUs have pools of their own and need none of this.
 """
 
 import os
+import re
 import warnings
 
 import mxnet as mx
@@ -38,7 +39,7 @@ def set_cpu_rings() -> None:
     its old numbers.
     """
     ours = {name: value for name, (value, _) in CPU_RINGS.items() if name not in os.environ}
-    if not ours or mx.context.num_gpus() > 0:
+    if not ours or may_have_gpus():
         return
     os.environ.update({name: str(value) for name, value in ours.items()})
     if _engine_was_running():
@@ -51,9 +52,20 @@ def set_cpu_rings() -> None:
         )
 
 
+def may_have_gpus() -> bool:
+    """Whether MXNet is built for CUDA, and GPUs are here.
+
+    CUDA is not asked: a process that has asked it and is forked afterwards has children that cannot use it.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not mx.runtime.Features().is_enabled("CUDA"):
+        return False
+    # As the driver names them: /dev/nvidia0, /dev/nvidia1, ...; and under WSL.
+    return any(re.fullmatch(r"nvidia\d+|dxg", name) for name in os.listdir("/dev")) if os.path.isdir("/dev") else False
+
+
 def rings_in_force() -> str:
     """The numbers in force for CPU contexts, as text; empty where there is a GPU and they hardly matter."""
-    if mx.context.num_gpus() > 0:
+    if may_have_gpus():
         return ""
     return ", ".join(f"{name}={os.environ.get(name, default)}" for name, (_, default) in CPU_RINGS.items())
 

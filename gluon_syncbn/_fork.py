@@ -1,4 +1,4 @@
-"""What the interpreter calls before a fork, and holds until its very end.
+"""What the interpreter calls before a fork and behind it, and holds until its very end.
 
 So nothing is imported here before it is needed: what this module refers to would outlive the rest of Python, MXNet's
 tables of operators among it, and a process whose last arrays remember a Python operator would end in a segmentation
@@ -10,3 +10,9 @@ def before_fork() -> None:
     from gluon_syncbn._lifecycle import finish_pending_work
 
     finish_pending_work("When the process forked")
+
+
+def after_fork_in_child() -> None:
+    from gluon_syncbn._lifecycle import lose_gpus
+
+    lose_gpus()

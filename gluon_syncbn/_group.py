@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -13,9 +14,9 @@ import numpy as np
 
 from gluon_syncbn import _participants, _patience
 from gluon_syncbn._engine import rings_in_force
-from gluon_syncbn._rendezvous import SECONDS_BETWEEN_FAILURES, Rendezvous, SyncBatchNormError
+from gluon_syncbn._rendezvous import Rendezvous, SyncBatchNormError
 from gluon_syncbn._statistics import Moments, add_ranks, merge
-from gluon_syncbn._transport import KVStoreTransport
+from gluon_syncbn._transport import KVStoreTransport, check_kvstore
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -85,7 +86,40 @@ class Description(NamedTuple):
 
     @classmethod
     def parse(cls, reference: str) -> "Description":
-        return cls(**json.loads(reference))
+        """The group that a text describes; the text may come from any file.
+
+        Raises
+        ------
+        ValueError
+            It describes none, or one that could not work.
+        """
+        try:
+            described = cls(**json.loads(reference))
+        except (TypeError, ValueError) as problem:
+            raise ValueError(f"a SyncBatchNorm node describes its group as {reference!r}: {problem}.") from None
+        described.check()
+        return described
+
+    def check(self) -> None:
+        """ValueError for numbers that could not work, whoever wrote them."""
+        where = f"SyncBatchNorm '{self.name}'"
+        for option, value, least in (("num_devices", self.num_devices, 0), ("group_size", self.group_size, 1)):
+            if value is None and option == "group_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{where}: {option} must be a positive integer, not {value!r}.")
+        if self.num_devices % (self.group_size or 1):
+            raise ValueError(f"{where}: group_size={self.group_size} does not divide num_devices={self.num_devices}.")
+        if self.timeout is not None:
+            check_timeout(self.timeout, where)
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {self.dtype!r}.")
+        for option, value in (("momentum", self.momentum), ("eps", self.epsilon)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{where}: {option} must be a number, not {value!r}.")
+        if not isinstance(self.scale, bool):
+            raise ValueError(f"{where}: scale must be true or false, not {self.scale!r}.")
+        check_kvstore(self.kvstore, where)
 
     def options(self) -> Options:
         return Options(self.num_devices, self.group_size, self.timeout, self.kvstore)
@@ -225,7 +259,6 @@ class Group:
         waited = _patience.wait(self._changed, time.monotonic(), self._timeout, lambda: len(self.devices) == self._size)
         if waited is not None:
             arrived = ", ".join(map(str, self.devices))
-            time.sleep(self.devices.index(device) * SECONDS_BETWEEN_FAILURES)
             raise SyncBatchNormError(
                 f"SyncBatchNorm '{self.name}': forward pass "
                 f"{waited.text(f'{self._size - len(self.devices)} of {self._size} devices')}. Arrived: {arrived}. "

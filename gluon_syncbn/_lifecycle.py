@@ -21,15 +21,17 @@ import contextlib
 import logging
 import os
 import time
-from typing import Optional
+from typing import Optional, Set
 
 import mxnet as mx
 
 from gluon_syncbn import _patience, native
-from gluon_syncbn._fork import before_fork
-from gluon_syncbn.block import live_layers
+from gluon_syncbn._fork import after_fork_in_child, before_fork
+from gluon_syncbn._live import live_layers
 
 _SECONDS_TO_DROP_OPERATORS = 0.01
+_used_gpus = False  # when work was last waited for
+_lost_gpus = False
 _log = logging.getLogger("gluon_syncbn")
 
 
@@ -44,7 +46,7 @@ def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
         text = str(error).split("\nStack trace")[0].strip()
         if expected is None or expected not in text:
             _log.error("%s, pending work had failed; what it should have computed is undefined. %s", occasion, text)
-    for device in {device for layer in live_layers() for device in layer.running_mean.list_ctx()}:
+    for device in _devices_in_use():
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
@@ -57,8 +59,23 @@ def _at_exit() -> None:
     native.stop_calling_python()
 
 
+def _devices_in_use() -> Set[mx.Context]:
+    """Of the layers; without GPUs in a process that was forked by one that had used them, where CUDA would fail."""
+    global _used_gpus
+    devices = {device for layer in live_layers() for device in layer.running_mean.list_ctx()}
+    gpus = {device for device in devices if device.device_type == "gpu"}
+    _used_gpus = bool(gpus)
+    return devices - gpus if _lost_gpus else devices
+
+
+def lose_gpus() -> None:
+    """In a process that has just been forked."""
+    global _lost_gpus
+    _lost_gpus = _lost_gpus or _used_gpus
+
+
 def watch() -> None:
     """Wait for pending work before exits and forks from now on."""
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(before=before_fork)
+        os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)

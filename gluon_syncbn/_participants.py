@@ -30,6 +30,11 @@ def number_of(devices: Iterable[mx.Context]) -> int:
     return _numbers[members]
 
 
+def is_known(number: float) -> bool:
+    """Whether there is such a list; ``number`` may be anything."""
+    return number in range(len(_lists))
+
+
 def takes_part(device: mx.Context, number: int) -> bool:
     """Whether ``device`` is in list ``number``."""
     return number == EVERYONE or device in _lists[number]

@@ -4,16 +4,19 @@ csrc/patience.h says when that is, and how Ctrl-C is noticed. The compiled rende
 portable back end here. Without the compiled library no signal is noticed, and a wait lasts until the timeout then.
 """
 
+import contextlib
 import ctypes
 import threading
 import time
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Iterator, NamedTuple, Optional
 
 MOMENT = 2.0  # seconds; as in csrc/patience.h, like the next
 _LOOK = 0.1
 
 _library: Optional[ctypes.CDLL] = None
 _limit = ("", 0.0)  # because of what, and since when
+_limiting = 0  # how many `limited` are under way
+_lock = threading.Lock()
 
 
 class Waited(NamedTuple):
@@ -39,6 +42,22 @@ def connect(library: ctypes.CDLL) -> None:
     library.gluon_syncbn_signalled_at.argtypes = []
     library.gluon_syncbn_signalled_at.restype = ctypes.c_double
     _library = library
+
+
+@contextlib.contextmanager
+def limited(because: str) -> Iterator[None]:
+    """Within the ``with`` block waits end after `MOMENT`, "because" of this; on several threads, within the last."""
+    global _limiting
+    with _lock:
+        _limiting += 1
+        limit(because)
+    try:
+        yield
+    finally:
+        with _lock:
+            _limiting -= 1
+            if not _limiting:
+                limit("")
 
 
 def limit(because: str) -> None:

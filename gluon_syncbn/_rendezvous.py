@@ -56,7 +56,6 @@ class _Round:
         self.contributions: List[Optional[np.ndarray]] = [None] * size
         self.meeting: Optional[Meeting] = None
         self.error: Optional[str] = None
-        self.released_with_error = 0
 
     @property
     def done(self) -> bool:
@@ -68,11 +67,6 @@ class _Round:
 
     def missing(self) -> List[int]:
         return [rank for rank, item in enumerate(self.contributions) if item is None]
-
-
-# MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
-# one error. Ranks that share a failed round leave it this many seconds apart.
-SECONDS_BETWEEN_FAILURES = 0.05
 
 
 class Rendezvous:
@@ -133,10 +127,6 @@ class Rendezvous:
         if is_leader:
             self._lead(round_)
         if round_.error is not None:
-            with self._changed:
-                place = round_.released_with_error
-                round_.released_with_error += 1
-            time.sleep(place * SECONDS_BETWEEN_FAILURES)
             raise SyncBatchNormError(round_.error)
         return round_.meeting
 

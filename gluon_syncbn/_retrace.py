@@ -18,6 +18,7 @@ import weakref
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock
 
+from gluon_syncbn._abandon import begin_forward
 from gluon_syncbn._writes import tell_writes
 
 _graphs = weakref.WeakKeyDictionary()
@@ -33,6 +34,13 @@ class _Graph:
 
     def add(self, layer: Block) -> None:
         self._contexts[layer] = layer.running_mean._ctx_list
+
+    def begin_forward(self, inputs) -> None:
+        """The graph is about to be called with these."""
+        device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+        first = next(iter(self._contexts), None)
+        if device is not None and first is not None and len(first.running_mean._ctx_list or ()) > 1:
+            begin_forward(first._passes, device, f"SyncBatchNorm '{first.name}'")
 
     def has_moved(self) -> bool:
         for layer, made_for in list(self._contexts.items()):
@@ -66,9 +74,16 @@ def watch_graphs() -> None:
         if graph is not None and graph.has_moved():
             del _graphs[self]
             self._clear_cached_op()
+            graph = None
+        if graph is not None:
+            graph.begin_forward(args)
         out = call(self, *args)
-        graph = _graphs.get(self)  # it may have been made in the call
-        if graph is not None and graph.written:
+        if graph is None:
+            graph = _graphs.get(self)
+            if graph is None:
+                return out
+            graph.begin_forward(args)  # it has been made in the call
+        if graph.written:
             tell_writes(graph.written, args)
         return out
 

@@ -6,6 +6,7 @@ loses nothing), and the arithmetic that follows is done in rank order, alike for
 """
 
 import threading
+import weakref
 from typing import List, Sequence, Union
 
 import mxnet as mx
@@ -61,6 +62,9 @@ class KVStoreTransport:
 
     # MXNet's stores are not made for several threads at once, and a user may hand one store to many layers.
     _lock = threading.Lock()
+    # A store keeps a key for ever, so one that a transport has left behind serves the next on the same devices: by
+    # store, then by devices and length.
+    _free_keys = weakref.WeakKeyDictionary()
 
     def __init__(self, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore, None] = None):
         self._devices = list(devices)
@@ -72,25 +76,31 @@ class KVStoreTransport:
     def all_gather(self, key: str, vectors: List[np.ndarray]) -> np.ndarray:
         """Return the float64 matrix of shape (devices, length) whose row d is ``vectors[d]``. Blocks until done.
 
-        ``key`` names the sender (layer and direction) in a store that several layers share.
+        ``key`` names the sender (layer and direction).
         """
         ranks, length = len(vectors), vectors[0].size
         with self._lock:
-            slots, result = self._buffers_for(key, ranks, length)
+            name, slots, result = self._buffers_for(key, ranks, length)
             for rank, vector in enumerate(vectors):
                 matrix = np.zeros((ranks, length))
                 matrix[rank] = vector
                 self._hosts[rank].write(slots[rank], matrix.shape, "float64", matrix)
-            self._store.push(f"{key}/{length}", slots)
-            self._store.pull(f"{key}/{length}", out=result)
+            self._store.push(name, slots)
+            self._store.pull(name, out=result)
             return result.asnumpy()
 
     def _buffers_for(self, key: str, ranks: int, length: int):
         if (key, length) not in self._buffers:
             slots = [mx.nd.zeros((ranks, length), ctx=device, dtype="float64") for device in self._devices]
             result = mx.nd.zeros((ranks, length), ctx=self._devices[0], dtype="float64")
-            self._store.init(f"{key}/{length}", result)
+            free = self._free_keys.setdefault(self._store, {}).setdefault((*self._devices, length), [])
+            if free:
+                name = free.pop()
+            else:
+                name = f"{key}/{length}"
+                self._store.init(name, result)
+            weakref.finalize(self, free.append, name).atexit = False
             for slot in slots:
                 slot.wait_to_read()  # or the zeros would overwrite what is written there behind the engine's back
-            self._buffers[key, length] = slots, result
+            self._buffers[key, length] = name, slots, result
         return self._buffers[key, length]

@@ -29,7 +29,7 @@ _CPU = (ctypes.c_int * 2)(1, 0)
 
 @functools.lru_cache(maxsize=None)
 def _empty_operator() -> Optional[ctypes.c_void_p]:
-    """None where the engine cannot be told: nothing is compiled, or MXNet 1.6, which has no such function."""
+    """None where the engine cannot be told: nothing is compiled, or MXNet was built without this function."""
     return native.empty_operator() if hasattr(_LIB, "MXEnginePushSyncND") else None
 
 

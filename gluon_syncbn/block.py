@@ -3,7 +3,6 @@
 import copy
 import sys
 import threading
-import weakref
 from typing import Any, Dict, List, NamedTuple, Optional, Union
 
 import mxnet as mx
@@ -12,20 +11,16 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.block import _flatten
 
 from gluon_syncbn import _participants, native, portable
+from gluon_syncbn._abandon import begin_forward
 from gluon_syncbn._backend import choose
 from gluon_syncbn._bfloat16 import is_bfloat16, widened
 from gluon_syncbn._graph import MARK, mark
 from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
+from gluon_syncbn._live import add_live, remove_live
 from gluon_syncbn._options import check_options
+from gluon_syncbn._passes import Passes
 from gluon_syncbn._retrace import declare_writes, remember
 from gluon_syncbn.symbol import describe, make_node, plain_node
-
-_layers = weakref.WeakSet()
-
-
-def live_layers() -> List["SyncBatchNorm"]:
-    """Every layer of this process that has synchronized."""
-    return list(_layers)
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -161,11 +156,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._group = None
         self._group_lock = threading.Lock()
         self._last_call = None
+        self._passes = Passes(self)
 
     def _stop_synchronizing(self) -> None:
         """Undo `_synchronize`; `convert_batchnorm` calls this before the layer is of another class."""
-        _layers.discard(self)
-        for name in ("_options", "_group", "_group_lock", "_last_call", "_requested_backend", "_activation"):
+        remove_live(self)
+        for name in ("_options", "_group", "_group_lock", "_last_call", "_passes", "_requested_backend", "_activation"):
             del self.__dict__[name]
 
     @property
@@ -182,11 +178,12 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __getstate__(self) -> Dict[str, Any]:
         state = {**self.__dict__, "_group": None, "_last_call": None}
-        del state["_group_lock"]
+        del state["_group_lock"], state["_passes"]
         return state
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state, _group_lock=threading.Lock())
+        self._passes = Passes(self)
 
     def __deepcopy__(self, memo) -> "SyncBatchNorm":
         store = self._options.kvstore
@@ -220,6 +217,7 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(absent_text(self.name, x.context))
         arrays = (x, gamma, beta, running_mean, running_var)
         if is_array:
+            begin_forward(self._passes, x.context, f"SyncBatchNorm '{self.name}'")
             return self.synchronized(F, arrays, None, {})[0]
         if not devices or trace is None:
             return self._as_symbol(arrays)[0]
@@ -366,7 +364,7 @@ class SyncBatchNorm(nn.BatchNorm):
                     epsilon=self._kwargs["eps"],
                     scale=not self._kwargs["fix_gamma"],
                 )
-                _layers.add(self)
+                add_live(self)
             return self._group
 
     def groups(self) -> List[List[mx.Context]]:

@@ -18,7 +18,7 @@ from gluon_syncbn._symbol_block import SynchronizedSymbolBlock, restore, synchro
 from gluon_syncbn.block import SyncBatchNorm
 
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
-_BatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
+plain_base = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +63,7 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     >>> convert_sync_batchnorm(net)
     >>> net.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
     """
-    blocks = _all_blocks(block)
+    blocks = all_blocks(block)
     SyncBatchNorm(num_devices=num_devices, **options)  # refuses wrong options before anything has changed
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
@@ -98,7 +98,7 @@ def convert_batchnorm(block: Block) -> Block:
     TypeError
         ``block`` is not a Gluon block.
     """
-    blocks = _all_blocks(block)
+    blocks = all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
         layer._stop_synchronizing()
@@ -130,9 +130,9 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     >>> freeze_statistics(net)
     >>> net.collect_params('.*gamma|.*beta').setattr('grad_req', 'null')  # as fixed as in a pretrained backbone
     """
-    blocks = _all_blocks(block)
+    blocks = all_blocks(block)
     for item in blocks:
-        if isinstance(item, _BatchNorm):
+        if isinstance(item, plain_base):
             item._kwargs["use_global_stats"] = frozen
     _drop_cached_graphs(blocks)
     return block
@@ -162,7 +162,7 @@ def _restore_axis(layer: SyncBatchNorm) -> None:
     layer._kwargs["axis"] = 1
 
 
-def _all_blocks(root: Block) -> List[Block]:
+def all_blocks(root: Block) -> List[Block]:
     """Every block that can be reached from ``root``, once."""
     if not isinstance(root, Block):
         raise TypeError(f"expected a Gluon block, not {type(root).__name__}.")
@@ -171,7 +171,7 @@ def _all_blocks(root: Block) -> List[Block]:
         block = waiting.pop()
         if id(block) not in found:
             found[id(block)] = block
-            waiting.extend(_blocks_in(vars(block), set()))
+            waiting.extend(reversed(list(_blocks_in(vars(block), set()))))
             if isinstance(block, SynchronizedSymbolBlock):
                 waiting.extend(block.norms())
     return list(found.values())
@@ -243,7 +243,7 @@ def _warn_of_others(blocks: List[Block]) -> None:
                     type(block).__name__,
                     block.name,
                 )
-        elif isinstance(block, _BatchNorm) and not _can_convert(block):
+        elif isinstance(block, plain_base) and not _can_convert(block):
             _log.warning(
                 "%s '%s' stays unsynchronized: it has a forward pass of its own.", type(block).__name__, block.name
             )

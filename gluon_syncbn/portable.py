@@ -33,6 +33,8 @@ is large against the deviation.
 """
 
 import contextlib
+import threading
+import time
 from typing import Dict, Optional, Union
 
 import mxnet as mx
@@ -47,6 +49,11 @@ from gluon_syncbn._statistics import BatchView, Moments, moving_average
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _LOST = np.nan
+# All that the backward pass is handed where the forward pass was in prediction mode, and met no one.
+_PREDICTION = -1.0
+_SECONDS_BETWEEN_FAILURES = 0.05
+_turn = threading.Lock()
+_last_failure = 0.0
 
 
 def normalize(
@@ -158,12 +165,18 @@ def _keeping_the_text():
     """
     try:
         yield
-    except SyncBatchNormError as problem:
-        if not native.leave_error(str(problem)):
-            raise
     except Exception as problem:
-        native.leave_error(str(problem))
-        raise
+        _wait_for_turn_to_fail()
+        if not (native.leave_error(str(problem)) and isinstance(problem, SyncBatchNormError)):
+            raise
+
+
+def _wait_for_turn_to_fail() -> None:
+    """Returns when the last failure has been out for `_SECONDS_BETWEEN_FAILURES`; csrc/operator.cpp says why."""
+    global _last_failure
+    with _turn:
+        turn = _last_failure = max(time.monotonic(), _last_failure + _SECONDS_BETWEEN_FAILURES)
+    time.sleep(max(0.0, turn - time.monotonic()))
 
 
 class _AllReduce(mx.operator.CustomOp):
@@ -181,7 +194,7 @@ class _AllReduce(mx.operator.CustomOp):
         gamma, beta = self._gamma(in_data), self._read(in_data[3])
         if not is_train:
             host.write(affine, (2, channels), group.dtype, [gamma, beta])
-            host.write(saved, (_saved_size(channels),), np.float64, 0)
+            host.write(saved, (_saved_size(channels),), np.float64, _PREDICTION)
             return
         participants = _participants.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
@@ -195,6 +208,7 @@ class _AllReduce(mx.operator.CustomOp):
             merged, number = group.meet_forward(self._device, local, participants)
         except Exception:
             host.write(affine, (2, channels), group.dtype, _LOST)
+            host.write(saved, (_saved_size(channels),), np.float64, _LOST)
             raise
         view = BatchView.of(local, merged, group.epsilon)
         host.write(affine, (2, channels), group.dtype, view.weight_and_bias(gamma, beta))
@@ -210,9 +224,15 @@ class _AllReduce(mx.operator.CustomOp):
         d_weight, d_bias = host.read(out_grad[0], (2, channels), group.dtype)
         saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
         count, total_count, number, participants = saved[-4:]
-        if not count:  # the forward pass was in prediction mode: BatchNorm's own gradients are complete
+        if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete
             self._write_gradients(in_grad, req, 0, d_weight, d_bias)
             return
+        if not (count >= 1 and number >= 1 and _participants.is_known(participants)):
+            self._write_gradients(in_grad, req, _LOST, _LOST, _LOST)
+            raise SyncBatchNormError(
+                f"SyncBatchNorm '{group.name}': the backward pass on {self._device} has nothing to go by, because its "
+                f"forward pass was not run: something before it had failed. The first error tells what."
+            )
         view = BatchView(*saved[:-4].reshape(3, channels))
         d_beta, d_gamma = view.sums(d_weight, d_bias)
         try:
@@ -284,8 +304,11 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
 
 def _saved_size(channels: int) -> int:
-    """Of what the backward pass is handed: a `BatchView`, two counts, the numbers of forward pass and participants."""
-    return 3 * channels + 4
+    """Of what the backward pass is handed: a `BatchView`, two counts, the numbers of forward pass and participants.
+
+    MXNet asks while it does not know the channels, too, which is -1.
+    """
+    return 3 * channels + 4 if channels >= 0 else -1
 
 
 _OPERATOR = native.wrap(_NAME)

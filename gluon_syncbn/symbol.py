@@ -228,12 +228,8 @@ def describe(
     options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
     if kvstore is not None and not isinstance(kvstore, str):
         raise TypeError(f"{where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
-    if num_devices is not None and num_devices % (group_size or 1):
-        raise ValueError(f"{where}: group_size={group_size} does not divide num_devices={num_devices}.")
-    if dtype not in ("float32", "float64"):
-        raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {dtype!r}.")
     check_engine(name, num_devices or 0)
-    return Description(
+    described = Description(
         name,
         num_devices or 0,
         options.group_size,
@@ -244,6 +240,8 @@ def describe(
         float(eps),
         not fix_gamma,
     )
+    described.check()
+    return described
 
 
 def make_node(

@@ -170,6 +170,38 @@ def exception_between_devices(net):
         print_error(error)
 
 
+def exception_between_backward_passes(net):
+    """An exception between ``backward()`` of two devices; the program catches it and begins the next step."""
+    arrays = inputs()
+    for number in range(3):
+        try:
+            for head, output in zip(heads, forward(net, arrays)):
+                output.backward(mx.nd.array(head, ctx=output.context))
+                if number == 1:
+                    raise ValueError("the log file is full")
+        except ValueError as error:
+            print_error(error)
+    mx.nd.waitall()
+
+
+def interrupts_between_backward_passes(net):
+    """Ctrl-C three times between ``backward()`` of two devices, in the middle of training; caught each time."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    parameters = {key: item for key, item in net.collect_params().items() if item.grad_req != "null"}
+    trainer = mx.gluon.Trainer(parameters, "sgd", {"learning_rate": 0})
+    arrays = inputs()
+    for number in range(12):
+        try:
+            for head, output in zip(heads, forward(net, arrays)):
+                output.backward(mx.nd.array(head, ctx=output.context))
+                if number % 4 == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+            trainer.step(1)
+        except KeyboardInterrupt:
+            print("INTERRUPTED", flush=True)
+    mx.nd.waitall()
+
+
 def called_twice(net):
     """One device runs the net twice in a step, the other once."""
     arrays = inputs()
@@ -272,6 +304,12 @@ def subprocess_while_a_step_runs(net):
         assert subprocess.run(["echo", "hello"], capture_output=True, text=True).stdout == "hello\n"
 
 
+# After these the program goes on at once.
+RIGHT_BY_THEMSELVES = {
+    "exception_between_devices",
+    "exception_between_backward_passes",
+    "interrupts_between_backward_passes",
+}
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -280,6 +318,8 @@ FAULTS = {
         read_early,
         operator_fails_between_layers,
         exception_between_devices,
+        exception_between_backward_passes,
+        interrupts_between_backward_passes,
         called_twice,
         keyboard_interrupt,
         keyboard_interrupt_caught,
@@ -313,7 +353,7 @@ def main() -> None:
     started = time.perf_counter()
     print("BEGIN", flush=True)
     FAULTS[options.fault](net)
-    if options.fault != exception_between_devices.__name__:
+    if options.fault not in RIGHT_BY_THEMSELVES:
         settle()
     print(f"TOOK {time.perf_counter() - started:.2f} s", flush=True)
     reference = build(lambda prefix: nn.BatchNorm(in_channels=4, prefix=prefix), [mx.cpu(0)], passages)

@@ -28,8 +28,14 @@ def test_a_value_of_the_user_is_left_alone():
 
 
 def test_nothing_is_set_where_there_is_a_gpu():
-    code = "import mxnet\nmxnet.context.num_gpus = lambda: 2\nimport gluon_syncbn\n" + SHOW
-    assert run_python(code).stdout.strip() == "None None"
+    code = (
+        "import os, mxnet\n"
+        "mxnet.runtime.Features.is_enabled = lambda self, name: name == 'CUDA'\n"
+        "os.listdir = lambda folder: ['null', 'nvidia0', 'nvidiactl'] if folder == '/dev' else []\n"
+        "import gluon_syncbn\n"
+    )
+    assert run_python(code + SHOW).stdout.strip() == "None None"
+    assert run_python(code + SHOW, CUDA_VISIBLE_DEVICES="").stdout.strip() == OURS
 
 
 @pytest.mark.parametrize("early", ["mxnet.nd.ones(1).wait_to_read()", "mxnet.random.seed(1)"])

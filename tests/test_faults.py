@@ -47,6 +47,12 @@ EXPECTED = {
         TIMEOUT,
     ),
     "exception_between_devices": Outcome(0, ("could not be broadcast together", RIGHT), MOMENT, LONG),
+    "exception_between_backward_passes": Outcome(
+        0, ("the log file is full", "backward() of the last step was called for cpu(0) only", RIGHT), MOMENT, LONG
+    ),
+    "interrupts_between_backward_passes": Outcome(
+        0, ("INTERRUPTED", "backward() of the last step was called for cpu(0) only", RIGHT), MOMENT, LONG
+    ),
     "called_twice": Outcome(0, ("ERROR: MXNetError: SyncBatchNorm 'first': forward pass", "cpu(1)", RIGHT), 0),
     "keyboard_interrupt": Outcome(-signal.SIGINT, ("KeyboardInterrupt",), MOMENT, LONG),
     "keyboard_interrupt_caught": Outcome(0, ("INTERRUPTED", RIGHT), MOMENT, LONG),

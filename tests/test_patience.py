@@ -174,3 +174,13 @@ assert sum(raises(StopIteration, step) for _ in range(10)) < 5 * MOMENT
 def test_in_a_process_of_its_own(backend, case):
     result = run_python(PROLOGUE + CASES[case], GLUON_SYNCBN_BACKEND=backend)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_limit_of_one_thread_is_not_lifted_by_another():
+    """Two threads abandon a step; the one that is ready first leaves the other its limit."""
+    layer = PortableRendezvous(2, float(LONG))
+    with _patience.limited("of a reason"):
+        with _patience.limited("of another reason"):
+            pass
+        assert "and no longer because of another reason" in layer.meet(0, [1.0]).result(timeout=HANG)
+    assert _patience._limit[0] == ""

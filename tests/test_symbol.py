@@ -1,6 +1,8 @@
 """The Symbol and Module interface: several contexts train as one would with the concatenated batch."""
 
 import contextlib
+import json
+import re
 
 import mxnet as mx
 import numpy as np
@@ -226,6 +228,51 @@ def test_bad_input():
     statistics = mx.sym.BatchNorm(data, name="x", output_mean_var=True)
     with pytest.raises(ValueError, match="mean or variance of 1 BatchNorm nodes"):
         convert_symbol(statistics, 2)
+
+
+WRONG = {
+    "group_size=2 does not divide num_devices=3": {"num_devices": 3, "group_size": 2},
+    "num_devices must be a positive integer, not -2": {"num_devices": -2},
+    "num_devices must be a positive integer, not '2'": {"num_devices": "2"},
+    "group_size must be a positive integer, not 0": {"group_size": 0},
+    "the timeout must be a positive number of seconds, not nan": {"timeout": float("nan")},
+    "dtype must be 'float32' or 'float64', not 'int8'": {"dtype": "int8"},
+    "eps must be a number, not nan": {"epsilon": float("nan")},
+    "momentum must be a number, not None": {"momentum": None},
+    "scale must be true or false, not 1": {"scale": 1},
+    "kvstore 'dist_sync' is not supported": {"kvstore": "dist_sync"},
+    "unexpected keyword argument 'color'": {"color": "red"},
+}
+
+
+@pytest.mark.parametrize("text", list(WRONG))
+def test_a_loaded_symbol_whose_group_could_not_work_is_refused(backend, text):
+    """Not read beyond, not waited for: it may come from any file."""
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="x", backend=backend)
+    graph = json.loads(sym.tojson())
+    for node in graph["nodes"]:
+        if node["op"] == "Custom":
+            node["attrs"]["group"] = json.dumps({**json.loads(node["attrs"]["group"]), **WRONG[text]})
+    with pytest.raises(mx.MXNetError, match=re.escape(text)):
+        mx.sym.load_json(json.dumps(graph)).simple_bind(mx.cpu(0), data=(2, 3))
+
+
+def test_a_group_text_that_is_none_is_refused(backend):
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="x", backend=backend)
+    graph = json.loads(sym.tojson())
+    (custom,) = (node for node in graph["nodes"] if node["op"] == "Custom")
+    custom["attrs"]["group"] = "{not a group"
+    with pytest.raises(mx.MXNetError, match="describes its group as '{not a group'"):
+        mx.sym.load_json(json.dumps(graph)).simple_bind(mx.cpu(0), data=(2, 3))
+
+
+def test_shapes_of_which_only_some_are_known():
+    """`BatchNorm` says what it can, and so does the compiled layer, if the number of axes is known."""
+    data = mx.sym.var("data")
+    ours = gluon_syncbn.symbol.SyncBatchNorm(data, num_devices=2, name="x", backend="native")
+    plain = mx.sym.BatchNorm(data, name="x")
+    for shape in ((0, 3, 8, 8), (2, 0, 8, 8), (0, 0, 8, 8), (2, 3, 0, 0)):
+        assert ours.infer_shape_partial(data=shape) == plain.infer_shape_partial(data=shape)
 
 
 def test_a_symbol_for_one_device_is_plain():

@@ -56,3 +56,23 @@ def test_layers_may_share_a_store():
         shards = random_shards([(2, 5, 3, 3)] * 2, seed=seed)
         outputs = observe(layer, shards, shards, cpus(2)).outputs
         assert oracle.distance(outputs, oracle.batch_norm(shards, np.ones(5), np.zeros(5)).outputs) < 1e-5
+
+
+def test_a_store_of_the_users_does_not_grow_with_every_layer_that_has_used_it():
+    store, made = mx.kv.create("local"), []
+    init = store.init
+    store.init = lambda key, value: (made.append(key), init(key, value))
+    vectors = [np.arange(4.0), np.ones(4)]
+    for number in range(5):
+        transport = KVStoreTransport(cpus(2), store)
+        for direction in ("forward", "backward"):
+            gathered = transport.all_gather(f"layer{number}/{direction}", vectors)
+            np.testing.assert_array_equal(gathered, np.stack(vectors))
+        del transport
+    assert made == ["layer0/forward/4", "layer0/backward/4"]
+    two = [KVStoreTransport(cpus(2), store) for _ in range(2)]
+    for number, transport in enumerate(two):
+        np.testing.assert_array_equal(transport.all_gather(f"new{number}", vectors), np.stack(vectors))
+    assert made == ["layer0/forward/4", "layer0/backward/4"]  # both at once, one key for each
+    KVStoreTransport(cpus(3), store).all_gather("other", [np.ones(4)] * 3)
+    assert made[2:] == ["other/4"]

@@ -1,5 +1,6 @@
 #include "all_reduce.h"
 
+#include <stdexcept>
 #include <utility>
 
 namespace gluon_syncbn {
@@ -32,6 +33,18 @@ Statistics all_reduce_moments(Group& group, const std::string& device, const Mom
   Moments all = unpack_and_merge(*meeting.contributions);
   for (double& value : all.m2) value /= all.count;
   return {all.count, std::move(all.mean), std::move(all.m2), meeting.number, taking_part};
+}
+
+bool was_training(const Group& group, const std::string& device, const double* left) {
+  const double count = left[0], number = left[1], taking_part = left[2];
+  if (count == 0 && number == 0 && taking_part == kPrediction) return false;
+  constexpr double kMost = 9007199254740992;  // 2^53; false for NaN, too
+  const bool possible = count >= 1 && count < kMost && number >= 1 && number < kMost && taking_part >= 0 &&
+                        taking_part < kMost && participants().knows(static_cast<int64_t>(taking_part));
+  if (possible) return true;
+  throw std::runtime_error("SyncBatchNorm '" + group.name + "': the backward pass on " + device +
+                           " has nothing to go by, because its forward pass was not run: something before it had "
+                           "failed. The first error tells what.");
 }
 
 std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local, uint64_t number,

@@ -10,7 +10,11 @@
 
 namespace gluon_syncbn {
 
-// Of the values of all devices that take part; and by which round they were found, for the backward pass.
+// In place of `taking_part` where the forward pass was in prediction mode, and no one met.
+constexpr int64_t kPrediction = -1;
+
+// Of the values of all devices that take part; and by which round they were found, for the backward pass. In prediction
+// mode count and number are 0.
 struct Statistics {
   double count;  // of values per channel
   std::vector<double> mean;
@@ -27,5 +31,10 @@ Statistics all_reduce_moments(Group& group, const std::string& device, const Mom
 // are those of the forward pass. Throws as above.
 std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local, uint64_t number,
                                     int64_t taking_part);
+
+// Whether the statistics were those of the mini-batch, of count, number and taking_part as the forward pass has left
+// them. Throws std::runtime_error if no forward pass has left this: MXNet runs the backward pass of a forward pass that
+// it has not run, because its input had failed, once someone has been told of that.
+bool was_training(const Group& group, const std::string& device, const double* left);
 
 }  // namespace gluon_syncbn

@@ -1,5 +1,6 @@
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -48,7 +49,7 @@ class CpuOperator : public Operator {
     void* y = data_if_wanted(arrays.out, requests[0]);
     auto* remembered = static_cast<double*>(data_if_wanted(arrays.saved, requests[1]));
     if (!is_train) {
-      const Statistics running{0, read(arrays.running_mean), read(arrays.running_var), 0, 0};
+      const Statistics running{0, read(arrays.running_mean), read(arrays.running_var), 0, kPrediction};
       remember(remembered, running, inverse_deviation(running.variance));
       if (y) normalize(call_.dtype, x, call_.layout, prediction_affine(arrays), y, threads_);
       return;
@@ -66,6 +67,7 @@ class CpuOperator : public Operator {
       average(arrays.running_var, all.variance);
     } catch (...) {
       if (y) fill(call_.dtype, y, call_.layout.size(), kLost);
+      if (remembered) std::fill_n(remembered, 2 * call_.layout.channels + 3, kLost);
       throw;
     }
   }
@@ -79,10 +81,9 @@ class CpuOperator : public Operator {
     const auto* remembered = static_cast<const double*>(arrays.saved.data());
     const std::vector<double> mean(remembered, remembered + channels);
     const std::vector<double> invstd(remembered + channels, remembered + 2 * channels);
-    const double total_count = remembered[2 * channels];
-    const auto number = static_cast<uint64_t>(remembered[2 * channels + 1]);
-    const auto taking_part = static_cast<int64_t>(remembered[2 * channels + 2]);
+    const double* left = remembered + 2 * channels;
     try {
+      const bool is_training = was_training(*call_.group, call_.device, left);
       const std::vector<double> scale = scale_of(arrays.gamma, invstd);
       const Affine affine = affine_of(mean, scale, arrays.beta);
       const void* x = arrays.data.data();
@@ -95,11 +96,13 @@ class CpuOperator : public Operator {
         s2[c] = invstd[c] * (sums.dy_centred[c] - (mean[c] - affine.shift[c]) * s1[c]);
       }
       InputGradient gradient{scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
-      if (total_count > 0) {  // else the statistics did not depend on x
+      if (is_training) {  // else the statistics did not depend on x
+        const double total_count = left[0];
         std::vector<double> message(s1);
         message.insert(message.end(), s2.begin(), s2.end());
         const std::vector<double> total =
-            all_reduce_sums(*call_.group, call_.device, std::move(message), number, taking_part);
+            all_reduce_sums(*call_.group, call_.device, std::move(message), static_cast<uint64_t>(left[1]),
+                            static_cast<int64_t>(left[2]));
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / total_count, mean_s2 = total[channels + c] / total_count;
           gradient.slope[c] = -gradient.factor[c] * invstd[c] * mean_s2;

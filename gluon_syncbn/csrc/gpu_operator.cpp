@@ -79,7 +79,7 @@ class GpuOperator : public Operator {
   void predict(const ForwardArrays& arrays, const int* requests) {
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, 0}, false);
+    normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, kPrediction}, false);
     Scratch::give_back(scratch);
   }
 
@@ -96,11 +96,11 @@ class GpuOperator : public Operator {
     arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
     program_.launch("gradient_sums", device_, launch, arguments);
     const double* numbers = scratch->wait(ticket);
-    const double* call = numbers + 2 * channels();  // what the forward pass has left: count, number, taking_part
-    if (call[0] > 0) {                              // else the statistics did not depend on x
+    const double* left = numbers + 2 * channels();  // by the forward pass: count, number, taking_part
+    if (was_training(*call_.group, call_.device, left)) {  // else the statistics did not depend on x
       const std::vector<double> total =
-          all_reduce_sums(*call_.group, call_.device, {numbers, call}, static_cast<uint64_t>(call[1]),
-                          static_cast<int64_t>(call[2]));
+          all_reduce_sums(*call_.group, call_.device, {numbers, left}, static_cast<uint64_t>(left[1]),
+                          static_cast<int64_t>(left[2]));
       scratch->put(total, {});
     }
     if (wanted(data_request)) input_gradient(arrays, launch, *scratch, data_request);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <thread>
 #include <tuple>
 
 namespace gluon_syncbn {
@@ -23,7 +22,8 @@ bool takes_part(const std::string& device, int64_t taking_part) {
   if (taking_part == 0) return true;
   Participants& all = participants();
   std::lock_guard<std::mutex> lock(all.mutex);
-  return all.lists[taking_part].count(device) > 0;
+  const auto found = all.lists.find(taking_part);
+  return found != all.lists.end() && found->second.count(device) > 0;
 }
 
 // Never destroyed, because operators may still run while the process exits.
@@ -69,7 +69,9 @@ Place Group::place_of(const std::string& device, int64_t taking_part) {
 int64_t Group::rounds(int64_t taking_part) {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t sum = 0;
-  for (const auto& entry : places_[taking_part]) {
+  const auto found = places_.find(taking_part);
+  if (found == places_.end()) return sum;
+  for (const auto& entry : found->second) {
     if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.circle->forward.rounds());
   }
   return sum;
@@ -85,20 +87,16 @@ void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mu
       wait_patiently(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == size_; });
   if (waited) {
     const std::string whom = std::to_string(size_ - devices_.size()) + " of " + std::to_string(size_) + " devices";
-    const std::string text = "SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
+    throw RendezvousError("SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
                              ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
-                             "for num_devices=" + std::to_string(size_) + ". " + advice_;
-    const auto place = std::find(devices_.begin(), devices_.end(), device) - devices_.begin();
-    lock.unlock();
-    std::this_thread::sleep_for(place * kBetweenFailures);
-    throw RendezvousError(text);
+                             "for num_devices=" + std::to_string(size_) + ". " + advice_);
   }
 }
 
 void Group::make_circles(std::map<std::string, Place>& places, int64_t taking_part) const {
   for (size_t start = 0; start < devices_.size(); start += circle_size_) {
     std::vector<std::string> members;
-    for (size_t i = start; i < start + circle_size_; ++i) {
+    for (size_t i = start; i < std::min(start + circle_size_, devices_.size()); ++i) {
       if (takes_part(devices_[i], taking_part)) members.push_back(devices_[i]);
     }
     const auto circle = std::make_shared<Circle>(name, members, timeout_, advice_);

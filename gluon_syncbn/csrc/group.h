@@ -23,6 +23,12 @@ struct Participants {
   std::mutex mutex;
   std::map<int64_t, std::set<std::string>> lists;
   std::atomic<int64_t> current{0};
+
+  // Whether `number` is everyone, or a list that has been defined.
+  bool knows(int64_t number) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return number == 0 || lists.count(number) > 0;
+  }
 };
 Participants& participants();
 

@@ -84,7 +84,8 @@ enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };
 
 // The exception that MXNet expects of an operator (dmlc-core, include/dmlc/logging.h). MXNet catches it by the name of
 // its type where it runs the callbacks, and hands its text to whoever reads the output. Without it the text would be
-// that of a failed check. It needs default visibility, or the type would not be recognised as the same.
+// that of a failed check. The two libraries do not share the type; they are the same because libstdc++ compares names
+// of types, which needs them to be visible.
 namespace dmlc {
 struct __attribute__((visibility("default"))) Error : public std::runtime_error {
   explicit Error(const std::string& text) : std::runtime_error(text) {}

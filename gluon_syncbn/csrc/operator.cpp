@@ -7,7 +7,7 @@
 //
 // Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (block.py tells
 // why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved` (mean, invstd,
-// count of all devices, number of the forward round, number of the participants; count 0 after prediction mode). The
+// count of all devices, number of the forward round, number of the participants; see all_reduce.h for prediction mode). The
 // arrays are dense: native.py keeps oneDNN's layouts away from the operator.
 //
 // A graph names its group in one of two ways. A net's own graph gives the number of one that Python has made for the
@@ -18,12 +18,16 @@
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
 // therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -87,6 +91,39 @@ int or_error(const Body& body) {
   }
 }
 
+// MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
+// one error. So failures leave this far apart, whatever layer they are of: devices that missed the same one, and
+// parallel branches that time out together.
+constexpr std::chrono::milliseconds kBetweenFailures{50};
+
+// Returns when the last failure has been out for so long.
+void wait_for_turn_to_fail() {
+  struct LastFailure {
+    std::mutex mutex;
+    Clock::time_point left;
+  };
+  static auto* last = new LastFailure;  // never destroyed, because operators may still fail while the process exits
+  Clock::time_point turn;
+  {
+    std::lock_guard<std::mutex> lock(last->mutex);
+    turn = last->left = std::max(Clock::now(), last->left + kBetweenFailures);
+  }
+  std::this_thread::sleep_until(turn);
+}
+
+// `or_error` for what runs beside others.
+template <typename Body>
+int or_error_in_turn(const Body& body) {
+  return or_error([&] {
+    try {
+      body();
+    } catch (...) {
+      wait_for_turn_to_fail();
+      throw;
+    }
+  });
+}
+
 int list_names(char*** names, const char** list) {
   *names = const_cast<char**>(list);
   return 1;
@@ -134,7 +171,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     channels[0] = static_cast<int>(layout.channels);
-    saved[0] = 2 * channels[0] + 3;  // and of `after`
+    saved[0] = channels[0] < 0 ? -1 : 2 * channels[0] + 3;  // and of `after`; -1 is not known yet
     const char* names[] = {"gamma", "beta"};
     for (int i = 1; i < 3; ++i) {
       if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
@@ -209,11 +246,11 @@ int delete_operator(void* state) {
 }
 
 int run_forward(int, void** arrays, int*, const int* requests, int is_train, void* state) {
-  return or_error([&] { static_cast<Operator*>(state)->forward(arrays, requests, is_train != 0); });
+  return or_error_in_turn([&] { static_cast<Operator*>(state)->forward(arrays, requests, is_train != 0); });
 }
 
 int run_backward(int, void** arrays, int*, const int* requests, int, void* state) {
-  return or_error([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
+  return or_error_in_turn([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
 }
 
 int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,

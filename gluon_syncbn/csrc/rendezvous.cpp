@@ -19,13 +19,11 @@ inline void pause() {
 
 }  // namespace
 
-Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
-                       std::chrono::milliseconds between_failures)
+Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice)
     : what_(std::move(what)),
       ranks_(std::move(ranks)),
       timeout_seconds_(timeout_seconds),
-      advice_(std::move(advice)),
-      between_failures_(between_failures) {}
+      advice_(std::move(advice)) {}
 
 Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contribution, uint64_t key) {
   std::shared_ptr<Round> round;
@@ -50,7 +48,7 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
     }
   }
   wait(round, key);
-  if (round->state == kFailed) leave_with_error(*round);
+  if (round->state == kFailed) throw RendezvousError(round->error);
   return {std::shared_ptr<const std::vector<std::vector<double>>>(round, &round->contributions), round->number};
 }
 
@@ -110,11 +108,6 @@ std::string Rendezvous::different_lengths_text(const Round& round) const {
     sizes += (rank ? ", " : "") + ranks_[rank] + ": " + std::to_string(size);
   }
   return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
-}
-
-void Rendezvous::leave_with_error(Round& round) const {
-  std::this_thread::sleep_for(between_failures_ * round.left_with_error.fetch_add(1));
-  throw RendezvousError(round.error);
 }
 
 }  // namespace gluon_syncbn

@@ -51,8 +51,6 @@ class RendezvousError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-constexpr std::chrono::milliseconds kBetweenFailures{50};
-
 class Rendezvous {
  public:
   // What a rank takes home; valid as long as it is held.
@@ -63,11 +61,7 @@ class Rendezvous {
 
   // `what` is how errors call it, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are the participants'
   // names; `advice` ends the error about a missing rank.
-  //
-  // MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
-  // one error. Ranks that share a failed round leave it `between_failures` apart.
-  Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
-             std::chrono::milliseconds between_failures = kBetweenFailures);
+  Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice);
 
   // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank
   // of the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
@@ -92,7 +86,6 @@ class Rendezvous {
     Clock::time_point opened = Clock::now();
     std::string error;
     std::atomic<int> state{kGathering};
-    std::atomic<int> left_with_error{0};
     std::condition_variable changed;
   };
 
@@ -102,13 +95,11 @@ class Rendezvous {
   std::string twice_text(const Round& round, size_t rank) const;
   std::string missing_text(const Round& round, const Waited& waited) const;
   std::string different_lengths_text(const Round& round) const;  // empty if they are the same
-  [[noreturn]] void leave_with_error(Round& round) const;
 
   const std::string what_;
   const std::vector<std::string> ranks_;
   const double timeout_seconds_;
   const std::string advice_;
-  const std::chrono::milliseconds between_failures_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<Round>> rounds_;
   uint64_t opened_ = 0;

@@ -36,7 +36,7 @@
 
 namespace {
 
-constexpr int kInvalidValue = 1, kInvalidDevice = 101, kInvalidContext = 201, kInvalidPtx = 218,
+constexpr int kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidContext = 201, kInvalidPtx = 218,
               kNotFound = 500, kIllegalAddress = 700;
 
 std::string setting(const char* name, const std::string& otherwise) {
@@ -61,6 +61,9 @@ Context* contexts() {
   return all;
 }
 thread_local Context* current = nullptr;
+
+// As with CUDA, a process that was forked by one that has used it cannot use it.
+bool lost = false;
 
 // One file in memory, seen twice: by the host without any rights, and by the "GPU".
 class Memory {
@@ -219,7 +222,12 @@ LaunchOnCpu kernels_for(const std::string& ptx) {
 
 int stand_in_count() { return count(); }
 int stand_in_current() { return current ? current->device : -1; }
+int stand_in_begin() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { lost = true; });  // on first use
+  return registered != 0 || lost ? kNotInitialized : 0;
+}
 int stand_in_bind(int device) {
+  if (const int error = stand_in_begin()) return error;
   if (device < 0 || device >= count()) return kInvalidDevice;
   current = contexts() + device;
   return 0;
@@ -259,9 +267,10 @@ void stand_in_wait_event(void* stream, void* event) {
 
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
+int cuInit(unsigned) { return stand_in_begin(); }
 
 int cuDeviceGetCount(int* number) {
+  if (const int error = stand_in_begin()) return error;
   *number = count();
   return 0;
 }
@@ -273,22 +282,26 @@ int cuGetExportTable(const void** table, const void*) {
 }
 
 int cuDeviceGet(int* device, int ordinal) {
+  if (const int error = stand_in_begin()) return error;
   if (ordinal < 0 || ordinal >= count()) return kInvalidDevice;
   *device = ordinal;
   return 0;
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
+  if (const int error = stand_in_begin()) return error;
   *context = contexts() + device;
   return 0;
 }
 
 int cuCtxGetCurrent(void** context) {
+  if (const int error = stand_in_begin()) return error;
   *context = current;
   return 0;
 }
 
 int cuCtxSetCurrent(void* context) {
+  if (const int error = stand_in_begin()) return error;
   current = static_cast<Context*>(context);
   if (stand_in_forget_device) stand_in_forget_device();
   return 0;

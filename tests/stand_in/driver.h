@@ -6,6 +6,7 @@
 
 #define BETWEEN __attribute__((visibility("default")))
 
+BETWEEN int stand_in_begin();            // before each use; an error if a process was forked by one that has used it
 BETWEEN int stand_in_count();
 BETWEEN int stand_in_current();          // device of this thread's context, or -1
 BETWEEN int stand_in_bind(int device);   // gives this thread the primary context of a device

@@ -116,25 +116,30 @@ int cudaLaunchKernel(const void* function, unsigned long, unsigned, unsigned lon
 }
 
 int cudaGetDeviceCount(int* count) {
+  if (const int error = stand_in_begin()) return error;
   *count = stand_in_count();
   return 0;
 }
 int cudaSetDevice(int number) {
+  if (const int error = stand_in_begin()) return error;
   if (number < 0 || number >= stand_in_count()) return kInvalidDevice;
   chosen = number;
   is_chosen = true;
   return 0;
 }
 int cudaGetDevice(int* number) {
+  if (const int error = stand_in_begin()) return error;
   *number = device();
   return 0;
 }
 int cudaGetDeviceProperties(void* properties, int) {
+  if (const int error = stand_in_begin()) return error;
   std::memset(properties, 0, 600);
   std::strcpy(static_cast<char*>(properties), "stand-in for a GPU");
   return 0;
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  if (const int error = stand_in_begin()) return error;
   // Compute capability (75, 76), 4 multiprocessors (16), else a number that is large enough.
   *value = attribute == 75 ? capability() / 10 : attribute == 76 ? capability() % 10 : attribute == 16 ? 4 : 1024;
   return 0;

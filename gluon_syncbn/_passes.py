@@ -1,0 +1,148 @@
+"""How often Python has started the passes of a layer on each device, so that a step which broke off is noticed.
+
+When an exception, or Ctrl-C, comes between ``losses[0].backward()`` and ``losses[1].backward()`` and is caught, nothing
+tells it: device 0 waits in the backward pass, and with it whatever needs its gradients, so that the next step waits,
+too. By then Python knows: at the forward pass that begins the next step all devices have been given equally many
+forward passes, but not equally many backward passes.
+
+Forward passes are counted where a layer, or a graph that has some, is called. Backward passes have no such place: which
+devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every Parameter whether its
+gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine has done by then. So
+that note is taken away before the call, looked at behind it, and put back.
+
+One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
+"""
+
+import functools
+import sys
+import threading
+import weakref
+from collections import Counter
+from typing import List, Optional, Tuple
+
+import mxnet as mx
+
+_watched = weakref.WeakSet()
+_lock = threading.Lock()  # of _watched, and of the notes while a backward() is under way
+_scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `net_of_scope`
+
+
+class Passes:
+    """Of one layer."""
+
+    def __init__(self, layer: mx.gluon.nn.BatchNorm):
+        self._layer = weakref.ref(layer)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: nothing is under way."""
+        self._devices: List[mx.Context] = []
+        self._forwards: Counter = Counter()
+        self._backwards: Counter = Counter()
+
+    def is_unfinished(self) -> bool:
+        """Whether the forward pass that begins now begins a new step, and the one before broke off on some device."""
+        return _is_even(self._forwards, self._devices) and not _is_even(self._backwards, self._devices)
+
+    def started(self) -> List[mx.Context]:
+        """The devices that have had most backward passes."""
+        most = max(self._backwards.values(), default=0)
+        return [device for device in self._devices if self._backwards[device] == most]
+
+    def begin_forward(self, device: mx.Context) -> None:
+        """Python starts a recorded forward pass in training mode on ``device``."""
+        is_first = getattr(_scope, "has_begun", False)
+        if is_first:
+            _scope.has_begun, _scope.net = False, _outermost_block()
+        arrays = self.arrays()
+        if not arrays or not self._is_watched(is_first):
+            return
+        devices = [array.context for array in arrays]
+        if devices != self._devices:  # it has moved
+            self.forget()
+            self._devices = devices
+        self._forwards[device] += 1
+
+    def end_backward(self, device: mx.Context) -> None:
+        """Python has started a backward pass that reaches ``device``."""
+        self._backwards[device] += 1
+
+    def arrays(self) -> List[mx.nd.NDArray]:
+        """A Parameter that learns, on each device; none if it is frozen."""
+        layer = self._layer()
+        for parameter in (layer.gamma, layer.beta) if layer is not None else ():
+            if parameter.grad_req != "null" and parameter._grad is not None:
+                return parameter.list_data()
+        return []
+
+    def take_notes(self) -> List[Tuple["Passes", mx.nd.NDArray, bool]]:
+        """Take from each of these arrays the note whether its gradient is fresh."""
+        taken = []
+        for array in self.arrays():
+            was_fresh = array._fresh_grad
+            try:
+                array._fresh_grad = False
+            except mx.MXNetError:  # a copy, of which autograd does not know
+                break
+            taken.append((self, array, was_fresh))
+        return taken
+
+    def _is_watched(self, is_first: bool) -> bool:
+        with _lock:
+            if is_first:
+                _watched.add(self)
+            return self in _watched
+
+
+def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
+    return len({counts[device] for device in devices}) == 1
+
+
+def begin_scope() -> None:
+    """``autograd.record()`` begins on this thread: the first layer that is called counts."""
+    _scope.has_begun, _scope.net = True, None
+
+
+def net_of_scope() -> Optional[mx.gluon.Block]:
+    """The net that has the first layer that was called since `begin_scope` on this thread, if one was."""
+    return getattr(_scope, "net", None)
+
+
+def _outermost_block() -> Optional[mx.gluon.Block]:
+    """Of the blocks that are being called now."""
+    frame, found = sys._getframe(), None
+    while frame is not None:
+        if frame.f_code is mx.gluon.Block.__call__.__code__:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
+
+
+def forget_passes() -> None:
+    """All steps are done with."""
+    with _lock:
+        for passes in _watched:
+            passes.forget()
+
+
+def count_backward_passes() -> None:
+    """From now on ``backward()`` of an array, and of several with ``autograd.backward``, is counted."""
+    for owner in (mx.nd.NDArray, mx.autograd):
+        owner.backward = _counted(owner.backward)
+
+
+def _counted(backward):
+    @functools.wraps(backward)
+    def counted_backward(*args, **kwargs):
+        with _lock:
+            notes = [note for passes in _watched for note in passes.take_notes()]
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                for passes, array, was_fresh in notes:
+                    if array._fresh_grad:
+                        passes.end_backward(array.context)
+                    elif was_fresh:
+                        array._fresh_grad = True
+
+    return counted_backward

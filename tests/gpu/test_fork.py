@@ -1,0 +1,68 @@
+"""A process that was forked by one that has used CUDA cannot use it: no reason to lose the child."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def run(code):
+    paths = os.pathsep.join([HERE, os.path.dirname(HERE)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_importing_the_package_does_not_start_cuda():
+    """So a program may import it, fork, and train in the child."""
+    said = run(
+        "import os, sys\n"
+        "import gluon_syncbn\n"
+        "import mxnet as mx\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    print('GPUS', mx.context.num_gpus() > 0, flush=True)\n"
+        "    print(mx.nd.array([1, 2, 3], ctx=mx.gpu(0)).asnumpy().tolist(), flush=True)\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    assert said.splitlines() == ["GPUS True", "[1.0, 2.0, 3.0]"]
+
+
+USED = """
+import os, subprocess, sys
+import faults
+import mxnet as mx
+from conftest import zeros_by_copy
+
+faults.DEVICES[:] = [mx.gpu(0), mx.gpu(1)]
+mx.nd.zeros = zeros_by_copy(mx.nd.zeros)
+net = faults.build(faults.synchronized("native"), faults.DEVICES, False)
+before = faults.full_step(net)
+child = os.fork()
+if child == 0:
+    {what}
+assert os.waitpid(child, 0)[1] == 7 << 8
+after = faults.full_step(net)
+print("RIGHT", all((a == b).all() for a, b in zip(before, after)))
+"""
+ENDS = {
+    "exits": "sys.exit(7)",
+    "forks again": "assert os.waitpid(os.fork() or sys.exit(3), 0)[1] == 3 << 8; sys.exit(7)",
+    "starts a program": "assert subprocess.run(['true']).returncode == 0; sys.exit(7)",
+}
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("what", list(ENDS))
+def test_a_child_of_a_process_that_has_trained(what):
+    assert "RIGHT True" in run(USED.format(what=ENDS[what]))
