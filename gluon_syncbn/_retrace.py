@@ -38,7 +38,7 @@ class _Graph:
     def begin_forward(self, inputs) -> None:
         """The graph is about to be called with these."""
         device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
-        first = next(iter(self._contexts), None)
+        first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(first.running_mean._ctx_list or ()) > 1:
             begin_forward(first._passes, device, f"SyncBatchNorm '{first.name}'")
 

@@ -114,8 +114,8 @@ int main(int count, char** arguments) {
   std::vector<std::string> names;
   for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));
   // The timeout is long enough that no thread of a busy machine misses it by accident.
-  Rendezvous forward("forward", names, 0.5, "", std::chrono::milliseconds(0));
-  Rendezvous backward("backward", names, 0.5, "", std::chrono::milliseconds(0));
+  Rendezvous forward("forward", names, 0.5, "");
+  Rendezvous backward("backward", names, 0.5, "");
   Barrier barrier;
   signal(SIGINT, [](int) { handled += 1; });
   std::thread disturber(disturb);
