@@ -61,7 +61,8 @@ SCRIPTS = {
     ),
     "YOLOv3, random shapes, 2 workers": Script(
         "detection/yolo/train_yolo3.py",
-        "--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 --data-shape 128 --log-interval 1 --num-workers 2",
+        "--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 --data-shape 128 --num-workers 2 "
+        "--log-interval 1",
         "--syncbn",
         ("mobilenet0.25",),
     ),
@@ -74,7 +75,8 @@ SCRIPTS = {
     ),
     "Faster R-CNN": Script(
         "detection/faster_rcnn/train_faster_rcnn.py",
-        f"--network resnet50_v1b --dataset coco --use-fpn --gpus 0,1 --batch-size 2 --epochs 1 --kv-store local {COMMON}",
+        "--network resnet50_v1b --dataset coco --use-fpn --gpus 0,1 --batch-size 2 --epochs 1 --kv-store local "
+        f"{COMMON}",
         "--norm-layer syncbn",
         ("resnet50_v1b",),
     ),
@@ -189,7 +191,7 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
     """Run ``script`` as ``python script arguments`` would; measure what it does."""
     if layer == "ours":
         import gluon_syncbn  # noqa: F401
-    else:
+    elif layer == "contrib":
         os.environ.setdefault("MXNET_CPU_TEMP_COPY", "4096")  # with MXNet's 4 its layer hangs
     import mxnet as mx
     from gluoncv.model_zoo import model_store

@@ -62,7 +62,7 @@ def build(name: str, size: int, images: int, **options):
 
     options["pretrained"] = False
     if family(name) in ("detection", "segmentation", "pose"):
-        options["pretrained_base"] = False
+        options.setdefault("pretrained_base", False)
     if family(name) == "segmentation":
         options["crop_size"] = size
     if "rcnn" in name:
@@ -160,7 +160,8 @@ def step(net, inputs, devices, dtype, expected=None, exchanged=False):
         if parameter.grad_req != "null":
             found[f"gradient {name}"] = sum(parameter.grad(device).asnumpy().astype("f8") for device in devices)
         elif "running" in name or "moving" in name:
-            found[name] = parameter.data(devices[-1]).asnumpy()
+            values = [parameter.data(device).asnumpy() for device in devices]
+            found[name] = values[0] if all(np.array_equal(values[0], value) for value in values) else np.nan * values[0]
     mx.nd.waitall()
     return found
 

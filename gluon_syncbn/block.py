@@ -204,7 +204,7 @@ class SyncBatchNorm(nn.BatchNorm):
         is_array = F is mx.nd
         trace = None if is_array else find_trace()
         if is_array:
-            self._check_input(x)
+            self._check_input(x, gamma.shape[0])
         elif trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
         elif trace is None and self._may_move():
@@ -375,7 +375,8 @@ class SyncBatchNorm(nn.BatchNorm):
         """How many forward passes were met by exactly the devices of this list (`gluon_syncbn._participants`)."""
         return 0 if self._group is None else self._group.rounds(participants)
 
-    def _check_input(self, x) -> None:
+    def _check_input(self, x, channels: int) -> None:
+        """``channels`` are those of the arrays; a Parameter may have no shape, as in GluonCV's pruned networks."""
         where = f"SyncBatchNorm '{self.name}'"
         axis = self._kwargs["axis"]
         if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
@@ -385,8 +386,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"{where}: the input of shape {x.shape} on {x.context} is empty. A device without images cannot take "
                 f"part; leave it out with gluon_syncbn.devices(...)."
             )
-        channels = self.gamma.shape[0]
-        if channels > 0 and x.shape[axis] != channels:
+        if x.shape[axis] != channels:
             raise ValueError(
                 f"{where}: it has {channels} channels, but axis {axis} of the input of shape {x.shape} has "
                 f"{x.shape[axis]}."

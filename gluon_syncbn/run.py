@@ -4,14 +4,18 @@ The script is not changed and sees its own arguments, as in ``python script.py .
 ``python -m module ...``. For GluonCV's training scripts::
 
     python -m gluon_syncbn.run train_ssd.py --network resnet50_v1 --gpus 0,1,2,3 --syncbn
+
+Without a GPU it says on stderr what such a script takes of memory, and what bounds that.
 """
 
 import os
 import runpy
 import sys
 
+from gluon_syncbn._engine import CPU_RINGS, may_have_gpus
 from gluon_syncbn._install import install
 
+SLOTS = "MXNET_CPU_TEMP_COPY"
 USAGE = "usage: python -m gluon_syncbn.run [-m] script_or_module [arguments ...]"
 
 
@@ -25,6 +29,14 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     if not is_module and not os.path.exists(arguments[0]):
         sys.exit(f"{USAGE}\ngluon_syncbn.run: there is no file {arguments[0]}")
+    if not may_have_gpus():
+        slots = os.environ.get(SLOTS, CPU_RINGS[SLOTS][1])
+        print(
+            f"gluon_syncbn.run: no GPU is used. With several CPU devices, a net that is not static keeps a buffer for "
+            f"each of {SLOTS}={slots} slots: 1 to 11 GiB after a few steps of GluonCV's scripts, and more later. Set it "
+            f"to 1024 for two devices (docs/migration.md).",
+            file=sys.stderr,
+        )
     install()
     sys.argv = arguments
     if is_module:

@@ -172,3 +172,14 @@ def test_leaves_layers_with_a_forward_pass_of_their_own_alone_and_says_so(layer_
     assert [type(layer) for layer in net] == [layer_class, SyncBatchNorm]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == f"{layer_class.__name__} 'stem' stays unsynchronized: it has a forward pass of its own."
+
+
+def test_gluoncvs_pruned_networks_whose_parameters_have_no_shape():
+    net = convert_sync_batchnorm(model_zoo.get_model("resnet18_v1b_0.89", pretrained=False))
+    net.initialize(mx.init.Xavier(), ctx=cpus(2))
+    step(net, random_shards([(2, 3, 32, 32)] * 2), random_shards([(2, 1000)] * 2), cpus(2))
+    means = [item for name, item in net.collect_params().items() if name.endswith("running_mean")]
+    assert len(means) == 20
+    for mean in means:
+        first, second = (mean.data(device).asnumpy() for device in cpus(2))
+        assert np.array_equal(first, second) and first.any()

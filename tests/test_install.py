@@ -73,14 +73,16 @@ def test_run_starts_a_script_with_ours(tmp_path):
     assert done.returncode == 2 and "usage: python -m gluon_syncbn.run" in done.stdout
 
 
-# What GluonCV's training scripts build with --syncbn on two devices, on random weights, with the smallest input.
+# What GluonCV's training scripts build with --syncbn on two devices, in their order: base weights (found by GluonCV's
+# own look-up) on cpu(0), what is left is initialized, the move. With the smallest input. Statistics are those of one
+# device with the whole batch, and the same on both.
 LAYER = "norm_layer=mx.gluon.contrib.nn.SyncBatchNorm, norm_kwargs={'num_devices': 2}"
 NETWORKS = {
-    "ssd": ("ssd_300_mobilenet0.25_voc", 128, LAYER),
-    "yolo3": ("yolo3_mobilenet0.25_voc", 64, LAYER),
-    "pspnet": ("psp_resnet50_ade", 32, LAYER),
-    "faster_rcnn": ("faster_rcnn_fpn_syncbn_resnet50_v1b_coco", 128, "num_devices=2"),
-    "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", 128, "num_devices=2"),
+    "ssd": ("ssd_300_mobilenet0.25_voc", "mobilenet0.25", 128, 35, LAYER),
+    "yolo3": ("yolo3_mobilenet0.25_voc", "mobilenet0.25", 64, 47, LAYER),
+    "pspnet": ("psp_resnet50_ade", "resnet50_v1s", 32, 61, LAYER),
+    "faster_rcnn": ("faster_rcnn_fpn_syncbn_resnet50_v1b_coco", "resnet50_v1b", 128, 63, "num_devices=2"),
+    "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", "resnet18_v1b", 128, 33, "num_devices=2"),
 }
 CHEAP = ("ssd", "yolo3")
 STEP = """
@@ -88,21 +90,42 @@ import gluon_syncbn
 gluon_syncbn.install()
 import sys
 sys.path.insert(0, 'benchmarks')
-import json, mxnet as mx, zoo
+import json, os, pathlib, mxnet as mx, gluoncv_scripts, zoo
+from gluoncv.model_zoo import model_store
+os.environ['MXNET_HOME'] = {folder!r}
+models = pathlib.Path({folder!r}) / 'models'
+model_store._model_sha1[{base!r}] = gluoncv_scripts.write_base_weights(models, {base!r})
 def with_syncbn(name, size, images):
-    return zoo.build(name, size, images, {options})
+    net = zoo.build(name, size, images, pretrained_base=True, {options})
+    found = [item for item in net.collect_params().values() if item._data is not None]
+    print('BASE', len(found), all(item.list_ctx() == [mx.cpu(0)] for item in found))
+    for parameter in net.collect_params().values():
+        if parameter._data is None:
+            parameter.initialize()
+    net.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+    return net
 print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn, always_both={is_cheap})))
 """
 
 
 @pytest.mark.parametrize("network", list(NETWORKS))
-def test_gluoncvs_networks_with_their_own_syncbn_option(network):
-    name, size, options = NETWORKS[network]
-    code = STEP.format(name=name, size=size, options=options, is_cheap=network in CHEAP)
+def test_gluoncvs_networks_with_their_own_syncbn_option(network, tmp_path):
+    name, base, size, count, options = NETWORKS[network]
+    is_cheap = network in CHEAP
+    code = STEP.format(name=name, base=base, size=size, options=options, is_cheap=is_cheap, folder=str(tmp_path))
     done = run_python(code, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.split("RESULT")[1])
-    assert result["layers"] > 20
+    assert int(done.stdout.split("BASE")[1].split()[0]) > 100 and "True" in done.stdout.split("BASE")[1]
+    assert result["layers"] == count
     assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
     if network in CHEAP:
         assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize
+
+
+def test_run_says_what_bounds_the_memory_of_cpu_devices(tmp_path):
+    (tmp_path / "script.py").write_text("")
+    code = "import sys, runpy; sys.argv = {}; runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)"
+    code = code.format(["run", str(tmp_path / "script.py")])
+    assert "each of MXNET_CPU_TEMP_COPY=16384 slots" in run_python(code).stderr
+    assert "each of MXNET_CPU_TEMP_COPY=512 slots" in run_python(code, MXNET_CPU_TEMP_COPY=512).stderr
