@@ -14,7 +14,7 @@ from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn._graph import norms_of
-from gluon_syncbn._passes import net_of_scope
+from gluon_syncbn._passes import take_net_of_scope
 from gluon_syncbn._symbol_block import SynchronizedSymbolBlock
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import all_blocks, plain_base
@@ -30,8 +30,8 @@ def warn_of_plain_norms() -> None:
 
     def __exit__(self, kind, value, trace):
         end(self, kind, value, trace)
-        net = net_of_scope()
-        if self._enter_is_record and net is not None and net not in _seen:
+        net = take_net_of_scope() if self._enter_is_record else None
+        if net is not None and net not in _seen:
             _seen.add(net)
             _warn(net)
 

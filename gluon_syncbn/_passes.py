@@ -23,8 +23,9 @@ from typing import List, Optional, Tuple
 import mxnet as mx
 
 _watched = weakref.WeakSet()
-_lock = threading.Lock()  # of _watched, and of the notes while a backward() is under way
-_scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `net_of_scope`
+_watched_lock = threading.Lock()
+_notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
+_scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
 
 
 class Passes:
@@ -88,7 +89,7 @@ class Passes:
         return taken
 
     def _is_watched(self, is_first: bool) -> bool:
-        with _lock:
+        with _watched_lock:
             if is_first:
                 _watched.add(self)
             return self in _watched
@@ -103,9 +104,10 @@ def begin_scope() -> None:
     _scope.has_begun, _scope.net = True, None
 
 
-def net_of_scope() -> Optional[mx.gluon.Block]:
-    """The net that has the first layer that was called since `begin_scope` on this thread, if one was."""
-    return getattr(_scope, "net", None)
+def take_net_of_scope() -> Optional[mx.gluon.Block]:
+    """The net that has the first layer that was called since `begin_scope` on this thread, if one was; once."""
+    net, _scope.net = getattr(_scope, "net", None), None
+    return net
 
 
 def _outermost_block() -> Optional[mx.gluon.Block]:
@@ -118,11 +120,15 @@ def _outermost_block() -> Optional[mx.gluon.Block]:
     return found
 
 
+def _watched_now() -> List[Passes]:
+    with _watched_lock:
+        return list(_watched)
+
+
 def forget_passes() -> None:
     """All steps are done with."""
-    with _lock:
-        for passes in _watched:
-            passes.forget()
+    for passes in _watched_now():
+        passes.forget()
 
 
 def count_backward_passes() -> None:
@@ -134,8 +140,8 @@ def count_backward_passes() -> None:
 def _counted(backward):
     @functools.wraps(backward)
     def counted_backward(*args, **kwargs):
-        with _lock:
-            notes = [note for passes in _watched for note in passes.take_notes()]
+        with _notes_lock:
+            notes = [note for passes in _watched_now() for note in passes.take_notes()]
             try:
                 return backward(*args, **kwargs)
             finally:

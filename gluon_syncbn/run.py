@@ -33,8 +33,8 @@ def main() -> None:
         slots = os.environ.get(SLOTS, CPU_RINGS[SLOTS][1])
         print(
             f"gluon_syncbn.run: no GPU is used. With several CPU devices, a net that is not static keeps a buffer for "
-            f"each of {SLOTS}={slots} slots: 1 to 11 GiB after a few steps of GluonCV's scripts, and more later. Set it "
-            f"to 1024 for two devices (docs/migration.md).",
+            f"each of {SLOTS}={slots} slots: 1 to 11 GiB after a few steps of GluonCV's scripts, and more later. Set "
+            f"it to 1024 for two devices (docs/migration.md).",
             file=sys.stderr,
         )
     install()

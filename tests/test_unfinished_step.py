@@ -114,8 +114,6 @@ WAYS = [
 @modes
 @pytest.mark.parametrize("way", WAYS)
 def test_a_complete_step_is_not_taken_for_one(way, mode, caplog):
-    if way is twice_backward and mode == "static":
-        pytest.skip("MXNet's static graphs do not keep what a second backward pass needs")
     net, parts = make(mode), parts_on()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
     for number in range(4):
