@@ -345,37 +345,37 @@ def run(name: str, seconds: float):
 
 
 def write_table(log: Path, table: Path) -> None:
-    results = [json.loads(line) for line in log.read_text().splitlines()]
-    run_so_far = {result["name"]: result for result in results}
-    results = run_so_far.values()
+    """The table, with the rows of the log in place of what it had of the same networks."""
     text = table.read_text() if table.exists() else ""
-    head = text.split("<!-- table -->")[0]
+    head, _, body = text.partition("<!-- table -->")
+    rows = {line.split("|")[1].strip(): line for line in body.splitlines() if line.count("|") == 9}
+    results = [json.loads(line) for line in log.read_text().splitlines()]
+    rows.update({result["name"]: _row(result) for result in results})
     lines = []
     for title in ("classification", "detection", "segmentation", "pose"):
-        rows = [result for result in results if family(result["name"]) == title]
-        equal = sum("error" not in result and is_equal(result) for result in rows)
-        lines += [f"## {title.capitalize()}: {equal} of {len(rows)} equal", ""]
+        wanted = [name for name in names() if family(name) == title]
+        found = [rows[name] for name in wanted if name in rows]
+        equal = sum("| yes |" in row for row in found)
+        lines += [f"## {title.capitalize()}: {equal} of {len(found)} equal", ""]
         lines += ["| network | layers | input | equal | outputs | gradients | statistics | |", "|" + " --- |" * 8]
-        for result in rows:
-            if "error" in result:
-                lines.append(f"| {result['name']} | | | not run | | | | {result['error'].replace('|', '/')} |")
-                continue
-            numbers = " | ".join(f"{result[kind]:.0e}" for kind in ("outputs", "gradients", "statistics"))
-            kind = "" if result["dtype"] == "float64" else "float32"
-            notes = [*([kind] if kind else []), *result["notes"]]
-            if result.get("exchanged", 0) > TOLERANCE[result["dtype"]] / 10:
-                notes.append(
-                    f"nn.BatchNorm on one device changes by {result['exchanged']:.0e} with the images exchanged"
-                )
-            notes = "; ".join(notes)
-            size = f"{result['size']}×{result['size']}"
-            verdict = "yes" if is_equal(result) else "**no**"
-            lines.append(f"| {result['name']} | {result['layers']} | {size} | {verdict} | {numbers} | {notes} |")
-        missing = [name for name in names() if family(name) == title and name not in run_so_far]
+        lines += found
+        missing = [name for name in wanted if name not in rows]
         if missing:
             lines += ["", f"Not run yet ({len(missing)}): {', '.join(missing)}."]
         lines.append("")
     table.write_text(head + "<!-- table -->\n\n" + "\n".join(lines))
+
+
+def _row(result) -> str:
+    if "error" in result:
+        return f"| {result['name']} | | | not run | | | | {result['error'].replace('|', '/')} |"
+    numbers = " | ".join(f"{result[kind]:.0e}" for kind in ("outputs", "gradients", "statistics"))
+    notes = [*(["float32"] if result["dtype"] == "float32" else []), *result["notes"]]
+    if result.get("exchanged", 0) > TOLERANCE[result["dtype"]] / 10:
+        notes.append(f"nn.BatchNorm on one device changes by {result['exchanged']:.0e} with the images exchanged")
+    size = f"{result['size']}×{result['size']}"
+    verdict = "yes" if is_equal(result) else "**no**"
+    return f"| {result['name']} | {result['layers']} | {size} | {verdict} | {numbers} | {'; '.join(notes)} |"
 
 
 def main() -> None:
