@@ -61,9 +61,10 @@ def build(name: str, size: int, images: int, **options):
     from mxnet.gluon import nn
 
     options["pretrained"] = False
-    if family(name) in ("detection", "segmentation", "pose"):
+    takes_options = "hrnet" not in name  # it hands them to its head, which does not
+    if family(name) in ("detection", "segmentation", "pose") and takes_options:
         options.setdefault("pretrained_base", False)
-    if family(name) == "segmentation":
+    if family(name) == "segmentation" and takes_options:
         options["crop_size"] = size
     if "rcnn" in name:
         options["per_device_batch_size"] = images
