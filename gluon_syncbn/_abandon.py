@@ -13,7 +13,7 @@ import mxnet as mx
 from gluon_syncbn import _patience
 from gluon_syncbn._lifecycle import finish_pending_work
 from gluon_syncbn._live import live_layers
-from gluon_syncbn._passes import Passes, begin_scope, forget_passes
+from gluon_syncbn._passes import begin_scope, forget_passes
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -43,16 +43,17 @@ def abandon_step() -> None:
     forget_passes()
 
 
-def begin_forward(passes: Passes, device: mx.Context, where: str) -> None:
-    """Python starts a forward pass in training mode; abandons the step before if that broke off."""
+def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
+    """Python starts a forward pass of a `SyncBatchNorm`; in training, abandons the step before if that broke off."""
     if not (mx.autograd.is_recording() and mx.autograd.is_training()):
         return
+    passes = layer._passes
     if passes.is_unfinished():
         started = ", ".join(map(str, passes.started()))
         _log.warning(
-            "%s: backward() of the last step was called for %s only, and is given up now. (Did an exception come in "
-            "between?) Its gradients are undefined.",
-            where,
+            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
+            "exception come in between?) Its gradients are undefined.",
+            layer.name,
             started,
         )
         abandon_step()

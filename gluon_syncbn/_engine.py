@@ -60,7 +60,7 @@ def may_have_gpus() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not mx.runtime.Features().is_enabled("CUDA"):
         return False
     # As the driver names them: /dev/nvidia0, /dev/nvidia1, ...; and under WSL.
-    return any(re.fullmatch(r"nvidia\d+|dxg", name) for name in os.listdir("/dev")) if os.path.isdir("/dev") else False
+    return os.path.isdir("/dev") and any(re.fullmatch(r"nvidia\d+|dxg", name) for name in os.listdir("/dev"))
 
 
 def rings_in_force() -> str:

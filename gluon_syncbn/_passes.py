@@ -55,10 +55,11 @@ class Passes:
         is_first = getattr(_scope, "has_begun", False)
         if is_first:
             _scope.has_begun, _scope.net = False, _outermost_block()
-        arrays = self.arrays()
-        if not arrays or not self._is_watched(is_first):
+        if not self._is_watched(is_first):
             return
-        devices = [array.context for array in arrays]
+        devices = [array.context for array in self.arrays()]
+        if not devices:
+            return
         if devices != self._devices:  # it has moved
             self.forget()
             self._devices = devices

@@ -14,6 +14,7 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 
 import functools
 import weakref
+from typing import Optional
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock
@@ -35,12 +36,11 @@ class _Graph:
     def add(self, layer: Block) -> None:
         self._contexts[layer] = layer.running_mean._ctx_list
 
-    def begin_forward(self, inputs) -> None:
-        """The graph is about to be called with these."""
-        device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+    def begin_forward(self, device: Optional[mx.Context]) -> None:
+        """The graph is about to be called with arrays on this device."""
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(first.running_mean._ctx_list or ()) > 1:
-            begin_forward(first._passes, device, f"SyncBatchNorm '{first.name}'")
+            begin_forward(first, device)
 
     def has_moved(self) -> bool:
         for layer, made_for in list(self._contexts.items()):
@@ -64,6 +64,10 @@ def declare_writes(net: Block, layer: Block) -> None:
     _graphs[net].written.add(layer)
 
 
+def _device_of(inputs) -> Optional[mx.Context]:
+    return next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+
+
 def watch_graphs() -> None:
     """From now on, graphs whose layers have moved are made anew, and what graphs write is told to the engine."""
     call = HybridBlock._call_cached_op
@@ -76,15 +80,17 @@ def watch_graphs() -> None:
             self._clear_cached_op()
             graph = None
         if graph is not None:
-            graph.begin_forward(args)
+            device = _device_of(args)
+            graph.begin_forward(device)
         out = call(self, *args)
         if graph is None:
             graph = _graphs.get(self)
             if graph is None:
                 return out
-            graph.begin_forward(args)  # it has been made in the call
+            device = _device_of(args)
+            graph.begin_forward(device)  # it has been made in the call
         if graph.written:
-            tell_writes(graph.written, args)
+            tell_writes(graph.written, device)
         return out
 
     HybridBlock._call_cached_op = _call_cached_op

@@ -33,10 +33,9 @@ def _empty_operator() -> Optional[ctypes.c_void_p]:
     return native.empty_operator() if hasattr(_LIB, "MXEnginePushSyncND") else None
 
 
-def tell_writes(layers: Iterable[Block], inputs) -> None:
-    """After a call with ``inputs`` of a static graph: the engine knows that it writes ``layers``."""
+def tell_writes(layers: Iterable[Block], device: Optional[mx.Context]) -> None:
+    """After a call of a static graph on ``device``: the engine knows that it writes ``layers``."""
     function = _empty_operator()
-    device = next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
     if function is None or device is None or not mx.autograd.is_training():
         return
     found = {

@@ -217,7 +217,7 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(absent_text(self.name, x.context))
         arrays = (x, gamma, beta, running_mean, running_var)
         if is_array:
-            begin_forward(self._passes, x.context, f"SyncBatchNorm '{self.name}'")
+            begin_forward(self, x.context)
             return self.synchronized(F, arrays, None, {})[0]
         if not devices or trace is None:
             return self._as_symbol(arrays)[0]

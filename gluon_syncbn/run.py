@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 
-from gluon_syncbn._engine import CPU_RINGS, may_have_gpus
+from gluon_syncbn._engine import may_have_gpus
 from gluon_syncbn._install import install
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
@@ -30,7 +30,7 @@ def main() -> None:
     if not is_module and not os.path.exists(arguments[0]):
         sys.exit(f"{USAGE}\ngluon_syncbn.run: there is no file {arguments[0]}")
     if not may_have_gpus():
-        slots = os.environ.get(SLOTS, CPU_RINGS[SLOTS][1])
+        slots = os.environ[SLOTS]  # the user's number, or ours since the package was imported
         print(
             f"gluon_syncbn.run: no GPU is used. With several CPU devices, a net that is not static keeps a buffer for "
             f"each of {SLOTS}={slots} slots: 1 to 11 GiB after a few steps of GluonCV's scripts, and more later. Set "

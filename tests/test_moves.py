@@ -4,9 +4,7 @@ Whatever the order of building, loading, tracing, moving and hybridizing, a net 
 synchronizes.
 """
 
-import hashlib
 import json
-import os
 
 import mxnet as mx
 import numpy as np
@@ -14,6 +12,7 @@ import oracle
 import pytest
 from gluoncv import model_zoo
 from gluoncv.model_zoo import model_store
+from gluoncv_scripts import write_base_weights
 from harness import MODES, cpus, random_affine, random_shards, set_mode, step
 from mxnet import gluon
 from mxnet.gluon import nn
@@ -162,14 +161,8 @@ def test_neighbours_that_differ_are_an_error(backend):
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_gluoncvs_ssd_with_base_weights(tmp_path, monkeypatch, num_devices):
     """Built as train_ssd.py does: base weights by GluonCV's own look-up, on cpu(0), then the move."""
-    base = model_zoo.get_model("mobilenet0.25")
-    base.initialize(mx.init.Xavier())
-    base(mx.nd.zeros((1, 3, 32, 32)))
-    plain = tmp_path / "plain.params"
-    base.save_parameters(str(plain))
-    digest = hashlib.sha1(plain.read_bytes()).hexdigest()
+    digest = write_base_weights(tmp_path, "mobilenet0.25")
     monkeypatch.setitem(model_store._model_sha1, "mobilenet0.25", digest)
-    os.rename(plain, tmp_path / f"mobilenet0.25-{digest[:8]}.params")
     net = model_zoo.get_model(
         "ssd_300_mobilenet0.25_voc",
         pretrained_base=True,
