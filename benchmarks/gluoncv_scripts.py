@@ -36,15 +36,20 @@ RCNN += " --num-box-head-conv-filters 32 --num_box_head_dense_filters 32"
 
 
 class Script(NamedTuple):
-    """``synchronized`` are the words that ask for synchronized BatchNorm; ``more`` come last."""
+    """``synchronized`` are the words that ask for synchronized BatchNorm; ``more`` come last.
+
+    ``resume`` matches the weights that a run leaves behind: a second run, the one that is measured, resumes from them.
+    """
 
     path: str
     options: str
     synchronized: str
     base: Tuple[str, ...]
     more: str = ""
+    resume: str = ""
 
 
+ESTIMATOR = str(Path(__file__).resolve().with_name("gluoncv_estimator.py"))
 COMMON = "--num-workers 0 --log-interval 1"
 SCRIPTS = {
     "SSD": Script(
@@ -66,12 +71,49 @@ SCRIPTS = {
         "--syncbn",
         ("mobilenet0.25",),
     ),
+    "SSD, --amp": Script(
+        "detection/ssd/train_ssd.py",
+        f"--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 --amp {COMMON}",
+        "--syncbn",
+        ("mobilenet0.25",),
+    ),
+    "YOLOv3, --amp": Script(
+        "detection/yolo/train_yolo3.py",
+        "--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 --data-shape 128 --no-random-shape --amp "
+        f"{COMMON}",
+        "--syncbn",
+        ("mobilenet0.25",),
+    ),
+    "SSD, --resume": Script(
+        "detection/ssd/train_ssd.py",
+        f"--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 {COMMON}",
+        "--syncbn",
+        ("mobilenet0.25",),
+        resume="ssd_*.params",
+    ),
+    "YOLOv3, --resume": Script(
+        "detection/yolo/train_yolo3.py",
+        f"--network mobilenet0.25 --gpus 0,1 --batch-size 4 --epochs 1 --data-shape 128 --no-random-shape {COMMON}",
+        "--syncbn",
+        ("mobilenet0.25",),
+        resume="yolo3_*.params",
+    ),
+    "SSDEstimator": Script(ESTIMATOR, "SSD", "--syncbn", ("ssd_512_mobilenet1.0_coco",)),
+    "YOLOv3Estimator": Script(ESTIMATOR, "YOLOv3", "--syncbn", ("mobilenet1.0",)),
     "PSPNet": Script(
         "segmentation/train.py",
         "--dataset pascal_voc --model psp --backbone resnet50 --ngpus 2 --batch-size 4 --test-batch-size 2 --epochs 1 "
         "--crop-size 64 --base-size 72 --workers 0 --kvstore local",
         "--syncbn",
         ("resnet50_v1s",),
+    ),
+    "PSPNet, --resume": Script(
+        "segmentation/train.py",
+        "--dataset pascal_voc --model psp --backbone resnet50 --ngpus 2 --batch-size 4 --test-batch-size 2 --epochs 1 "
+        "--crop-size 64 --base-size 72 --workers 0 --kvstore local",
+        "--syncbn",
+        ("resnet50_v1s",),
+        resume="**/epoch_*.params",
     ),
     "Faster R-CNN": Script(
         "detection/faster_rcnn/train_faster_rcnn.py",
@@ -141,7 +183,8 @@ def write_data(home: Path) -> None:
             Image.fromarray(pixels).save(folder / f"{name}.jpg")
         for year in ("VOC2007", "VOC2012"):
             Image.fromarray(classes).save(voc / year / "SegmentationClass" / f"{name}.png")
-            (voc / year / "Annotations" / f"{name}.xml").write_text(f"<annotation>{size}{objects}</annotation>")
+            told = f"<annotation><filename>{name}.jpg</filename>{size}{objects}</annotation>"
+            (voc / year / "Annotations" / f"{name}.xml").write_text(told)
     half, quarter = names[: IMAGES // 2], names[: IMAGES // 4]
     for year, kind, split, listed in (
         ("VOC2007", "Main", "trainval", half),
@@ -173,9 +216,11 @@ def write_base_weights(models: Path, name: str) -> str:
 
     models.mkdir(parents=True, exist_ok=True)
     mx.random.seed(0)
-    net = model_zoo.get_model(name, pretrained=False)
-    net.initialize(mx.init.Xavier())
-    net(mx.nd.zeros((1, 3, 224, 224)))
+    is_ssd = name.startswith("ssd_512")
+    net = model_zoo.get_model(name, pretrained=False, **({"pretrained_base": False} if is_ssd else {}))
+    net.initialize(mx.init.Normal(0.05))  # Xavier's refuses what GluonCV appends to an SSD's base
+    size = 512 if is_ssd else 224
+    net(mx.nd.zeros((1, 3, size, size)))
     file = models / "new.params"
     net.save_parameters(str(file))
     digest = hashlib.sha1(file.read_bytes()).hexdigest()
@@ -201,12 +246,16 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
     model_store._model_sha1.update(digests)
     if mx.context.num_gpus() == 0:
         mx.gpu = mx.cpu
-    stamps, start = [], {}
+    stamps, start, counts = [], {}, {"norms": 0, "same": 0}
     step = mx.gluon.Trainer.step
 
     def stamped_step(self, *args, **kwargs):
         if not stamps:
             start.update({item: _statistics(item) for item in _running_means()})
+        elif len(stamps) == 2:  # not at the end: an estimator loads the best weights there
+            now = {item: _statistics(item) for item in start}
+            moved = [values for item, values in now.items() if (values != start[item]).any()]
+            counts.update(norms=len(moved), same=sum(bool((values == values[0]).all()) for values in moved))
         stamps.append(time.monotonic())
         return step(self, *args, **kwargs)
 
@@ -220,12 +269,10 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
             runpy.run_path(script, run_name="__main__")
     finally:
         mx.nd.waitall()
-        moved = {item: values for item in start for values in [_statistics(item)] if (values != start[item]).any()}
         gaps = [b - a for a, b in zip(stamps[2:], stamps[3:])]
         result = {
             "steps": len(stamps),
-            "norms": len(moved),
-            "same": sum(bool((values == values[0]).all()) for values in moved.values()),
+            **counts,
             "seconds": statistics.median(gaps) if gaps else None,
             "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
@@ -256,7 +303,14 @@ def run(folder: Path, home: Path, digests: dict, name: str, layer: str, seconds:
     variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet")}
     with tempfile.TemporaryDirectory() as place:
         try:
-            done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=seconds)
+            limited = {"cwd": place, "env": variables, "capture_output": True, "text": True, "timeout": seconds}
+            if script.resume:
+                subprocess.run(command, **limited)
+                left = sorted(Path(place).glob(script.resume))
+                if not left:
+                    return {"exit": "the first run left no weights to resume from"}
+                command += ["--resume", str(left[-1])]
+            done = subprocess.run(command, **limited)
         except subprocess.TimeoutExpired as cut:
             lines = (cut.stderr or b"").decode(errors="replace").splitlines()
             return {"exit": f"did not end in {seconds:g} s", "error": " | ".join(lines[-3:])[-400:]}

@@ -56,9 +56,8 @@ def _warn(net: Block) -> None:
 def _plain_norms(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
-        layers = block.norms() if isinstance(block, SynchronizedSymbolBlock) else []
-        synchronized = {layer.name for layer in layers}
         norms = [norm for norm in norms_of(block._cached_graph[1]) if not norm.use_global_stats]
-        return [norm.name for norm in norms if norm.name not in synchronized]
+        is_synchronized = isinstance(block, SynchronizedSymbolBlock)
+        return [norm.name for norm in norms if not (is_synchronized and block.is_synchronized(norm))]
     is_plain = isinstance(block, plain_base) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
     return [block.name] if is_plain and not block._kwargs["use_global_stats"] else []

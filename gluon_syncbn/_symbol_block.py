@@ -34,9 +34,13 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """The layers that stand for the nodes."""
         return list(self._norms.layers.values())
 
+    def is_synchronized(self, norm: Norm) -> bool:
+        """Whether this node of the block's symbol synchronizes."""
+        return _key(norm) in self._norms.layers
+
     def count_nodes(self) -> int:
         """How many nodes synchronize."""
-        return sum(_key(norm) in self._norms.layers for norm in norms_of(self._cached_graph[1]))
+        return sum(map(self.is_synchronized, norms_of(self._cached_graph[1])))
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
@@ -142,9 +146,10 @@ def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
         epsilon=norm.epsilon,
         scale=not norm.fix_gamma,
         use_global_stats=norm.use_global_stats,
-        prefix=norm.name + "_",
         **{key: value for key, value in options.items() if key != "dtype"},
     )
+    # Not by ``prefix``: within a name_scope(), where SSD makes its FeatureExpander, that would come on top of it.
+    layer._prefix, layer._name = norm.name + "_", norm.name
     for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):
         del layer._reg_params[name]
         setattr(layer, name, block.params[variable])

@@ -118,6 +118,7 @@ def test_gluoncvs_networks_with_their_own_syncbn_option(network, tmp_path):
     result = json.loads(done.stdout.split("RESULT")[1])
     assert int(done.stdout.split("BASE")[1].split()[0]) > 100 and "True" in done.stdout.split("BASE")[1]
     assert result["layers"] == count
+    assert "not synchronized" not in done.stderr
     assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
     if network in CHEAP:
         assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize

@@ -83,6 +83,24 @@ def test_nodes_of_a_symbol_block():
     assert "(inside)" in text
 
 
+def test_a_symbol_block_that_is_made_within_a_name_scope():
+    """As GluonCV's SSD makes its base; nothing of it is plain, and its layers have their nodes' names."""
+    data = mx.sym.var("data")
+    symbol = mx.sym.BatchNorm(data, name="inside", fix_gamma=False)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        block = gluon.SymbolBlock(symbol, data)
+        convert_sync_batchnorm(block, timeout=0.3)
+        net.add(block)
+    net.initialize(ctx=cpus(2))
+    assert train(net) == []
+    assert [layer.name for layer in block.norms()] == ["inside"]
+    with autograd.record():
+        output = net(mx.nd.ones((2, 3, 8, 8)))
+    with pytest.raises(mx.MXNetError, match="SyncBatchNorm 'inside'"):
+        output.wait_to_read()
+
+
 def test_gluoncvs_yolo_with_a_synchronized_base():
     """As GluonCV's YOLOv3Estimator builds it: its heads stay plain."""
     net = model_zoo.get_model("yolo3_mobilenet0.25_voc", pretrained_base=False)
