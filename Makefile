@@ -39,10 +39,17 @@ wheels: .venv/installed
 gpu: .venv/installed
 	$(BIN)/python .ci/gpu.py
 
-.venv/installed: setup.py $(wildcard gluon_syncbn/csrc/*)
+# Everything but the library: once, and again when setup.py asks for other packages.
+.venv/dependencies: setup.py
 	@test -n "$(PYTHON)" || { echo "This needs Python 3.8, 3.9, 3.10 or 3.11 with venv; none was found." >&2; exit 1; }
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=70.1'
 	$(BIN)/python -m pip install --quiet -e '.[cpu,examples,test,docs]'
+	touch $@
+
+# A change in csrc compiles what has changed. A library that failed to compile is gone, not old.
+.venv/installed: .venv/dependencies $(wildcard gluon_syncbn/csrc/*)
+	@if find gluon_syncbn/csrc -newer .venv/dependencies | grep -q .; then \
+	rm -f gluon_syncbn/*.so && $(BIN)/python setup.py --quiet build_ext --inplace; fi
 	touch $@

@@ -1,4 +1,6 @@
+import os
 import sys
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -45,6 +47,7 @@ class BuildLibrary(build_ext):
             self._say_portable(problem)
 
     def build_extension(self, ext):
+        self.compiler.compile = self._compile_what_changed
         try:
             super().build_extension(ext)
         except Exception as problem:
@@ -53,6 +56,24 @@ class BuildLibrary(build_ext):
     def copy_extensions_to_source(self):  # in an editable install
         if not self._failed:
             super().copy_extensions_to_source()
+
+    def _compile_what_changed(self, sources, output_dir, macros, include_dirs, debug, extra_postargs, depends):
+        """As distutils' ``compile``, several files at a time, without those whose object is newer than they are."""
+        compiler = self.compiler
+        _, objects, flags, preprocessor, sources_of = compiler._setup_compile(
+            output_dir, macros, include_dirs, sources, depends, extra_postargs
+        )
+        common = compiler._get_cc_args(preprocessor, debug, None)
+
+        def compile_one(target):
+            source, suffix = sources_of[target]
+            newest = max(map(os.path.getmtime, [source, *depends]))
+            if not os.path.exists(target) or os.path.getmtime(target) < newest:
+                compiler._compile(target, source, suffix, common, flags, preprocessor)
+
+        with ThreadPool() as pool:
+            pool.map(compile_one, objects, chunksize=1)
+        return objects
 
     def _say_portable(self, problem):
         self._failed = True
@@ -82,7 +103,7 @@ setup(
         Extension(
             "gluon_syncbn.libgluon_syncbn",
             SOURCES,
-            depends=HEADERS,
+            depends=[*HEADERS, "setup.py"],
             language="c++",
             # No FMA: the same rounding on every processor, forward and backward.
             extra_compile_args=[

@@ -1,4 +1,4 @@
-"""Runs step_time.py and peers.py and draws the README's chart: docs/step_time.png.
+"""Runs step_time.py and peers.py and draws the chart of docs/performance.md: docs/step_time.png.
 
     OMP_NUM_THREADS=1 python benchmarks/chart.py
 

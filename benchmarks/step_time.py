@@ -28,7 +28,7 @@ CHANNELS = 64
 
 
 class Bordered(gluon.HybridBlock):
-    """A net between two casts, as the README tells for several CPU devices."""
+    """A net between two casts, as docs/cpu_devices.md tells."""
 
     def __init__(self, body):
         super().__init__()

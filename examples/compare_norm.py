@@ -7,7 +7,7 @@
 ``reference``  nn.BatchNorm on one device with all 4 images: what syncbn should equal.
 
 Every run is one process of train_detection.py; runs that are complete are not repeated. Writes a figure with mean and
-spread over seeds, and prints the table that the README shows.
+spread over seeds, and prints the table of docs/studies.md.
 """
 
 import argparse

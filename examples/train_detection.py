@@ -158,7 +158,7 @@ class TrainingLoss(gluon.HybridBlock):
     """The detector's four losses added up, one number per device, as one graph with the net.
 
     Casts, here from float32 to itself, stand at the graph's borders, and nothing is computed outside of it: what
-    several CPU devices need to train for long (gluon_syncbn's README, "Several CPU devices").
+    several CPU devices need to train for long (docs/cpu_devices.md).
     """
 
     def __init__(self, net):

@@ -71,7 +71,7 @@ class PSPNet(SegBaseModel):
 class TrainingLoss(gluon.HybridBlock):
     """The net and its loss, one number per device, as one graph with casts at its borders.
 
-    What several CPU devices need to train for long (gluon_syncbn's README, "Several CPU devices").
+    What several CPU devices need to train for long (docs/cpu_devices.md).
     """
 
     def __init__(self, net):

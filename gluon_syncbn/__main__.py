@@ -59,8 +59,8 @@ def _warnings() -> List[str]:
     found = []
     if native.why_missing:
         found.append(
-            "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then again: "
-            "pip install --force-reinstall --no-deps --no-cache-dir gluon_syncbn"
+            "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then, in the "
+            "folder of this package's source, again: pip install --force-reinstall --no-deps --no-cache-dir ."
         )
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
         found.append(

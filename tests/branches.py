@@ -69,7 +69,7 @@ class Net(HybridBlock):
         return nn.Conv2D(CHANNELS, 3, padding=1, in_channels=CHANNELS)
 
     def hybrid_forward(self, F, x, *given):
-        # Casts at the borders, as the README says.
+        # Casts at the borders, as docs/cpu_devices.md says.
         given, masks = [F.cast(mask, self.plan.dtype) for mask in given], []
         x = F.cast(x, self.plan.dtype)
         ends = [self._run(F, x, branch, given, masks) for branch in self.branches]

@@ -120,7 +120,7 @@ def print_error(error: Exception) -> None:
 
 
 def settle() -> None:
-    """What the README says to do after an error; for the layer that MXNet ships, what comes closest."""
+    """What docs/broken_steps.md says to do after an error; for the layer that MXNet ships, what comes closest."""
     if "gluon_syncbn" in sys.modules:
         gluon_syncbn.abandon_step()
     else:

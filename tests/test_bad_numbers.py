@@ -109,7 +109,7 @@ def test_an_empty_shard(mode):
     """MXNet has arrays of 0 images only with NumPy shapes.
 
     On portable it is refused where Python sees it, which is not in a graph: there MXNet itself divides by zero when it
-    reshapes an empty array, as the README tells.
+    reshapes an empty array, as docs/limits.md tells.
     """
     code = """
 from harness import *

@@ -118,9 +118,9 @@ except mx.MXNetError:
 
 @pytest.mark.parametrize("copies, end", [(True, "RAN"), (False, "FAILED")])
 def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end, backend):
-    """The README's recipe for several CPU devices. Few slots, so that the pool is gone round many times.
+    """The recipe of docs/cpu_devices.md. Few slots, so that the pool is gone round many times.
 
-    Without the copies devices meet in a slot; if that ever runs through, the README may drop the recipe.
+    Without the copies devices meet in a slot; if that ever runs through, that page may drop the recipe.
     """
     timeout = LONG if end == "RAN" else 5
     done = run_python(BORDERS.format(copies=copies), MXNET_CPU_TEMP_COPY=256, GLUON_SYNCBN_TIMEOUT=timeout)
