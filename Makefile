@@ -1,4 +1,4 @@
-# make train | test | older-cpus | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | check | older-cpus | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
@@ -7,13 +7,21 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 # How many tests run at a time. Each has several devices, and most start processes of their own.
 WORKERS ?= 3
+# The slow ones are taken over from a worker that has too many of them.
+SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: train test older-cpus docs lint wheels gpu
+.PHONY: train test check older-cpus docs lint wheels gpu
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest $(SPREAD)
+
+# Lint, and the tests that start no process: for the loop at the desk.
+QUICK := convert freezing fused_relu groups left_plain modes moves native_kernels native_rendezvous numpy_interface oracle \
+	rendezvous statistics symbol_block threads transport unfinished_step
+check: lint
+	$(BIN)/python -m pytest $(SPREAD) $(QUICK:%=tests/test_%.py)
 
 # The numeric tests as on a processor without AVX-512, and the kernels alone as on one without AVX2.
 NUMERIC := bad_numbers bfloat16 freezing fused_relu fuzz groups instruction_sets modes native_kernels numerics \
@@ -22,7 +30,7 @@ NUMERIC := bad_numbers bfloat16 freezing fused_relu fuzz groups instruction_sets
 BLAS := $(shell grep -qs avx2 /proc/cpuinfo && echo OPENBLAS_CORETYPE=Haswell)
 older-cpus: .venv/installed
 	DNNL_MAX_CPU_ISA=AVX2 GLUON_SYNCBN_MAX_CPU_ISA=avx2 $(BLAS) \
-	$(BIN)/python -m pytest -n $(WORKERS) $(NUMERIC:%=tests/test_%.py)
+	$(BIN)/python -m pytest $(SPREAD) $(NUMERIC:%=tests/test_%.py)
 	GLUON_SYNCBN_MAX_CPU_ISA=baseline $(BIN)/python -m pytest tests/test_native_kernels.py
 
 docs: .venv/installed

@@ -1,6 +1,6 @@
 """Networks with parallel branches, shared heads and Dropout: equal to one device with the whole batch, and none hangs.
 
-200 random graphs of branches.py on each back end, with the three modes in turn, in processes with a hard time limit.
+100 random graphs of branches.py on each back end, with the three modes in turn, in processes with a hard time limit.
 (500 in each mode: ``python tests/branches.py --backend native --mode static``, and so on.)
 """
 
@@ -17,12 +17,12 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 
-CHUNK = 100
+CHUNK = 50
 # Up to 20 Dropouts are in flight, more than our default serves.
 GENERATORS = 32
 
 
-@pytest.mark.parametrize("first", range(0, 200, CHUNK))
+@pytest.mark.parametrize("first", range(0, 100, CHUNK))
 def test_random_graphs(first, backend):
     script = os.path.join(ROOT, "tests", "branches.py")
     arguments = [script, "--backend", backend, "--first", str(first), "--count", str(CHUNK)]

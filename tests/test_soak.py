@@ -17,7 +17,7 @@ def run(script, backend, *arguments):
 
 
 def test_memory_and_threads(backend):
-    done = run("long_run.py", backend, "--steps", "2000")
+    done = run("long_run.py", backend, "--steps", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2000: " in done.stdout
+    assert "step 1000: " in done.stdout
     assert f"back end {backend}: memory grew by" in done.stdout
