@@ -1,4 +1,5 @@
-# make train | test | check | older-cpus | docs | lint | wheels | gpu: each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
+# make train | test | check | older-cpus | docs | lint | wheels | gpu:
+# each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)

@@ -47,7 +47,8 @@ class BuildLibrary(build_ext):
             self._say_portable(problem)
 
     def build_extension(self, ext):
-        self.compiler.compile = self._compile_what_changed
+        if self.inplace:  # the loop of those who develop; what others install is compiled in the usual way
+            self.compiler.compile = self._compile_what_changed
         try:
             super().build_extension(ext)
         except Exception as problem:

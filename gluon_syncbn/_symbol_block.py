@@ -146,9 +146,10 @@ def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
         epsilon=norm.epsilon,
         scale=not norm.fix_gamma,
         use_global_stats=norm.use_global_stats,
+        prefix=norm.name + "_",
         **{key: value for key, value in options.items() if key != "dtype"},
     )
-    # Not by ``prefix``: within a name_scope(), where SSD makes its FeatureExpander, that would come on top of it.
+    # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
     layer._prefix, layer._name = norm.name + "_", norm.name
     for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):
         del layer._reg_params[name]

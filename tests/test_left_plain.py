@@ -91,7 +91,8 @@ def test_a_symbol_block_that_is_made_within_a_name_scope():
     with net.name_scope():
         block = gluon.SymbolBlock(symbol, data)
         convert_sync_batchnorm(block, timeout=0.3)
-        net.add(block)
+        net.add(block, nn.BatchNorm(use_global_stats=True))
+    assert net[1].name == "net_batchnorm0"  # those layers take no number of the scope's
     net.initialize(ctx=cpus(2))
     assert train(net) == []
     assert [layer.name for layer in block.norms()] == ["inside"]
