@@ -64,7 +64,8 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     >>> net.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
     """
     blocks = all_blocks(block)
-    SyncBatchNorm(num_devices=num_devices, **options)  # refuses wrong options before anything has changed
+    # Refuses wrong options before anything has changed; with a prefix, takes no number from other BatchNorms' names.
+    SyncBatchNorm(num_devices=num_devices, prefix=block.prefix, **options)
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
         synchronize(item, num_devices=num_devices, **options)
