@@ -250,10 +250,12 @@ def train(options) -> list:
         trainer.load_states(str(states))
         random.seed(options.seed + len(history))
         np.random.seed(options.seed + len(history))
+    to_come = options.epochs - len(history)
     while len(history) < options.epochs:
         started = time.perf_counter()
         label = f"epoch {len(history) + 1}/{options.epochs}"
-        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label)
+        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label, to_come)
+        to_come = 0
         seconds = time.perf_counter() - started
         net.save_parameters(str(parameters))
         trainer.save_states(str(states))
@@ -263,8 +265,8 @@ def train(options) -> list:
         log.write_text(json.dumps(history, indent=1))
         print(f"epoch {len(history)}: loss {loss:.3f}, VOC07 mAP {score:.3f}, {seconds:.0f} s", flush=True)
         draw_curve(history, options.output / "curve.png")
-    draw_detections(plain, test_set, options, options.output / "detections.png")
-    print(f"wrote {parameters}, curve.png and detections.png in {options.output}")
+        draw_detections(plain, test_set, options, options.output / "detections.png")
+        print(f"  curve.png, detections.png and {parameters.name} are in {options.output}", flush=True)
     return history
 
 

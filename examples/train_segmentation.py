@@ -145,7 +145,8 @@ def train(options) -> list:
     history = []
     for epoch in range(1, options.epochs + 1):
         started = time.perf_counter()
-        loss = train_epoch(loss_of, train_loader, trainer, options.devices, f"epoch {epoch}/{options.epochs}")
+        label, to_come = f"epoch {epoch}/{options.epochs}", options.epochs if epoch == 1 else 0
+        loss = train_epoch(loss_of, train_loader, trainer, options.devices, label, to_come)
         seconds = time.perf_counter() - started
         net.save_parameters(parameters)
         plain.load_parameters(parameters, ctx=options.devices[0])
@@ -153,8 +154,8 @@ def train(options) -> list:
         history.append({"loss": loss, "miou": score, "seconds": seconds})
         (options.output / "history.json").write_text(json.dumps(history, indent=1))
         print(f"epoch {epoch}: loss {loss:.3f}, mIoU {score:.3f}, {seconds:.0f} s", flush=True)
-    draw_masks(plain, test_loader._dataset, options.devices[0], options.output / "masks.png")
-    print(f"wrote {parameters} and masks.png in {options.output}")
+        draw_masks(plain, test_loader._dataset, options.devices[0], options.output / "masks.png")
+        print(f"  masks.png and {parameters} are in {options.output}", flush=True)
     return history
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import time
 
 import mxnet as mx
 import numpy as np
@@ -9,6 +10,8 @@ from mxnet import autograd, gluon
 from tqdm import tqdm
 
 WARM_UP_STEPS = 50
+# The first steps build graphs; the next ones tell how long the training will take.
+SETTLED, TIMED = 5, 25
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,12 +47,13 @@ def make_trainer(net, lr: float, steps: int) -> gluon.Trainer:
     return gluon.Trainer(net.collect_params(), "adam", {"learning_rate": lr, "lr_scheduler": schedule})
 
 
-def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
+def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int = 0) -> float:
     """One pass over the training images; returns the mean loss per image.
 
     ``loss_of`` gets a device's part of each array of a batch, and returns the sum of its images' losses, one number.
+    ``epochs_to_come``, this one included, are those whose time is told after some steps.
     """
-    total, images, waiting = 0.0, 0, []
+    total, images, waiting, stamps = 0.0, 0, [], []
     with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
         for batch in loader:
             size = batch[0].shape[0]
@@ -63,6 +67,10 @@ def train_epoch(loss_of, loader, trainer, devices, label: str) -> float:
                 total, images = add_loss(total, images, *waiting.pop(0))
                 bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
             bar.update(size)
+            stamps.append(time.perf_counter())
+            if epochs_to_come and len(stamps) == TIMED:
+                seconds = (stamps[-1] - stamps[SETTLED]) / (TIMED - 1 - SETTLED) * len(loader) * epochs_to_come
+                bar.write(f"the first steps say: {max(seconds / 60, 1):.0f} min for {epochs_to_come} epochs")
     for step in waiting:
         total, images = add_loss(total, images, *step)
     return total / images

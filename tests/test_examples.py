@@ -25,7 +25,8 @@ import sys
 sys.path.insert(0, 'examples')
 import digits_voc
 digits_voc.write_digits_voc.__defaults__ = (8, 10, 0)
-import train_detection
+import train_detection, training
+training.SETTLED, training.TIMED = 0, 2
 train_detection.train(train_detection.parse_arguments({arguments}))
 """
 
@@ -117,6 +118,7 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"epoch {epochs}: loss" in done.stdout
         assert f"epoch {epochs}/{epochs}: 100%" in done.stderr
+        assert "the first steps say: 1 min for 1 epochs" in done.stdout
         assert "img/s, loss=" in done.stderr
     assert "epoch 1:" not in done.stdout  # resumed, not repeated
     history = json.loads((output / "history.json").read_text())
