@@ -301,7 +301,7 @@ def subprocess_while_a_step_runs(net):
 
     for _ in range(5):
         backward(forward(net, inputs()))
-        assert subprocess.run(["echo", "hello"], capture_output=True, text=True).stdout == "hello\n"
+        assert subprocess.run(["echo", "hello"], capture_output=True, encoding="utf-8").stdout == "hello\n"
 
 
 # After these the program goes on at once.

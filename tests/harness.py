@@ -86,4 +86,4 @@ def run_python(code: str, **environment) -> subprocess.CompletedProcess:
         variables.pop(name, None)
     variables.update({name: str(value) for name, value in environment.items()})
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, env=variables, timeout=HANG, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=variables, timeout=HANG, capture_output=True, encoding="utf-8")

@@ -283,6 +283,6 @@ def test_all_of_this_on_a_machine_without_avx512(backend):
         f"{backend} and not avx512",
     ]
     environment = {**os.environ, "DNNL_MAX_CPU_ISA": "AVX2", "GLUON_SYNCBN_MAX_CPU_ISA": "avx2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout and "failed" not in done.stdout

@@ -17,7 +17,7 @@ PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.re
 
 def run(command, folder):
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run(command, cwd=folder, env=variables, timeout=HANG, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=variables, timeout=HANG, capture_output=True, encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES)

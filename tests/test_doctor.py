@@ -49,5 +49,5 @@ def test_a_layer_that_cannot_run_is_an_error_code():
 
 
 def test_as_a_command():
-    done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,9 @@
 
 MXNet does not run an operator whose input has failed. Once someone has read that error, it runs what comes next: so
 the backward pass of a program that goes on.
+
+What it is recognised by lies in memory that MXNet gives out again. After steps that went well, that memory may hold the
+step before: always in a static graph, and now and then with hybridize() on portable (docs/limits.md).
 """
 
 import textwrap
@@ -35,8 +38,16 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("mode", ["imperative", "hybridize"])
-@pytest.mark.parametrize("steps", [0, 2])
+CASES = [
+    (backend, mode, steps)
+    for backend in ("native", "portable")
+    for mode in ("imperative", "hybridize")
+    for steps in (0, 2)
+    if (backend, mode, steps) != ("portable", "hybridize", 2)
+]
+
+
+@pytest.mark.parametrize("backend, mode, steps", CASES)
 def test_it_says_so(backend, mode, steps):
     code = textwrap.dedent(PROGRAM).format(backend=backend, mode=mode, steps=steps)
     done = run_python(code, GLUON_SYNCBN_TIMEOUT=3)

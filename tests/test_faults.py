@@ -86,7 +86,7 @@ def start(fault, layer, mode, program):
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLUON_SYNCBN_TIMEOUT": timeout, "PYTHONPATH": ROOT}
     command = [sys.executable, program, fault, "--layer", layer, "--mode", mode]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, encoding="utf-8")
 
 
 def run_and_judge(fault, layer, modes, program, kind):

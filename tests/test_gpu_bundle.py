@@ -34,7 +34,7 @@ def stand_in(tmp_path_factory):
 
 def measured_by(program, environment, file, *words):
     command = [sys.executable, os.path.join(ROOT, program), "--json", str(file), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(file.read_text())
 

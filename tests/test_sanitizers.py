@@ -32,9 +32,9 @@ PROGRAMS = {
 def test_clean_under(program, tmp_path):
     sources, flags, argument, expected = PROGRAMS[program]
     file = str(tmp_path / "program")
-    built = subprocess.run([*COMMON, *flags, *sources, "-o", file], capture_output=True, text=True, timeout=HANG)
+    built = subprocess.run([*COMMON, *flags, *sources, "-o", file], capture_output=True, encoding="utf-8", timeout=HANG)
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([file, *argument.split()], capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run([file, *argument.split()], capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.fullmatch(expected, done.stdout, flags=re.DOTALL), done.stdout
 
@@ -43,5 +43,7 @@ def test_everything_compiles_without_warnings(tmp_path):
     sources = [os.path.join(CSRC, name) for name in os.listdir(CSRC) if name.endswith(".cpp")]
     library = str(tmp_path / "library.so")
     flags = ["-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]
-    built = subprocess.run([*COMMON, *flags, *sources, "-o", library], capture_output=True, text=True, timeout=HANG)
+    built = subprocess.run(
+        [*COMMON, *flags, *sources, "-o", library], capture_output=True, encoding="utf-8", timeout=HANG
+    )
     assert built.returncode == 0, built.stderr

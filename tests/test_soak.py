@@ -13,7 +13,7 @@ from harness import HANG, ROOT
 def run(script, backend, *arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "GLUON_SYNCBN_BACKEND": backend}
     command = [sys.executable, os.path.join(ROOT, "benchmarks", script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
+    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
 
 
 def test_memory_and_threads(backend):

@@ -14,6 +14,6 @@ SCRIPT = os.path.join(os.path.dirname(__file__), "..", "..", "benchmarks", "gpu_
 )
 def test_gpu_rendezvous(devices):
     command = [sys.executable, SCRIPT, "--rounds", "3", "--devices", devices]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stderr
     assert f"{devices}, forward: " in done.stdout and f"{devices}, backward: " in done.stdout

@@ -19,7 +19,11 @@ print('BACK END', layer.backend)
 
 def run(code, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

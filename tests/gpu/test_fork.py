@@ -15,7 +15,7 @@ def run(code):
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]

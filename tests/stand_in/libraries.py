@@ -46,7 +46,7 @@ static void* real() {
 
 def _lines(*command) -> list:
     return subprocess.run(
-        [str(item) for item in command], capture_output=True, text=True, check=True
+        [str(item) for item in command], capture_output=True, encoding="utf-8", check=True
     ).stdout.splitlines()
 
 
