@@ -1,4 +1,4 @@
-"""What the benchmarks share: pairs that take turns, medians of ratios, and what they ran on."""
+"""What the benchmarks share: pairs that take turns, medians of ratios, what they ran on, and random weights."""
 
 import os
 import platform
@@ -6,6 +6,16 @@ import statistics
 from typing import Callable, Dict
 
 import mxnet as mx
+
+
+class Start(mx.init.Xavier):
+    """Xavier, also for the vectors of a SymbolBlock, which have no initializers of their own."""
+
+    def _init_weight(self, name, arr):
+        if arr.ndim > 1:
+            super()._init_weight(name, arr)
+        else:
+            arr[:] = 1 if str(name).endswith(("gamma", "var", "scale")) else 0
 
 
 def interleaved(runs: Dict[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> Dict[str, list]:

@@ -107,14 +107,6 @@ SCRIPTS = {
         "--syncbn",
         ("resnet50_v1s",),
     ),
-    "PSPNet, --resume": Script(
-        "segmentation/train.py",
-        "--dataset pascal_voc --model psp --backbone resnet50 --ngpus 2 --batch-size 4 --test-batch-size 2 --epochs 1 "
-        "--crop-size 64 --base-size 72 --workers 0 --kvstore local",
-        "--syncbn",
-        ("resnet50_v1s",),
-        resume="**/epoch_*.params",
-    ),
     "Faster R-CNN": Script(
         "detection/faster_rcnn/train_faster_rcnn.py",
         "--network resnet50_v1b --dataset coco --use-fpn --gpus 0,1 --batch-size 2 --epochs 1 --kv-store local "
@@ -130,6 +122,7 @@ SCRIPTS = {
         f"custom-model {RCNN}",
     ),
 }
+SCRIPTS["PSPNet, --resume"] = SCRIPTS["PSPNet"]._replace(resume="**/epoch_*.params")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,13 +205,14 @@ def write_data(home: Path) -> None:
 def write_base_weights(models: Path, name: str) -> str:
     """Random weights of a network of the zoo, where GluonCV looks for its base weights; returns their SHA-1."""
     import mxnet as mx
+    from common import Start
     from gluoncv import model_zoo
 
     models.mkdir(parents=True, exist_ok=True)
     mx.random.seed(0)
     is_ssd = name.startswith("ssd_512")
     net = model_zoo.get_model(name, pretrained=False, **({"pretrained_base": False} if is_ssd else {}))
-    net.initialize(mx.init.Normal(0.05))  # Xavier's refuses what GluonCV appends to an SSD's base
+    net.initialize(Start())
     size = 512 if is_ssd else 224
     net(mx.nd.zeros((1, 3, size, size)))
     file = models / "new.params"

@@ -193,6 +193,7 @@ def compare(name: str, size: int, dtype: str, build_synchronized=None, always_bo
     """
     import mxnet as mx
     import numpy as np
+    from common import Start
     from gluoncv.loss import YOLOV3Loss
     from gluoncv.model_zoo.rcnn.faster_rcnn import DoubleHeadRCNN, FasterRCNN
     from gluoncv.model_zoo.rcnn.faster_rcnn.rcnn_target import RCNNTargetSampler
@@ -210,7 +211,7 @@ def compare(name: str, size: int, dtype: str, build_synchronized=None, always_bo
     one, two = [mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]
     gluon_syncbn.install()  # contrib's layer, in networks that have it, knows no float64
     reference = gluon_syncbn.convert_batchnorm(build(name, size, images=2))
-    reference.initialize(_start(), ctx=one, force_reinit=True)
+    reference.initialize(Start(), ctx=one, force_reinit=True)
     inputs = inputs_of(name, reference, size, 2)
     reference.cast(dtype)
     with mx.autograd.record():  # for the shapes
@@ -228,7 +229,7 @@ def compare(name: str, size: int, dtype: str, build_synchronized=None, always_bo
 
         def on_two_devices(net):
             net.cast(dtype)
-            net.initialize(_start(), ctx=two, force_reinit=True)  # some heads come initialized, on one device
+            net.initialize(Start(), ctx=two, force_reinit=True)  # some heads come initialized, on one device
             net.load_parameters(file, ctx=two)
             return net
 
@@ -255,20 +256,6 @@ def compare(name: str, size: int, dtype: str, build_synchronized=None, always_bo
             exchanged = step(reference, inputs, one, dtype, expected, exchanged=True)
             result["exchanged"] = max(distances(exchanged, expected).values())
     return result
-
-
-def _start():
-    """Xavier, also for the vectors of a SymbolBlock, which have no initializers of their own."""
-    import mxnet as mx
-
-    class Start(mx.init.Xavier):
-        def _init_weight(self, name, arr):
-            if arr.ndim > 1:
-                super()._init_weight(name, arr)
-            else:
-                arr[:] = 1 if str(name).endswith(("gamma", "var", "scale")) else 0
-
-    return Start()
 
 
 def _fixed_sample(self, F, rois, scores, gt_boxes):

@@ -38,17 +38,12 @@ PROGRAM = """
 """
 
 
-CASES = [
-    (backend, mode, steps)
-    for backend in ("native", "portable")
-    for mode in ("imperative", "hybridize")
-    for steps in (0, 2)
-    if (backend, mode, steps) != ("portable", "hybridize", 2)
-]
-
-
-@pytest.mark.parametrize("backend, mode, steps", CASES)
-def test_it_says_so(backend, mode, steps):
+@pytest.mark.parametrize("mode", ["imperative", "hybridize"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_it_says_so(backend, mode, steps, request):
+    if (backend, mode, steps) == ("portable", "hybridize", 2):  # a hang would be another error, and fails
+        known = pytest.mark.xfail(raises=AssertionError, reason="memory may hold the step before: docs/limits.md")
+        request.applymarker(known)
     code = textwrap.dedent(PROGRAM).format(backend=backend, mode=mode, steps=steps)
     done = run_python(code, GLUON_SYNCBN_TIMEOUT=3)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -75,6 +75,7 @@ def check(code, backend):
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("MEMORY")]
     memory, threads = np.array(lines, dtype=int).T
     assert min(np.diff(memory)) / 20 < BYTES_PER_STEP, f"bytes per step: {np.diff(memory) / 20}"
+    assert memory[-1] <= 1.02 * memory[0]
     assert threads[-1] <= threads[0] + LATE_THREADS
 
 
