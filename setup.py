@@ -22,8 +22,8 @@ EXAMPLES = [
     "scipy<1.12",
     "tqdm",
 ]
-SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").glob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").glob("*.h"))
+SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
 
 
 class BuildLibrary(build_ext):
@@ -99,11 +99,12 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
-    package_data={"gluon_syncbn": ["csrc/kernels.cu"]},  # compiled at run time, by MXNet
+    package_data={"gluon_syncbn": ["csrc/cuda/kernels.cu"]},  # compiled at run time, by MXNet
     ext_modules=[
         Extension(
             "gluon_syncbn.libgluon_syncbn",
             SOURCES,
+            include_dirs=["gluon_syncbn/csrc"],
             depends=[*HEADERS, "setup.py"],
             language="c++",
             # No FMA: the same rounding on every processor, forward and backward.

@@ -1,4 +1,4 @@
-"""Calls the kernels of ``gluon_syncbn/csrc/kernels.cu`` without MXNet, as the operator does: for benchmarks and tests.
+"""Calls the kernels of ``gluon_syncbn/csrc/cuda`` without MXNet, as the operator does: for benchmarks and tests.
 
 `Passes` needs a device: something that makes arrays and launches kernels, a GPU through CuPy (gpu.py) or the CPU
 standing in for one (tests/stand_in.py). What a kernel is given as its grid is asked of the package's own library.
@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional, Tuple
 import numpy as np
 
 CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
-SOURCE = CSRC / "kernels.cu"
+SOURCE = CSRC / "cuda" / "kernels.cu"
 LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}

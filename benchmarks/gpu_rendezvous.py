@@ -20,8 +20,8 @@ from common import interleaved, machine
 from mxnet import autograd
 
 import gluon_syncbn
-from gluon_syncbn import native
-from gluon_syncbn._group import Options
+from gluon_syncbn.backends import native
+from gluon_syncbn.meeting.group import Options
 
 SHAPE = (1, 64, 2, 2)
 

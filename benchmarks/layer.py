@@ -23,7 +23,8 @@ from mxnet import gluon
 from mxnet.gluon import contrib
 from step_time import Bordered, random_images, step
 
-from gluon_syncbn import SyncBatchNorm, native
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.backends import native
 
 TRIAD = """
 extern "C" void triad(float* a, const float* b, const float* c, float s, long n) {

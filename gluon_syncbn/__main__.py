@@ -16,9 +16,9 @@ import numpy as np
 from mxnet import autograd
 
 import gluon_syncbn
-from gluon_syncbn import native
-from gluon_syncbn._backend import choose
-from gluon_syncbn._engine import CPU_RINGS, rings_in_force
+from gluon_syncbn.backends import native
+from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.engine.cpu_resources import CPU_RINGS, rings_in_force
 
 _ROUNDS = 200
 

@@ -6,11 +6,12 @@ from typing import Iterator, Optional, Sequence, Set, Union
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn import _participants, native
-from gluon_syncbn._abandon import abandon_step
-from gluon_syncbn._live import live_layers
-from gluon_syncbn._passes import forget_passes
+from gluon_syncbn.backends import native
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.meeting import active_set
+from gluon_syncbn.process.abandon import abandon_step
+from gluon_syncbn.process.live_layers import live_layers
+from gluon_syncbn.process.passes import forget_passes
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     mx.nd.waitall()
     if net is not None:
         _clear_gradients(net, chosen)
-    before, number = _participants.current(), _participants.number_of(chosen)
+    before, number = active_set.current(), active_set.number_of(chosen)
     rounds = {layer: layer.synchronized_passes(number) for layer in live_layers()}
     _put_in_force(number)
     try:
@@ -76,8 +77,8 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
 def _put_in_force(number: int) -> None:
     """In both back ends. No operator may be running."""
     forget_passes()
-    _participants.change(number)
-    native.take_part(number, _participants.names_of(number))
+    active_set.change(number)
+    native.take_part(number, active_set.names_of(number))
 
 
 def _check(ctx_list) -> Set[mx.Context]:

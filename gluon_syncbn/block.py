@@ -10,16 +10,17 @@ import numpy as np
 from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.block import _flatten
 
-from gluon_syncbn import _participants, native, portable
-from gluon_syncbn._abandon import begin_forward
-from gluon_syncbn._backend import choose
-from gluon_syncbn._bfloat16 import is_bfloat16, widened
-from gluon_syncbn._graph import MARK, mark
-from gluon_syncbn._group import Group, absent_text, check_devices, neighbourhoods
-from gluon_syncbn._live import add_live, remove_live
-from gluon_syncbn._options import check_options
-from gluon_syncbn._passes import Passes
-from gluon_syncbn._retrace import declare_writes, remember
+from gluon_syncbn.backends import native, portable
+from gluon_syncbn.backends.bfloat16 import is_bfloat16, widened
+from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.options import check_options
+from gluon_syncbn.graphs.calls import declare_writes, remember
+from gluon_syncbn.graphs.rewrite import MARK, mark
+from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.group import Group, absent_text, check_devices, neighbourhoods
+from gluon_syncbn.process.abandon import begin_forward
+from gluon_syncbn.process.live_layers import add_live, remove_live
+from gluon_syncbn.process.passes import Passes
 from gluon_syncbn.symbol import describe, make_node, plain_node
 
 
@@ -213,7 +214,7 @@ class SyncBatchNorm(nn.BatchNorm):
             check_devices(self.name, devices, self._options)
         if self._is_alone(is_array) or (is_array and not mx.autograd.is_training()):
             return self._plain(F, x, gamma, beta, running_mean, running_var)
-        if is_array and not _participants.takes_part(x.context, _participants.current()):
+        if is_array and not active_set.takes_part(x.context, active_set.current()):
             raise ValueError(absent_text(self.name, x.context))
         arrays = (x, gamma, beta, running_mean, running_var)
         if is_array:
@@ -233,7 +234,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return lowered(F.relu(out) if self._activation else out)
 
     def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden, dtype):
-        """The layer for a node of a symbol, as `gluon_syncbn._graph.rewrite` wants it; ``dtype`` is that of data."""
+        """The layer for a node of a symbol, as `graphs.rewrite` wants it; ``dtype`` is that of data."""
         dtypes = {inputs[0].name: dtype}
         if trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
@@ -372,7 +373,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return neighbourhoods(self._devices(), self._options)
 
     def synchronized_passes(self, participants: int) -> int:
-        """How many forward passes were met by exactly the devices of this list (`gluon_syncbn._participants`)."""
+        """How many forward passes were met by exactly the devices of this list (`gluon_syncbn.meeting.active_set`)."""
         return 0 if self._group is None else self._group.rounds(participants)
 
     def _check_input(self, x, channels: int) -> None:

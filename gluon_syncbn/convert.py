@@ -13,9 +13,9 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import basic_layers
 
-from gluon_syncbn._graph import count_others, norms_of
-from gluon_syncbn._symbol_block import SynchronizedSymbolBlock, restore, synchronize
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.graphs.rewrite import count_others, norms_of
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
 
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
 plain_base = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)

@@ -12,8 +12,8 @@ import os
 import runpy
 import sys
 
-from gluon_syncbn._engine import may_have_gpus
 from gluon_syncbn._install import install
+from gluon_syncbn.engine.cpu_resources import may_have_gpus
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
 USAGE = "usage: python -m gluon_syncbn.run [-m] script_or_module [arguments ...]"

@@ -11,12 +11,12 @@ from typing import Dict, Optional
 
 import mxnet as mx
 
-from gluon_syncbn import native, portable
-from gluon_syncbn._backend import choose
-from gluon_syncbn._bfloat16 import widened
-from gluon_syncbn._graph import MARK, Norm, count_others, mark, rewrite
-from gluon_syncbn._group import Description, check_engine
-from gluon_syncbn._options import check_options
+from gluon_syncbn.backends import native, portable
+from gluon_syncbn.backends.bfloat16 import widened
+from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.options import check_options
+from gluon_syncbn.graphs.rewrite import MARK, Norm, count_others, mark, rewrite
+from gluon_syncbn.meeting.group import Description, check_engine
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 

@@ -9,7 +9,7 @@ sys.path[:0] = [HERE, *(os.path.join(os.path.dirname(HERE), name) for name in ("
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)
 import pytest  # noqa: E402
 
-from gluon_syncbn import native  # noqa: E402
+from gluon_syncbn.backends import native  # noqa: E402
 
 
 def pytest_report_header(config):

@@ -10,13 +10,14 @@ from harness import cpus, run_python
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm, _backend, native
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.backends import choose, native
 
 
 @pytest.fixture
 def said(caplog, monkeypatch):
     """The log, with no choice made before."""
-    monkeypatch.setattr(_backend, "_said", set())
+    monkeypatch.setattr(choose, "_said", set())
     caplog.set_level(logging.INFO, logger="gluon_syncbn")
     return caplog
 
@@ -46,14 +47,14 @@ def test_portable_where_a_store_is_given(said):
 def test_portable_with_a_warning_where_mxnet_was_built_without_cuda(said):
     """What runs on GPUs is in tests/gpu."""
     with pytest.warns(UserWarning, match="here runs on the portable back end.*USE_CUDA=1"):
-        assert _backend.choose("here", "auto", [mx.gpu(0), mx.gpu(1)], None).name == "portable"
+        assert choose.choose("here", "auto", [mx.gpu(0), mx.gpu(1)], None).name == "portable"
     assert "the CUDA kernels cannot run on gpu(0)" in said.text
     with pytest.raises(RuntimeError, match=r"here: backend='native' cannot run here: .*gpu\(0\)"):
-        _backend.choose("here", "native", [mx.gpu(0)], None)
+        choose.choose("here", "native", [mx.gpu(0)], None)
 
 
 def test_no_warning_where_portable_was_asked_for(said, recwarn):
-    assert _backend.choose("here", "portable", [mx.gpu(0)], None).name == "portable"
+    assert choose.choose("here", "portable", [mx.gpu(0)], None).name == "portable"
     assert said.messages == ["back end portable: it was asked for."] and not recwarn.list
 
 

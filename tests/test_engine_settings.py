@@ -3,7 +3,7 @@
 import pytest
 from harness import LONG, run_python
 
-from gluon_syncbn._engine import CPU_RINGS
+from gluon_syncbn.engine.cpu_resources import CPU_RINGS
 
 NAMES = list(CPU_RINGS)
 OURS = " ".join(str(value) for value, _ in CPU_RINGS.values())

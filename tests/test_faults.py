@@ -15,7 +15,7 @@ import pytest
 from faults import FAULTS, MODES
 from harness import HANG, LONG, ROOT
 
-from gluon_syncbn._patience import MOMENT
+from gluon_syncbn.meeting.waiting import MOMENT
 
 TIMEOUT = 1.5
 RIGHT = "RIGHT AFTERWARDS"

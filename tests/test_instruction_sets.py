@@ -49,7 +49,7 @@ def digest() -> str:
 def test_the_same_bits_on_an_older_instruction_set(limit):
     """Where the processor has no newer one, the switch changes nothing."""
     code = """
-from gluon_syncbn import native
+from gluon_syncbn.backends import native
 from test_instruction_sets import digest
 print('ON', native.instruction_set(), digest())
 """

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from gluon_syncbn import native
+from gluon_syncbn.backends import native
 
 # (outer, channels, inner): rows as in NCHW, columns as in NHWC and (N, C); around the sizes at which loops change.
 LAYOUTS = [(1, 1, 1), (3, 5, 49), (2, 3, 4097), (17, 2, 63), (5, 64, 64), (130, 257, 1), (1000, 3, 1), (4, 2048, 1)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import HANG, LONG
 
-from gluon_syncbn import native
+from gluon_syncbn.backends import native
 
 _new = native._library and native._library.gluon_syncbn_rendezvous_new
 _meet = native._library and native._library.gluon_syncbn_rendezvous_meet

@@ -7,8 +7,9 @@ import pytest
 from harness import MODES, cpus, observe, random_affine, random_shards, set_mode, step
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm, portable
-from gluon_syncbn._host import HostAccess
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.backends import portable
+from gluon_syncbn.meeting.host_arrays import HostAccess
 
 pytestmark = pytest.mark.usefixtures("backend")
 

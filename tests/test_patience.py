@@ -10,9 +10,9 @@ import pytest
 from harness import HANG, LONG, run_python
 from test_native_rendezvous import Rendezvous as NativeRendezvous
 
-from gluon_syncbn import _patience
-from gluon_syncbn._patience import MOMENT
-from gluon_syncbn._rendezvous import Rendezvous, SyncBatchNormError
+from gluon_syncbn.meeting import waiting
+from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
+from gluon_syncbn.meeting.waiting import MOMENT
 
 
 class PortableRendezvous:
@@ -37,13 +37,13 @@ class PortableRendezvous:
 @pytest.fixture(params=[NativeRendezvous, PortableRendezvous], ids=["native", "portable"])
 def rendezvous(request):
     yield request.param(2, float(LONG))
-    _patience.limit("")
+    waiting.limit("")
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
     waiting = rendezvous.meet(0, [1.0])
     time.sleep(0.5)
-    _patience.limit("of a reason")
+    waiting.limit("of a reason")
     started = time.monotonic()
     text = waiting.result(timeout=HANG)
     assert time.monotonic() - started > MOMENT - 0.1
@@ -52,7 +52,7 @@ def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
 
 
 def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
-    _patience.limit("of a reason")
+    waiting.limit("of a reason")
     time.sleep(MOMENT)
     started = time.monotonic()
     assert "because of a reason" in rendezvous.meet(0, [1.0]).result(timeout=HANG)
@@ -60,7 +60,7 @@ def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
 
 
 def test_under_a_limit_those_who_come_still_meet(rendezvous):
-    _patience.limit("of a reason")
+    waiting.limit("of a reason")
     first = rendezvous.meet(0, [1.0])
     time.sleep(MOMENT / 2)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
@@ -68,9 +68,9 @@ def test_under_a_limit_those_who_come_still_meet(rendezvous):
 
 def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
     first = rendezvous.meet(0, [1.0])
-    _patience.limit("of a reason")
+    waiting.limit("of a reason")
     time.sleep(MOMENT / 2)
-    _patience.limit("")
+    waiting.limit("")
     time.sleep(MOMENT)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
 
@@ -80,7 +80,7 @@ import os, signal, threading, time
 import oracle
 from harness import *
 from gluon_syncbn import SyncBatchNorm, abandon_step
-from gluon_syncbn._patience import MOMENT
+from gluon_syncbn.meeting.waiting import MOMENT
 
 devices = cpus(2)
 layer = SyncBatchNorm(in_channels=3, timeout=LONG, prefix='stem_')
@@ -179,8 +179,8 @@ def test_in_a_process_of_its_own(backend, case):
 def test_a_limit_of_one_thread_is_not_lifted_by_another():
     """Two threads abandon a step; the one that is ready first leaves the other its limit."""
     layer = PortableRendezvous(2, float(LONG))
-    with _patience.limited("of a reason"):
-        with _patience.limited("of another reason"):
+    with waiting.limited("of a reason"):
+        with waiting.limited("of another reason"):
             pass
         assert "and no longer because of another reason" in layer.meet(0, [1.0]).result(timeout=HANG)
-    assert _patience._limit[0] == ""
+    assert waiting._limit[0] == ""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import HANG, LONG
 
-from gluon_syncbn._rendezvous import Rendezvous, SyncBatchNormError
+from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
 
 
 def make(size, timeout=float(LONG), exchange=np.stack):

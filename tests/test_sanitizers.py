@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from harness import HANG, ROOT
@@ -13,9 +14,9 @@ COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" 
 
 RENDEZVOUS = [
     os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"),
-    *(os.path.join(CSRC, name) for name in ("rendezvous.cpp", "patience.cpp")),
+    *(os.path.join(CSRC, name) for name in ("meeting/rendezvous.cpp", "meeting/waiting.cpp")),
 ]
-KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "kernels.cpp")]
+KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "cpu/kernels.cpp")]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread", "-pthread"]
 # What is built, how, the program's argument, and what it says if all is well.
@@ -40,7 +41,7 @@ def test_clean_under(program, tmp_path):
 
 
 def test_everything_compiles_without_warnings(tmp_path):
-    sources = [os.path.join(CSRC, name) for name in os.listdir(CSRC) if name.endswith(".cpp")]
+    sources = [str(path) for path in Path(CSRC).rglob("*.cpp")]
     library = str(tmp_path / "library.so")
     flags = ["-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"]
     built = subprocess.run(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gluon_syncbn._statistics import Moments, merge
+from gluon_syncbn.meeting.statistics import Moments, merge
 
 
 def local_moments(values):

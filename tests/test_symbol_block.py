@@ -14,7 +14,7 @@ from mxnet.gluon import SymbolBlock, nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, devices, freeze_statistics
-from gluon_syncbn._symbol_block import SynchronizedSymbolBlock
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
 
 pytestmark = pytest.mark.usefixtures("backend")
 

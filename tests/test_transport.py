@@ -7,7 +7,7 @@ import pytest
 from harness import cpus, observe, random_shards
 
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn._transport import KVStoreTransport, default_kvstore
+from gluon_syncbn.meeting.transport import KVStoreTransport, default_kvstore
 
 STORES = {
     "default": lambda: None,

@@ -79,7 +79,8 @@ HUNDREDS = """
 import gc, os
 import psutil
 from harness import *
-from gluon_syncbn import SyncBatchNorm, native
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.backends import native
 devices = cpus(2)
 shards = random_shards([(1, 8, 3, 3)] * 2)
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
-#include "launch.h"
-#include "rendezvous.h"
+#include "cpu/kernels.h"
+#include "cuda/launch.h"
+#include "meeting/rendezvous.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 using namespace gluon_syncbn;
 

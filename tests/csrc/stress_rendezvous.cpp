@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "rendezvous.h"
+#include "meeting/rendezvous.h"
 
 using gluon_syncbn::Rendezvous;
 using gluon_syncbn::RendezvousError;

@@ -1,7 +1,7 @@
 // kernels.cu as a library for the CPU, for one VALUE_TYPE: launch_on_cpu runs a kernel by its name.
 #include "gpu_threads.h"
 
-#include "../../gluon_syncbn/csrc/kernels.cu"
+#include "../../gluon_syncbn/csrc/cuda/kernels.cu"
 
 #include <map>
 #include <string>

@@ -1,0 +1,285 @@
+#include "cpu/kernels.h"
+
+#include <omp.h>
+#include <strings.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace gluon_syncbn {
+namespace {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// IEEE binary16: 5 bits of exponent (bias 15), 10 of mantissa.
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  const uint32_t rest = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  // Exponents differ by 112 between the formats. The product also makes normal numbers of subnormal ones.
+  const float scaled = float_of(rest) * float_of((127u + 112u) << 23);
+  const uint32_t finite = bits_of(scaled), special = rest | 0x7f800000u;
+  return float_of(sign | ((half & 0x7c00u) == 0x7c00u ? special : finite));
+}
+
+// To nearest, ties to even.
+inline uint16_t float_to_half(float value) {
+  const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);  // NaN
+  if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more: infinity
+  if (rest < 0x38800000u) {
+    // Subnormal: adding 0.5 aligns the last bit of the half with the last bit of the float, which rounds.
+    return static_cast<uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
+  }
+  const uint32_t rounded = rest + 0xfffu + ((rest >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
+}
+
+inline float bfloat16_to_float(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+inline uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN stays one
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+struct AffineView {
+  const double* shift;
+  const double* scale;
+  const double* bias;
+  bool relu;
+};
+
+struct GradientView {
+  const double* factor;
+  const double* slope;
+  const double* constant;
+};
+
+// The passes of one dtype on one instruction set, each over a range of channels.
+struct Passes {
+  void (*moments)(const void*, Layout, int64_t, int64_t, double*, double*);
+  void (*normalize)(const void*, Layout, int64_t, int64_t, const AffineView&, void*);
+  void (*gradient_sums)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, double*, double*);
+  void (*input_gradient)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, const GradientView&,
+                         void*);
+  void (*input_gradient_add)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&,
+                             const GradientView&, void*);
+};
+
+namespace baseline {
+#include "cpu/kernels_body.h"
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define GLUON_SYNCBN_X86 1
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "cpu/kernels_body.h"
+}
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+namespace avx512 {
+#include "cpu/kernels_body.h"
+}
+#pragma GCC pop_options
+#endif
+
+enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
+constexpr const char* kInstructionSets[] = {"baseline", "avx2", "avx512"};
+
+InstructionSet newest_of_processor() {
+#ifdef GLUON_SYNCBN_X86
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return InstructionSet::kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return InstructionSet::kAvx2;
+#endif
+  return InstructionSet::kBaseline;
+}
+
+InstructionSet newest_allowed() {
+  const char* text = std::getenv(kMaxCpuIsa);
+  if (text == nullptr || *text == '\0') return InstructionSet::kAvx512;
+  for (int i = 0; i < 3; ++i) {
+    if (strcasecmp(text, kInstructionSets[i]) == 0) return static_cast<InstructionSet>(i);
+  }
+  throw std::invalid_argument(std::string(kMaxCpuIsa) + " must be baseline, avx2 or avx512, not '" + text + "'");
+}
+
+InstructionSet chosen() {
+  static const InstructionSet set = std::min(newest_of_processor(), newest_allowed());
+  return set;
+}
+
+Passes passes(DType dtype) {
+#ifdef GLUON_SYNCBN_X86
+  if (chosen() == InstructionSet::kAvx512) return avx512::passes(dtype);
+  if (chosen() == InstructionSet::kAvx2) return avx2::passes(dtype);
+#endif
+  return baseline::passes(dtype);
+}
+
+// Runs pass(c_begin, c_end) over all channels. A channel is never split, so that sums do not depend on `threads`.
+template <typename Pass>
+void over_channels(const Layout& layout, int threads, const Pass& pass) {
+  constexpr int64_t kWorthAThread = 1 << 15;
+  // Channel-last tensors are cut at whole cache lines.
+  const int64_t grain = layout.inner == 1 ? 64 : 1;
+  const int64_t pieces_of_work = layout.size() / kWorthAThread;
+  const int64_t pieces_of_channels = (layout.channels + grain - 1) / grain;
+  int64_t pieces = threads;
+  if (pieces > pieces_of_work) pieces = pieces_of_work;
+  if (pieces > pieces_of_channels) pieces = pieces_of_channels;
+  if (pieces <= 1) {
+    pass(0, layout.channels);
+    return;
+  }
+#pragma omp parallel for num_threads(static_cast<int>(pieces)) schedule(static, 1)
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t begin = pieces_of_channels * piece / pieces * grain;
+    const int64_t end = pieces_of_channels * (piece + 1) / pieces * grain;
+    pass(begin, end < layout.channels ? end : layout.channels);
+  }
+}
+
+AffineView view(const Affine& affine) {
+  return {affine.shift.data(), affine.scale.data(), affine.bias.data(), affine.relu};
+}
+
+double rounded_to(DType dtype, double value) {
+  return dtype == DType::kFloat64 ? value : static_cast<double>(static_cast<float>(value));
+}
+
+}  // namespace
+
+DType dtype_of(int flag) {
+  switch (flag) {
+    case 0:
+    case 1:
+    case 2:
+    case 12:
+      return static_cast<DType>(flag);
+    default:
+      throw std::invalid_argument("MXNet's dtype number " + std::to_string(flag) +
+                                  " is not supported; use float32, float64, float16 or bfloat16");
+  }
+}
+
+Affine Affine::rounded(DType dtype, const std::vector<double>& mean, const std::vector<double>& scale,
+                       const std::vector<double>& beta, bool relu) {
+  Affine affine;
+  const size_t channels = mean.size();
+  affine.shift.resize(channels);
+  affine.scale.resize(channels);
+  affine.bias.resize(channels);
+  affine.relu = relu;
+  for (size_t c = 0; c < channels; ++c) {
+    affine.shift[c] = rounded_to(dtype, mean[c]);
+    affine.scale[c] = rounded_to(dtype, scale[c]);
+    affine.bias[c] = rounded_to(dtype, beta[c] - (mean[c] - affine.shift[c]) * scale[c]);
+  }
+  return affine;
+}
+
+Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
+  Moments result;
+  result.count = layout.count();
+  result.mean.resize(static_cast<size_t>(layout.channels));
+  result.m2.resize(static_cast<size_t>(layout.channels));
+  const auto pass = passes(dtype).moments;
+  over_channels(layout, threads, [&](int64_t begin, int64_t end) {
+    pass(x, layout, begin, end, result.mean.data(), result.m2.data());
+  });
+  return result;
+}
+
+void normalize(DType dtype, const void* x, const Layout& layout, const Affine& affine, void* y, int threads) {
+  const auto pass = passes(dtype).normalize;
+  over_channels(layout, threads,
+                [&](int64_t begin, int64_t end) { pass(x, layout, begin, end, view(affine), y); });
+}
+
+GradientSums gradient_sums(DType dtype, const void* x, const void* dy, const Layout& layout, const Affine& affine,
+                           int threads) {
+  GradientSums sums;
+  sums.dy.resize(static_cast<size_t>(layout.channels));
+  sums.dy_centred.resize(static_cast<size_t>(layout.channels));
+  const auto pass = passes(dtype).gradient_sums;
+  over_channels(layout, threads, [&](int64_t begin, int64_t end) {
+    pass(x, dy, layout, begin, end, view(affine), sums.dy.data(), sums.dy_centred.data());
+  });
+  return sums;
+}
+
+void input_gradient(DType dtype, const void* x, const void* dy, const Layout& layout, const Affine& affine,
+                    const InputGradient& gradient, void* dx, bool add, int threads) {
+  const Passes all = passes(dtype);
+  const auto pass = add ? all.input_gradient_add : all.input_gradient;
+  const GradientView vectors{gradient.factor.data(), gradient.slope.data(), gradient.constant.data()};
+  over_channels(layout, threads,
+                [&](int64_t begin, int64_t end) { pass(x, dy, layout, begin, end, view(affine), vectors, dx); });
+}
+
+void fill(DType dtype, void* values, int64_t size, double value) {
+  for (int64_t i = 0; i < size; ++i) {
+    switch (dtype) {
+      case DType::kFloat64:
+        static_cast<double*>(values)[i] = value;
+        break;
+      case DType::kFloat16:
+        static_cast<uint16_t*>(values)[i] = float_to_half(static_cast<float>(value));
+        break;
+      case DType::kBFloat16:
+        static_cast<uint16_t*>(values)[i] = float_to_bfloat16(static_cast<float>(value));
+        break;
+      default:
+        static_cast<float*>(values)[i] = static_cast<float>(value);
+    }
+  }
+}
+
+Moments merge(const std::vector<Moments>& parts) {
+  const size_t channels = parts.front().mean.size();
+  Moments merged;
+  for (const Moments& part : parts) merged.count += part.count;
+  merged.mean.assign(channels, 0.0);
+  merged.m2.assign(channels, 0.0);
+  for (const Moments& part : parts) {
+    const double share = part.count / merged.count;
+    for (size_t c = 0; c < channels; ++c) merged.mean[c] += part.mean[c] * share;
+  }
+  for (const Moments& part : parts) {
+    for (size_t c = 0; c < channels; ++c) {
+      const double distance = part.mean[c] - merged.mean[c];
+      merged.m2[c] += part.m2[c] + part.count * distance * distance;
+    }
+  }
+  return merged;
+}
+
+const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,72 @@
+// kernels.cu as MXNet's run-time compiler makes it, launched through MXNet's engine on MXNet's own streams. No CUDA
+// header and no CUDA library is used: a kernel is called by its name with arrays of MXNet's and with numbers.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mxnet/array.h"
+#include "cuda/scratch.h"
+#include "cpu/kernels.h"
+#include "cuda/launch.h"
+
+namespace gluon_syncbn {
+
+// Of one call of a kernel, in order. The arrays must live until `GpuProgram::launch` has returned, no longer.
+class Arguments {
+ public:
+  Arguments& array(const Array& array);
+  Arguments& layout(const Layout& layout);
+  Arguments& integer(int value);
+  Arguments& integer64(int64_t value);
+  Arguments& real(double value);
+
+ private:
+  friend class GpuProgram;
+  union Number {
+    int32_t integer;
+    int64_t integer64;
+    double real;
+  };
+  std::deque<Number> numbers_;  // does not move them
+  std::vector<void*> pointers_;
+};
+
+// The kernels for one type of activations. Compiled at first use, loaded onto each GPU at its first launch there, and
+// kept for good.
+class GpuProgram {
+ public:
+  // From now on the text of kernels.cu.
+  static void set_source(const char* source);
+
+  // Throws MXNetFailure with the compiler's log if it does not compile.
+  static GpuProgram& of(DType dtype);
+
+  // `name` without _rows or _columns. The engine runs it when what wrote its arrays is done; errors of the launch itself
+  // are thrown where an array that it writes is read. Throws MXNetFailure if the kernel cannot be loaded.
+  void launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments);
+
+  // NaN everywhere in `values`.
+  void lose(int device, const Array& values, int64_t size);
+
+ private:
+  explicit GpuProgram(DType dtype);
+  void call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block,
+            const Arguments& arguments);
+
+  std::mutex mutex_;  // MXNet's own tables of loaded kernels have none
+  std::map<std::string, void*> kernels_;
+};
+
+// Launches the moments of x and waits for them: mean[C] and M2[C], which stay until `scratch` is used again.
+const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
+                           const Scratch& scratch);
+
+// Runs a kernel on numbers whose moments are known. Throws MXNetFailure if it cannot, or gives others.
+void check_gpu(int device);
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,134 @@
+#include "meeting/group.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <tuple>
+
+namespace gluon_syncbn {
+namespace {
+
+std::string join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+// By type and number, so that cpu(2) comes before cpu(10).
+bool comes_before(const std::string& a, const std::string& b) {
+  return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) < std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
+}
+
+bool takes_part(const std::string& device, int64_t taking_part) {
+  if (taking_part == 0) return true;
+  Participants& all = participants();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.lists.find(taking_part);
+  return found != all.lists.end() && found->second.count(device) > 0;
+}
+
+// Never destroyed, because operators may still run while the process exits.
+std::mutex& groups_mutex() {
+  static std::mutex* mutex = new std::mutex;
+  return *mutex;
+}
+std::map<int64_t, std::shared_ptr<Group>>& groups() {
+  static auto* all = new std::map<int64_t, std::shared_ptr<Group>>;
+  return *all;
+}
+
+}  // namespace
+
+// Never destroyed, like the groups.
+Participants& participants() {
+  static auto* all = new Participants;
+  return *all;
+}
+
+Place Group::place_of(const std::string& device, int64_t taking_part) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (size_ == 0) {
+    throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph does not say on how many devices it trains. "
+                                "Give num_devices where the layer is made, or call hybridize() again after "
+                                "initialize().");
+  }
+  if (devices_.size() < size_) wait_for_devices(device, lock);
+  std::map<std::string, Place>& places = places_[taking_part];
+  if (places.empty()) make_circles(places, taking_part);
+  const auto found = places.find(device);
+  if (found != places.end()) return found->second;
+  if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) {
+    throw std::invalid_argument("SyncBatchNorm '" + name + "': ran on " + device +
+                                " in training mode, which is not in the list of gluon_syncbn.devices(...).");
+  }
+  throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + join(devices_) +
+                              ", and now runs on " + device +
+                              ". Call hybridize() again after the parameters have moved to other devices; load a "
+                              "symbol again before it is bound to other devices.");
+}
+
+int64_t Group::rounds(int64_t taking_part) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t sum = 0;
+  const auto found = places_.find(taking_part);
+  if (found == places_.end()) return sum;
+  for (const auto& entry : found->second) {
+    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.circle->forward.rounds());
+  }
+  return sum;
+}
+
+void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock) {
+  if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
+  if (devices_.size() == size_) {
+    std::sort(devices_.begin(), devices_.end(), comes_before);
+    complete_.notify_all();
+  }
+  const auto waited =
+      wait_patiently(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == size_; });
+  if (waited) {
+    const std::string whom = std::to_string(size_ - devices_.size()) + " of " + std::to_string(size_) + " devices";
+    throw RendezvousError("SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
+                             ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
+                             "for num_devices=" + std::to_string(size_) + ". " + advice_);
+  }
+}
+
+void Group::make_circles(std::map<std::string, Place>& places, int64_t taking_part) const {
+  for (size_t start = 0; start < devices_.size(); start += circle_size_) {
+    std::vector<std::string> members;
+    for (size_t i = start; i < std::min(start + circle_size_, devices_.size()); ++i) {
+      if (takes_part(devices_[i], taking_part)) members.push_back(devices_[i]);
+    }
+    const auto circle = std::make_shared<Circle>(name, members, timeout_, advice_);
+    for (size_t rank = 0; rank < members.size(); ++rank) places[members[rank]] = {rank, circle};
+  }
+}
+
+void add_group(int64_t number, std::shared_ptr<Group> group) {
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  groups()[number] = std::move(group);
+}
+
+std::shared_ptr<Group> find_group(int64_t number) {
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  const auto found = groups().find(number);
+  if (found == groups().end()) {
+    throw std::invalid_argument(
+        "no SyncBatchNorm layer number " + std::to_string(number) +
+        " in this process. Its layer was dropped, or this graph was exported from a synchronized net: call "
+        "convert_batchnorm(net) before you export.");
+  }
+  return found->second;
+}
+
+void drop_group(int64_t number) {
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  groups().erase(number);
+}
+
+int64_t count_groups() {
+  std::lock_guard<std::mutex> lock(groups_mutex());
+  return static_cast<int64_t>(groups().size());
+}
+
+}  // namespace gluon_syncbn

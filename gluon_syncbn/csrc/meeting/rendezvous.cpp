@@ -1,0 +1,113 @@
+#include "meeting/rendezvous.h"
+
+#include <thread>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+// How long a rank looks before it sleeps.
+constexpr std::chrono::microseconds kSpin{60};
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace
+
+Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice)
+    : what_(std::move(what)),
+      ranks_(std::move(ranks)),
+      timeout_seconds_(timeout_seconds),
+      advice_(std::move(advice)) {}
+
+Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contribution, uint64_t key) {
+  std::shared_ptr<Round> round;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Round>& entry = rounds_[key];
+    if (!entry) {
+      entry = std::make_shared<Round>(ranks_.size());
+      entry->number = ++opened_;
+    }
+    round = entry;
+    if (round->present[rank]) {
+      finish(*round, key, kFailed, twice_text(*round, rank));
+    } else {
+      round->contributions[rank] = std::move(contribution);
+      round->present[rank] = true;
+      round->arrived += 1;
+      if (round->arrived == ranks_.size()) {
+        const std::string error = different_lengths_text(*round);
+        finish(*round, key, error.empty() ? kComplete : kFailed, error);
+      }
+    }
+  }
+  wait(round, key);
+  if (round->state == kFailed) throw RendezvousError(round->error);
+  return {std::shared_ptr<const std::vector<std::vector<double>>>(round, &round->contributions), round->number};
+}
+
+size_t Rendezvous::open_rounds() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return rounds_.size();
+}
+
+uint64_t Rendezvous::rounds() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return opened_;
+}
+
+void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
+  const auto spin_until = Clock::now() + kSpin;
+  while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < spin_until) pause();
+  if (round->state.load(std::memory_order_acquire) != kGathering) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto waited = wait_patiently(lock, round->changed, round->opened, timeout_seconds_,
+                                     [&] { return round->state != kGathering; });
+  if (waited) finish(*round, key, kFailed, missing_text(*round, *waited));
+}
+
+void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {
+  round.error = std::move(error);
+  round.state.store(state, std::memory_order_release);
+  round.changed.notify_all();
+  rounds_.erase(key);  // last: it may hold the only reference but ours
+}
+
+std::string Rendezvous::names(const Round& round, bool present) const {
+  std::string text;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    if (round.present[rank] == present) text += (text.empty() ? "" : ", ") + ranks_[rank];
+  }
+  return text;
+}
+
+std::string Rendezvous::twice_text(const Round& round, size_t rank) const {
+  return what_ + ": " + ranks_[rank] + " arrived twice before " + names(round, false) +
+         " arrived. Every device must run this layer equally often per step, and in the same order.";
+}
+
+std::string Rendezvous::missing_text(const Round& round, const Waited& waited) const {
+  const std::string whom =
+      std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) + " devices";
+  return what_ + " " + waited.text(whom) + ". Arrived: " + names(round, true) + ". Missing: " + names(round, false) +
+         ". " + advice_;
+}
+
+std::string Rendezvous::different_lengths_text(const Round& round) const {
+  std::string sizes;
+  bool differ = false;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    const size_t size = round.contributions[rank].size();
+    differ = differ || size != round.contributions[0].size();
+    sizes += (rank ? ", " : "") + ranks_[rank] + ": " + std::to_string(size);
+  }
+  return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
+}
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,141 @@
+#include "meeting/waiting.h"
+
+#include <signal.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr int kSignals[] = {SIGINT, SIGTERM};
+constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
+
+// Of the steady clock; all that the handler writes.
+std::atomic<int64_t> signalled{INT64_MIN};
+
+// Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it reads
+// is not changed: another action gets memory of its own, which is never freed, as actions do not change often.
+std::atomic<const struct sigaction*> before[kNumSignals];
+
+void on_signal(int number, siginfo_t* information, void* context) {
+  signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  for (size_t i = 0; i < kNumSignals; ++i) {
+    if (kSignals[i] != number) continue;
+    const struct sigaction& action = *before[i].load();
+    if (action.sa_flags & SA_SIGINFO) {
+      action.sa_sigaction(number, information, context);
+    } else {
+      action.sa_handler(number);
+    }
+  }
+}
+
+bool is_ours(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
+}
+
+bool is_same(const struct sigaction& a, const struct sigaction& b) {
+  if (a.sa_flags != b.sa_flags || a.sa_handler != b.sa_handler) return false;
+  for (int number = 1; number < NSIG; ++number) {  // the rest of a mask is not defined
+    if (sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)) return false;
+  }
+  return true;
+}
+
+bool is_handled(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) || (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
+}
+
+// Never destroyed, because devices may still wait while the process exits.
+struct Shared {
+  std::mutex mutex;
+  int watches = 0;
+  Clock::time_point limited;
+  std::string because;
+};
+Shared& shared() {
+  static auto* all = new Shared;
+  return *all;
+}
+
+}  // namespace
+
+void begin_watch() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (shared().watches++ > 0) return;
+  for (size_t i = 0; i < kNumSignals; ++i) {
+    struct sigaction found;
+    if (sigaction(kSignals[i], nullptr, &found) != 0 || is_ours(found) || !is_handled(found)) continue;
+    const struct sigaction* known = before[i];
+    if (!known || !is_same(*known, found)) before[i] = new struct sigaction(found);
+    struct sigaction ours = found;
+    ours.sa_flags |= SA_SIGINFO;
+    ours.sa_sigaction = on_signal;
+    sigaction(kSignals[i], &ours, nullptr);
+  }
+}
+
+void end_watch() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (--shared().watches > 0) return;
+  for (size_t i = 0; i < kNumSignals; ++i) {
+    struct sigaction found;
+    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found)) sigaction(kSignals[i], before[i], nullptr);
+  }
+}
+
+Clock::time_point signalled_at() {
+  return Clock::time_point(Clock::duration(signalled.load(std::memory_order_relaxed)));
+}
+
+void limit_patience(std::string because) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().limited = Clock::now();
+  shared().because = std::move(because);
+}
+
+std::string Waited::text(const std::string& whom) const {
+  char duration[32];
+  std::snprintf(duration, sizeof duration, because.empty() ? "%g" : "%.1f", seconds);
+  return "waited " + std::string(duration) + " s for " + whom +
+         (because.empty() ? "" : ", and no longer because " + because);
+}
+
+std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_seconds) {
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - began).count();
+  if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
+  const auto signal = signalled_at();
+  if (signal >= began && now >= signal + kMoment) return Waited{seconds, "Ctrl-C or SIGTERM came"};
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (!shared().because.empty() && now >= std::max(began, shared().limited) + kMoment) {
+    return Waited{seconds, shared().because};
+  }
+  return std::nullopt;
+}
+
+}  // namespace gluon_syncbn
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What Python calls (_patience.py)
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void gluon_syncbn_limit_patience(const char* because) { gluon_syncbn::limit_patience(because); }
+
+// One watch more, or one less.
+EXPORTED void gluon_syncbn_watch_signals(int begin) {
+  if (begin) {
+    gluon_syncbn::begin_watch();
+  } else {
+    gluon_syncbn::end_watch();
+  }
+}
+
+// In seconds of the steady clock.
+EXPORTED double gluon_syncbn_signalled_at() {
+  return std::chrono::duration<double>(gluon_syncbn::signalled_at().time_since_epoch()).count();
+}

@@ -1,0 +1,373 @@
+// The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
+// a training step. This file knows MXNet's C interface and the groups that Python has made; cpu_operator.cpp and
+// gpu_operator.cpp have the order of things:
+//
+//   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
+//   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
+//
+// Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (block.py tells
+// why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved` (mean, invstd,
+// count of all devices, number of the forward round, number of the participants; see all_reduce.h for prediction mode). The
+// arrays are dense: native.py keeps oneDNN's layouts away from the operator.
+//
+// A graph names its group in one of two ways. A net's own graph gives the number of one that Python has made for the
+// layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
+// the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
+// many devices there are, and takes in those that come.
+//
+// Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
+// therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda/program.h"
+#include "meeting/group.h"
+#include "cpu/kernels.h"
+#include "mxnet/c_api.h"
+#include "mxnet/operator.h"
+#include "mxnet/off_main_thread.h"
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr const char* kOperator = "gluon_syncbn_native";
+
+MXNetFunctions functions;
+
+// Python's function that makes a group of a description; its number, or -1 after leaving the text of an error.
+using MakeGroup = int64_t (*)(const char* description);
+MakeGroup make_described_group = nullptr;
+
+// The group that the attribute of a graph's node names.
+std::shared_ptr<Group> group_of(const std::string& reference) {
+  if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
+  int64_t number = -1;
+  undisturbed([&] {
+    number = make_described_group(reference.c_str());
+    if (number < 0) throw std::invalid_argument(take_error());
+    return 1;
+  });
+  std::shared_ptr<Group> group = find_group(number);
+  drop_group(number);  // it lives as long as the node
+  return group;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Its properties: what a graph knows before shapes are known
+
+constexpr int kPropertyCallbacks = 8;
+
+struct Property {
+  std::shared_ptr<Group> group;
+  int axis;
+  bool relu;
+  bool follows;
+  void* contexts[kPropertyCallbacks];
+
+  int inputs() const { return follows ? 4 : 3; }
+};
+
+constexpr int kOutputs = 2;
+
+// Runs a callback's body; whatever it throws reaches the user as the text of an MXNetError.
+template <typename Body>
+int or_error(const Body& body) {
+  try {
+    body();
+    return 1;
+  } catch (const std::exception& problem) {
+    throw dmlc::Error(problem.what());
+  }
+}
+
+// MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
+// one error. So failures leave this far apart, whatever layer they are of: devices that missed the same one, and
+// parallel branches that time out together.
+constexpr std::chrono::milliseconds kBetweenFailures{50};
+
+// Returns when the last failure has been out for so long.
+void wait_for_turn_to_fail() {
+  struct LastFailure {
+    std::mutex mutex;
+    Clock::time_point left;
+  };
+  static auto* last = new LastFailure;  // never destroyed, because operators may still fail while the process exits
+  Clock::time_point turn;
+  {
+    std::lock_guard<std::mutex> lock(last->mutex);
+    turn = last->left = std::max(Clock::now(), last->left + kBetweenFailures);
+  }
+  std::this_thread::sleep_until(turn);
+}
+
+// `or_error` for what runs beside others.
+template <typename Body>
+int or_error_in_turn(const Body& body) {
+  return or_error([&] {
+    try {
+      body();
+    } catch (...) {
+      wait_for_turn_to_fail();
+      throw;
+    }
+  });
+}
+
+int list_names(char*** names, const char** list) {
+  *names = const_cast<char**>(list);
+  return 1;
+}
+int list_arguments(char*** names, void* state) {
+  static const char* list[] = {"data", "gamma", "beta", nullptr};
+  static const char* list_and_after[] = {"data", "gamma", "beta", "after", nullptr};
+  return list_names(names, static_cast<const Property*>(state)->follows ? list_and_after : list);
+}
+int list_outputs(char*** names, void*) {
+  static const char* list[] = {"out", "saved", nullptr};
+  return list_names(names, list);
+}
+int list_states(char*** names, void*) {
+  static const char* list[] = {"running_mean", "running_var", nullptr};
+  return list_names(names, list);
+}
+
+Layout layout_of(const std::vector<int64_t>& shape, int axis, const std::string& name) {
+  const int ndim = static_cast<int>(shape.size());
+  const int real_axis = axis < 0 ? axis + ndim : axis;
+  if (ndim < 2 || real_axis < 0 || real_axis >= ndim) {
+    throw std::invalid_argument("SyncBatchNorm '" + name + "': axis=" + std::to_string(axis) +
+                                " does not fit an input of " + std::to_string(ndim) +
+                                " axes; it takes 2 or more axes.");
+  }
+  Layout layout{1, shape[static_cast<size_t>(real_axis)], 1};
+  for (int i = 0; i < ndim; ++i) {
+    if (i < real_axis) layout.outer *= shape[static_cast<size_t>(i)];
+    if (i > real_axis) layout.inner *= shape[static_cast<size_t>(i)];
+  }
+  return layout;
+}
+
+int infer_shape(int num, int* ndims, int** shapes, void* state) {
+  return or_error([&] {
+    const auto* property = static_cast<Property*>(state);
+    const int inputs = property->inputs();
+    // MXNet copies the shapes before this thread calls again.
+    thread_local int channels[1], saved[1];
+    if (ndims[0] <= 0) {  // it also asks before it knows the input
+      for (int i = inputs; i < inputs + kOutputs; ++i) ndims[i] = 0;
+      return;
+    }
+    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    const Layout layout = layout_of(shape, property->axis, property->group->name);
+    channels[0] = static_cast<int>(layout.channels);
+    saved[0] = channels[0] < 0 ? -1 : 2 * channels[0] + 3;  // and of `after`; -1 is not known yet
+    const char* names[] = {"gamma", "beta"};
+    for (int i = 1; i < 3; ++i) {
+      if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
+        throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input has " +
+                                    std::to_string(channels[0]) + " channels, " + names[i - 1] + " has " +
+                                    std::to_string(shapes[i][0]) + ".");
+      }
+    }
+    for (int i = 1; i < num; ++i) {
+      ndims[i] = 1;
+      shapes[i] = channels;
+    }
+    ndims[inputs] = ndims[0];
+    shapes[inputs] = shapes[0];
+    shapes[inputs + 1] = saved;
+    if (property->follows) shapes[inputs - 1] = saved;
+  });
+}
+
+const char* dtype_name(int flag) {
+  switch (flag) {
+    case 0:
+      return "float32";
+    case 1:
+      return "float64";
+    case 2:
+      return "float16";
+    case 12:
+      return "bfloat16";
+    default:
+      return "of a type that is not supported";
+  }
+}
+
+int infer_type(int num, int* dtypes, void* state) {
+  return or_error([&] {
+    const auto* property = static_cast<Property*>(state);
+    const Group& group = *property->group;
+    const int inputs = property->inputs();
+    const int parameters = static_cast<int>(group.dtype);
+    if (dtypes[0] < 0) dtypes[0] = dtypes[inputs];
+    const bool half = dtypes[0] == static_cast<int>(DType::kFloat16) || dtypes[0] == static_cast<int>(DType::kBFloat16);
+    if (dtypes[0] >= 0 && dtypes[0] != parameters && !(half && group.dtype == DType::kFloat32)) {
+      throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(dtypes[0]) +
+                                  ", parameters and statistics are " + dtype_name(parameters) +
+                                  "; call cast() on the net.");
+    }
+    dtypes[inputs] = dtypes[0];
+    dtypes[inputs + 1] = static_cast<int>(DType::kFloat64);
+    if (property->follows) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
+    dtypes[1] = dtypes[2] = parameters;
+    for (int i = inputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
+  });
+}
+
+int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps,
+                                int** deps, void*) {
+  thread_local int list[5];
+  list[0] = out_grad[0];
+  list[1] = in_data[0];
+  list[2] = in_data[1];
+  list[3] = in_data[2];
+  list[4] = out_data[1];
+  *num_deps = 5;
+  *deps = list;
+  return 1;
+}
+
+int delete_operator(void* state) {
+  delete static_cast<Operator*>(state);
+  return 1;
+}
+
+int run_forward(int, void** arrays, int*, const int* requests, int is_train, void* state) {
+  return or_error_in_turn([&] { static_cast<Operator*>(state)->forward(arrays, requests, is_train != 0); });
+}
+
+int run_backward(int, void** arrays, int*, const int* requests, int, void* state) {
+  return or_error_in_turn([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
+}
+
+int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,
+                    MXCallbackList* ret, void* state) {
+  return or_error([&] {
+    const auto* property = static_cast<Property*>(state);
+    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    const Layout layout = layout_of(shape, property->axis, property->group->name);
+    if (layout.size() == 0) {
+      throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input on " + device +
+                                  " is empty. A device without images cannot take part; leave it out with "
+                                  "gluon_syncbn.devices(...).");
+    }
+    Call call{property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->follows};
+    const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
+    Operator* created = (on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call))).release();
+    static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
+    ret->num_callbacks = 3;
+    ret->callbacks = callbacks;
+    ret->contexts = created->contexts;
+  });
+}
+
+int delete_property(void* state) {
+  delete static_cast<Property*>(state);
+  return 1;
+}
+
+int create_property(const char*, int num_arguments, const char** keys, const char** values, MXCallbackList* ret) {
+  static AnyCallback callbacks[kPropertyCallbacks] = {
+      any(delete_property), any(list_arguments),
+      any(list_outputs),    any(list_states),
+      any(infer_shape),     any(declare_backward_dependency),
+      any(create_operator), any(infer_type)};
+  // MXNet calls the first of them, which deletes, even if no property could be made.
+  static void* no_contexts[kPropertyCallbacks] = {};
+  ret->num_callbacks = kPropertyCallbacks;
+  ret->callbacks = callbacks;
+  ret->contexts = no_contexts;
+  return or_error([&] {
+    std::map<std::string, std::string> arguments;
+    for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
+    auto* property = new Property{group_of(arguments["group"]), std::stoi(arguments["axis"]),
+                                  arguments["relu"] == "1", arguments["follows"] == "1", {}};
+    for (void*& context : property->contexts) context = property;
+    ret->contexts = property->contexts;
+  });
+}
+
+}  // namespace
+
+const MXNetFunctions& mxnet() { return functions; }
+
+}  // namespace gluon_syncbn
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What Python calls (native.py)
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Registers the operator with the MXNet that `functions` belong to; 0, or MXNet's error code. `kernels` is the text of
+// kernels.cu.
+EXPORTED int gluon_syncbn_register(const MXNetFunctions* functions, gluon_syncbn::MakeGroup make_described_group,
+                                   const char* kernels) {
+  gluon_syncbn::GpuProgram::set_source(kernels);
+  gluon_syncbn::functions = *functions;
+  gluon_syncbn::make_described_group = make_described_group;
+  return functions->custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
+}
+
+// Makes the group that graphs name by `number`, open to any `num_devices` if `devices` is null; neighbours synchronize in
+// circles of `group_size`.
+EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const char* const* devices, int num_devices,
+                                      int group_size, double timeout_seconds, double momentum, double epsilon,
+                                      int scale, int dtype, const char* advice) {
+  using namespace gluon_syncbn;
+  const std::vector<std::string> names(devices, devices + (devices ? num_devices : 0));
+  auto group = std::make_shared<Group>(name, names, static_cast<size_t>(num_devices), static_cast<size_t>(group_size),
+                                       timeout_seconds, advice);
+  group->momentum = momentum;
+  group->epsilon = epsilon;
+  group->scale = scale != 0;
+  group->dtype = dtype_of(dtype);
+  add_group(number, std::move(group));
+}
+
+// Forgets a group; calls that are under way keep it until they are done.
+EXPORTED void gluon_syncbn_drop_group(int64_t number) {
+  gluon_syncbn::drop_group(number);
+}
+
+// What the engine runs for its order's sake alone (_writes.py).
+EXPORTED void gluon_syncbn_empty_operator(void*, void*) {}
+
+// Groups that are alive; for tests.
+EXPORTED int64_t gluon_syncbn_count_groups() { return gluon_syncbn::count_groups(); }
+
+// Forward rounds of a group in which exactly the devices of list `taking_part` took part.
+EXPORTED int64_t gluon_syncbn_rounds(int64_t number, int64_t taking_part) {
+  return gluon_syncbn::find_group(number)->rounds(taking_part);
+}
+
+// From now on the devices of list `taking_part` meet, and no others; 0 is everyone. No operator may be running.
+EXPORTED void gluon_syncbn_take_part(int64_t taking_part, const char* const* devices, int num_devices) {
+  gluon_syncbn::Participants& all = gluon_syncbn::participants();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.lists[taking_part] = std::set<std::string>(devices, devices + num_devices);
+  all.current = taking_part;
+}
+
+// Compiles the kernels for GPUs and tries them on this one; 0, or 1 after leaving in `error` why they cannot be used.
+EXPORTED int gluon_syncbn_check_gpu(int device, char* error, int64_t error_size) {
+  try {
+    gluon_syncbn::check_gpu(device);
+    return 0;
+  } catch (const std::exception& problem) {
+    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
+    return 1;
+  }
+}

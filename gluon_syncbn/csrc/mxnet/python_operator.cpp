@@ -1,0 +1,234 @@
+// Wraps a custom operator that is written in Python, for three things that MXNet's own wrapping lacks.
+//
+// Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then
+// throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
+// returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
+//
+// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked undisturbed (undisturbed.h), and
+// as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can do there is to keep some
+// hundred bytes from being freed.)
+//
+// Exits are clean. MXNet counts an operator as done before it has dropped it, so a thread of its engine may call
+// Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++ answers
+// with "terminate called". gluon_syncbn_stop_calling_python, at exit, waits for the delete callbacks that are under way;
+// from then on none is made.
+//
+// Who owns what: MXNet owns the list of callbacks that create_property fills in, and calls its delete callback once,
+// which deletes the wrapper after Python's own; the same for the list that the property's create callback fills in.
+
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "mxnet/c_api.h"
+#include "mxnet/off_main_thread.h"
+
+namespace gluon_syncbn {
+namespace {
+
+CustomOpPropCreator python_creator = nullptr;
+std::string python_name;
+thread_local std::string left_behind;
+thread_local bool is_wrapped = false;  // whether what runs on this thread is a callback that is wrapped here
+std::atomic<bool> python_is_gone{false};
+std::atomic<int> deletions{0};
+
+int or_error(int returned) {
+  if (returned && left_behind.empty()) return returned;
+  throw dmlc::Error(gluon_syncbn::take_error());
+}
+
+// A list of callbacks of which some are replaced; those get the wrapper as their context, to find the original.
+struct Wrapper {
+  explicit Wrapper(const MXCallbackList& list)
+      : original(list),
+        callbacks(list.callbacks, list.callbacks + list.num_callbacks),
+        contexts(list.contexts, list.contexts + list.num_callbacks) {}
+
+  template <typename Function>
+  void replace(int index, Function function) {
+    callbacks[static_cast<size_t>(index)] = any(function);
+    contexts[static_cast<size_t>(index)] = this;
+  }
+
+  template <typename Function, typename... Arguments>
+  static int call(void* state, int index, Arguments... arguments) {
+    const MXCallbackList& list = static_cast<Wrapper*>(state)->original;
+    const auto function = reinterpret_cast<Function>(reinterpret_cast<void (*)(void)>(list.callbacks[index]));
+    left_behind.clear();
+    is_wrapped = true;
+    const int returned = function(arguments..., list.contexts[index]);
+    is_wrapped = false;
+    return returned;
+  }
+
+  void fill(MXCallbackList* ret) {
+    ret->num_callbacks = static_cast<int>(callbacks.size());
+    ret->callbacks = callbacks.data();
+    ret->contexts = contexts.data();
+  }
+
+  const MXCallbackList original;
+  std::vector<AnyCallback> callbacks;
+  std::vector<void*> contexts;
+};
+
+// Positions in MXNet's lists (include/mxnet/c_api.h, CustomOpCallbacks and CustomOpPropCallbacks).
+enum { kOperatorDelete, kOperatorForward, kOperatorBackward };
+enum {
+  kPropertyDelete,
+  kPropertyListArguments,
+  kPropertyListOutputs,
+  kPropertyListStates,
+  kPropertyInferShape,
+  kPropertyBackwardDependency,
+  kPropertyCreateOperator,
+  kPropertyInferType,
+  kPropertyCallbacks  // more would be about sparse arrays
+};
+
+// What the property's lists say, asked once.
+struct PropertyWrapper : Wrapper {
+  explicit PropertyWrapper(const MXCallbackList& list) : Wrapper(list) {
+    for (int index : {kPropertyListArguments, kPropertyListOutputs, kPropertyListStates}) {
+      char** pythons = nullptr;
+      or_error(call<CustomOpList>(this, index, &pythons));
+      for (; *pythons; ++pythons) lists[index].emplace_back(*pythons);
+      for (std::string& name : lists[index]) pointers[index].push_back(&name[0]);
+      pointers[index].push_back(nullptr);
+    }
+    callbacks.resize(kPropertyCallbacks);
+  }
+
+  // How many names a list has.
+  size_t count(int index) const { return lists[index].size(); }
+
+  std::vector<std::string> lists[kPropertyListStates + 1];
+  std::vector<char*> pointers[kPropertyListStates + 1];  // to the same, and a null, as MXNet wants them
+  std::vector<int> dependencies;
+};
+
+template <typename Kind>
+int remove(void* state) {
+  deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
+  if (!python_is_gone) Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
+  deletions -= 1;
+  delete static_cast<Kind*>(state);
+  return 1;
+}
+
+int forward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
+  return or_error(
+      Wrapper::call<CustomOpRun>(state, kOperatorForward, size, arrays, tags, requests, is_train));
+}
+
+int backward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
+  return or_error(
+      Wrapper::call<CustomOpRun>(state, kOperatorBackward, size, arrays, tags, requests, is_train));
+}
+
+int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
+                    MXCallbackList* ret, void* state) {
+  undisturbed([&] {
+    return or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims,
+                                                  dtypes, ret));
+  });
+  auto* wrapper = new Wrapper(*ret);
+  wrapper->replace(kOperatorDelete, remove<Wrapper>);
+  wrapper->replace(kOperatorForward, forward);
+  wrapper->replace(kOperatorBackward, backward);
+  wrapper->fill(ret);
+  return 1;
+}
+
+template <int index>
+int list(char*** names, void* state) {
+  *names = static_cast<PropertyWrapper*>(state)->pointers[index].data();
+  return 1;
+}
+
+int infer_shape(int num, int* ndims, int** shapes, void* state) {
+  return undisturbed(
+      [&] { return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes)); });
+}
+
+// On everything, as CustomOpProp has it.
+int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
+                                void* state) {
+  auto* property = static_cast<PropertyWrapper*>(state);
+  const size_t arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
+  std::vector<int>& all = property->dependencies;
+  all.assign(out_grad, out_grad + outputs);
+  all.insert(all.end(), in_data, in_data + arguments);
+  all.insert(all.end(), out_data, out_data + outputs);
+  *num_deps = static_cast<int>(all.size());
+  *deps = all.data();
+  return 1;
+}
+
+int infer_type(int num, int* dtypes, void* state) {
+  return undisturbed(
+      [&] { return or_error(Wrapper::call<CustomOpInferType>(state, kPropertyInferType, num, dtypes)); });
+}
+
+int nothing_to_delete(void*) { return 1; }
+
+int create_property(const char*, int num_arguments, const char** keys, const char** values,
+                    MXCallbackList* ret) {
+  // MXNet calls the first callback, which deletes, even if no property could be made.
+  static AnyCallback no_callbacks[] = {any(nothing_to_delete)};
+  static void* no_contexts[] = {nullptr};
+  *ret = {1, no_callbacks, no_contexts};
+  MXCallbackList made{};
+  PropertyWrapper* wrapper = nullptr;
+  undisturbed([&] {
+    left_behind.clear();
+    or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
+    wrapper = new PropertyWrapper(made);
+    return 1;
+  });
+  wrapper->replace(kPropertyDelete, remove<PropertyWrapper>);
+  wrapper->replace(kPropertyListArguments, list<kPropertyListArguments>);
+  wrapper->replace(kPropertyListOutputs, list<kPropertyListOutputs>);
+  wrapper->replace(kPropertyListStates, list<kPropertyListStates>);
+  wrapper->replace(kPropertyInferShape, infer_shape);
+  wrapper->replace(kPropertyBackwardDependency, declare_backward_dependency);
+  wrapper->replace(kPropertyCreateOperator, create_operator);
+  wrapper->replace(kPropertyInferType, infer_type);
+  wrapper->fill(ret);
+  return 1;
+}
+
+}  // namespace
+
+std::string take_error() {
+  const std::string text = std::exchange(left_behind, "");
+  return text.empty() ? "gluon_syncbn: an operator failed; the reason was printed above." : text;
+}
+
+}  // namespace gluon_syncbn
+
+// What Python calls (native.py)
+
+// Registers, as `op_type`, the operator that Python knows as `name` and makes with `creator`; 0, or MXNet's error code.
+extern "C" __attribute__((visibility("default"))) int gluon_syncbn_wrap_python_operator(
+    const MXNetFunctions* functions, const char* op_type, const char* name, CustomOpPropCreator creator) {
+  gluon_syncbn::python_creator = creator;
+  gluon_syncbn::python_name = name;
+  return functions->custom_op_register(op_type, gluon_syncbn::create_property);
+}
+
+// The text of the error in which the callback that runs on this thread ends. Returns whether it is certain to.
+extern "C" __attribute__((visibility("default"))) int gluon_syncbn_leave_error(const char* text) {
+  gluon_syncbn::left_behind = text;
+  return gluon_syncbn::is_wrapped;
+}
+
+// The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
+extern "C" __attribute__((visibility("default"))) void gluon_syncbn_stop_calling_python() {
+  gluon_syncbn::python_is_gone = true;
+  while (gluon_syncbn::deletions > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}

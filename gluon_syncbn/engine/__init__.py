@@ -1,0 +1,1 @@
+"""What MXNet's engine must be told."""

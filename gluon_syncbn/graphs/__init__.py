@@ -1,0 +1,1 @@
+"""MXNet's graphs, read and rewritten."""

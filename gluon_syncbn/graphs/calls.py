@@ -1,0 +1,96 @@
+"""A graph that was made for some devices is made anew when its layers' parameters have moved to others.
+
+On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
+graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
+there, and then the net moves (``reset_ctx``). On one device a layer is plain Batch Normalization, so a graph that
+stayed would never synchronize, and nothing would tell.
+
+MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
+before each call of a graph. Behind the call, the engine is told what a static graph has written (`_writes`).
+
+The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
+the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
+"""
+
+import functools
+import weakref
+from typing import Optional
+
+import mxnet as mx
+from mxnet.gluon import Block, HybridBlock
+
+from gluon_syncbn.engine.writes import tell_writes
+from gluon_syncbn.process.abandon import begin_forward
+
+_graphs = weakref.WeakKeyDictionary()
+
+
+class _Graph:
+    """The layers in the graph that a net has now, each with the contexts for which it was made."""
+
+    def __init__(self, trace: mx.sym.Symbol):
+        self.trace = trace
+        self._contexts = weakref.WeakKeyDictionary()
+        self.written = weakref.WeakSet()  # those whose writing the engine must be told
+
+    def add(self, layer: Block) -> None:
+        self._contexts[layer] = layer.running_mean._ctx_list
+
+    def begin_forward(self, device: Optional[mx.Context]) -> None:
+        """The graph is about to be called with arrays on this device."""
+        first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
+        if device is not None and first is not None and len(first.running_mean._ctx_list or ()) > 1:
+            begin_forward(first, device)
+
+    def has_moved(self) -> bool:
+        for layer, made_for in list(self._contexts.items()):
+            now = layer.running_mean._ctx_list
+            if now is not made_for:
+                if made_for is not None and now != made_for:
+                    return True
+                self._contexts[layer] = now
+        return False
+
+
+def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
+    """``layer`` is in the graph of ``net`` that is being made; ``trace`` names it."""
+    if net not in _graphs or _graphs[net].trace is not trace:
+        _graphs[net] = _Graph(trace)
+    _graphs[net].add(layer)
+
+
+def declare_writes(net: Block, layer: Block) -> None:
+    """The graph of ``net`` that is being made, which has `layer` (see `remember`), is static and writes it."""
+    _graphs[net].written.add(layer)
+
+
+def _device_of(inputs) -> Optional[mx.Context]:
+    return next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+
+
+def watch_graphs() -> None:
+    """From now on, graphs whose layers have moved are made anew, and what graphs write is told to the engine."""
+    call = HybridBlock._call_cached_op
+
+    @functools.wraps(call)
+    def _call_cached_op(self, *args):
+        graph = _graphs.get(self)
+        if graph is not None and graph.has_moved():
+            del _graphs[self]
+            self._clear_cached_op()
+            graph = None
+        if graph is not None:
+            device = _device_of(args)
+            graph.begin_forward(device)
+        out = call(self, *args)
+        if graph is None:
+            graph = _graphs.get(self)
+            if graph is None:
+                return out
+            device = _device_of(args)
+            graph.begin_forward(device)  # it has been made in the call
+        if graph.written:
+            tell_writes(graph.written, device)
+        return out
+
+    HybridBlock._call_cached_op = _call_cached_op

@@ -1,0 +1,1 @@
+"""Who meets, what they exchange, and how long they wait."""

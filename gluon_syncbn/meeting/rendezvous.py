@@ -1,0 +1,184 @@
+"""Where the devices of one layer meet: a barrier that hands everyone what became of all that they brought.
+
+The protocol, as a story
+------------------------
+Every device ("rank") runs on a thread of its own and comes to the rendezvous with one vector, its *contribution*.
+Ranks meet in *rounds*. A round has a key, and is in one of three states:
+
+``gathering``
+    Opened by the first rank to arrive, from when its timeout counts. Ranks that arrive leave their contribution and
+    sleep. A round waits for ranks, and for nothing else.
+``exchanging``
+    The last rank to arrive is the *leader*. It alone runs ``exchange(contributions)`` (the reduction across
+    devices) while the others go on sleeping. The round leaves the table now, so a rank that comes again opens
+    the next round and cannot disturb this one.
+``done``
+    The leader, or the first sleeper to lose patience, has stored the outcome: a result, or an error that is the same
+    for every rank. Everyone is woken, and takes it home.
+
+What ends every wait: the last arrival; the end of patience (`_patience`: the timeout, or less), which fails the round
+for all ranks that wait and removes it from the table, so that the next step starts clean; or an error in the exchange.
+The leader of an exchange that does not come back releases the sleepers after one more timeout.
+
+Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
+running statistics), so all of them share one key, and the n-th round holds the n-th call of every device. Backward
+passes of a layer that is called several times per step come in any order, so their key is the number of the
+forward round that they answer (``Meeting.number``).
+
+A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
+step. Whoever catches the error and goes on must therefore let the stragglers finish first: `abandon_step`.
+"""
+
+import threading
+import time
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+
+import numpy as np
+
+from gluon_syncbn.meeting import waiting
+
+
+class SyncBatchNormError(RuntimeError):
+    """A synchronized layer could not complete a forward or backward pass on every device of its group."""
+
+
+class Meeting(NamedTuple):
+    """What a rank takes home: what the exchange returned, and which round of this rendezvous it was."""
+
+    result: Any
+    number: int
+
+
+class _Round:
+    def __init__(self, number: int, size: int):
+        self.number = number
+        self.opened = time.monotonic()
+        self.contributions: List[Optional[np.ndarray]] = [None] * size
+        self.meeting: Optional[Meeting] = None
+        self.error: Optional[str] = None
+
+    @property
+    def done(self) -> bool:
+        return self.meeting is not None or self.error is not None
+
+    @property
+    def gathering(self) -> bool:
+        return not self.done and bool(self.missing())
+
+    def missing(self) -> List[int]:
+        return [rank for rank, item in enumerate(self.contributions) if item is None]
+
+
+class Rendezvous:
+    """The meeting point of one layer's devices, for one direction.
+
+    Parameters
+    ----------
+    what : str
+        How errors call it, e.g. ``"SyncBatchNorm 'resnet_batchnorm0': forward pass"``.
+    ranks : sequence of str
+        Names of the participants in rank order, e.g. ``['cpu(0)', 'cpu(1)']``.
+    timeout : float
+        Seconds that a round stays open after its first arrival.
+    exchange : callable
+        ``exchange(contributions)`` makes the result; called once per round, by one thread, outside of our lock.
+    advice : callable
+        Returns the usual reasons for a missing device; its text ends the error.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        ranks: Sequence[str],
+        timeout: float,
+        exchange: Callable[[List[np.ndarray]], Any],
+        advice: Callable[[], str] = lambda: "",
+    ):
+        self._what = what
+        self._ranks = list(ranks)
+        self._timeout = timeout
+        self._exchange = exchange
+        self._advice = advice
+        self._rounds = {}
+        self._opened = 0
+        self._changed = threading.Condition()
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were ever opened."""
+        return self._opened
+
+    def meet(self, rank: int, contribution: np.ndarray, key: int = 0) -> Meeting:
+        """Leave ``contribution`` as ``rank``, wait for the others, and return the result of all of it.
+
+        Raises
+        ------
+        SyncBatchNormError
+            The same text on every rank that took part: a rank did not arrive within the timeout, a rank arrived
+            twice, the contributions have different lengths, or the exchange failed.
+        """
+        with self._changed:
+            round_ = self._join(rank, contribution, key)
+            is_leader = not round_.missing()
+            if is_leader:
+                del self._rounds[key]
+            else:
+                self._sleep(round_, key)
+        if is_leader:
+            self._lead(round_)
+        if round_.error is not None:
+            raise SyncBatchNormError(round_.error)
+        return round_.meeting
+
+    def _join(self, rank: int, contribution: np.ndarray, key: int) -> _Round:
+        round_ = self._rounds.get(key)
+        if round_ is None:
+            self._opened += 1
+            round_ = _Round(self._opened, len(self._ranks))
+            self._rounds[key] = round_
+        if round_.contributions[rank] is not None:
+            self._fail(self._rounds.pop(key), self._twice_text(round_, rank))
+        else:
+            round_.contributions[rank] = contribution
+        return round_
+
+    def _sleep(self, round_: _Round, key: int) -> None:
+        waited = waiting.wait(self._changed, round_.opened, self._timeout, lambda: not round_.gathering)
+        if waited is not None:
+            del self._rounds[key]
+            self._fail(round_, self._missing_text(round_, waited))
+        elif not self._changed.wait_for(lambda: round_.done, self._timeout):
+            self._fail(round_, f"{self._what}: all devices arrived, but the exchange between them did not return.")
+
+    def _lead(self, round_: _Round) -> None:
+        try:
+            if len({item.size for item in round_.contributions}) > 1:
+                sizes = ", ".join(f"{name}: {item.size}" for name, item in zip(self._ranks, round_.contributions))
+                raise ValueError(f"the devices brought vectors of different lengths ({sizes})")
+            meeting, error = Meeting(self._exchange(round_.contributions), round_.number), None
+        except Exception as problem:  # whatever it was, the sleepers must hear of it
+            meeting, error = None, f"{self._what}: the exchange between devices failed: {problem}"
+        with self._changed:
+            if not round_.done:
+                round_.meeting, round_.error = meeting, error
+            self._changed.notify_all()
+
+    def _fail(self, round_: _Round, text: str) -> None:
+        round_.error = text
+        self._changed.notify_all()
+
+    def _twice_text(self, round_: _Round, rank: int) -> str:
+        missing = ", ".join(self._ranks[rank] for rank in round_.missing())
+        return (
+            f"{self._what}: {self._ranks[rank]} arrived twice before {missing} arrived. Every device must run this "
+            f"layer equally often per step, and in the same order."
+        )
+
+    def _missing_text(self, round_: _Round, waited: waiting.Waited) -> str:
+        missing = round_.missing()
+        arrived = [name for rank, name in enumerate(self._ranks) if rank not in missing]
+        return (
+            f"{self._what} {waited.text(f'{len(missing)} of {len(self._ranks)} devices')}. "
+            f"Arrived: {', '.join(arrived)}. Missing: {', '.join(self._ranks[rank] for rank in missing)}. "
+            f"{self._advice()}"
+        ).rstrip()

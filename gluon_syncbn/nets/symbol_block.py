@@ -1,0 +1,174 @@
+"""A SymbolBlock whose Batch Normalizations synchronize.
+
+SSD's ``FeatureExpander``, `SymbolBlock.imports` and checkpoints that are loaded as a block have a symbol inside where
+other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and is what ``export`` writes. Whenever
+MXNet makes a graph of the block, each of those nodes is made by a `SyncBatchNorm` that has the block's Parameters, so
+that all that holds for layers holds here: devices, groups, timeouts, order in static graphs, frozen statistics.
+"""
+
+import copy
+import functools
+from typing import Any, Dict, List, Tuple
+
+import mxnet as mx
+from mxnet.gluon import SymbolBlock
+from mxnet.gluon.block import _flatten, _regroup
+
+from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
+from gluon_syncbn.block import SyncBatchNorm, find_trace, traces_graphs
+from gluon_syncbn.graphs.rewrite import MARK, Norm, norms_of, rewrite
+from gluon_syncbn.symbol import plain_symbol
+
+
+class _Norms:
+    """Keeps the layers out of Gluon's sight, which would take them for forgotten children."""
+
+    def __init__(self, layers: Dict[Tuple[str, ...], SyncBatchNorm]):
+        self.layers = layers
+
+
+class SynchronizedSymbolBlock(SymbolBlock):
+    """What a SymbolBlock becomes; made by `synchronize`."""
+
+    def norms(self) -> List[SyncBatchNorm]:
+        """The layers that stand for the nodes."""
+        return list(self._norms.layers.values())
+
+    def is_synchronized(self, norm: Norm) -> bool:
+        """Whether this node of the block's symbol synchronizes."""
+        return _key(norm) in self._norms.layers
+
+    def count_nodes(self) -> int:
+        """How many nodes synchronize."""
+        return sum(map(self.is_synchronized, norms_of(self._cached_graph[1])))
+
+    def forward(self, x, *args):
+        if isinstance(x, mx.nd.NDArray):
+            return super().forward(x, *args)
+        flat, in_format = _flatten([x, *args], "input")
+        assert in_format == self._in_format, "Invalid input format"
+        trace = find_trace()
+        is_static = trace is not None and trace.is_static
+        before = self._calls[1] if is_static and self._calls[0] is trace.symbol else {}
+        variables = {running_mean: f"{running_mean}_call_before" for running_mean in before}
+        known = trace.dtypes() if trace else {}
+        dtypes = {
+            data.name: inferred_dtype(item.as_nd_ndarray(), known) for data, item in zip(self._cached_graph[0], flat)
+        }
+        out, calls = self._synchronized(trace, dtypes, variables)
+        everything = mx.sym.Group([*out.as_nd_ndarray(), *calls.values()])
+        everything._compose(
+            **{data.name: item.as_nd_ndarray() for data, item in zip(self._cached_graph[0], flat)},
+            **{variables[running_mean]: call for running_mean, call in before.items()},
+        )
+        size = len(out.list_outputs())
+        if is_static:
+            self._calls = trace.symbol, {**before, **dict(zip(calls, list(everything)[size:]))}
+        outputs = list(everything)[:size]
+        if mx.util.is_np_array():
+            outputs = [item.as_np_ndarray() for item in outputs]
+        return _regroup(outputs, self._out_format)
+
+    @traces_graphs
+    def _get_graph(self, *args):
+        symbol_inputs = [copy.copy(item) for item in self._cached_graph[0]]  # new objects, see find_trace
+        trace = find_trace()
+        return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
+
+    def _synchronized(self, trace, dtypes: Dict[str, Any], before: Dict[str, str]):
+        """The graph with synchronized nodes, and the last calls (see `gluon_syncbn.graphs.rewrite.rewrite`).
+
+        ``dtypes`` are those of the block's inputs, as far as they are known.
+        """
+        graph = self._cached_graph[1]
+        known = inferred_dtypes(graph, dtypes)
+
+        def make(norm: Norm, inputs, after):
+            layer = self._norms.layers.get(_key(norm))
+            if layer is None:
+                return None
+            return layer.as_node(inputs, trace, after, norm.name, norm.hidden, known.get(norm.data))
+
+        return rewrite(graph, make, before)
+
+
+def synchronize(block: SymbolBlock, **options) -> None:
+    """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with those that its nodes have.
+
+    A node that has none (GluonCV appends such to what a net has computed) takes over those of the others.
+
+    Raises
+    ------
+    ValueError
+        The others have different ones.
+    """
+    data, out = block._cached_graph
+    # A gamma that is computed, say, has no Parameter.
+    norms = [norm for norm in norms_of(out) if all(name in block.params for name in norm.parameters)]
+    told = options or _common_options(block, norms)
+    layers = {_key(norm): _layer_of(block, norm, options or norm.options or told) for norm in norms}
+    block._cached_graph = data, plain_symbol(out)
+    block._norms = _Norms(layers)
+    block._calls = None, {}
+    block._converted_from = type(block)
+    block.__class__ = SynchronizedSymbolBlock
+    block._clear_cached_op()
+
+
+def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
+    """What a node without options of its own is to have."""
+    all_options = [norm.options for norm in norms if norm.options is not None]
+    plain = [norm.name for norm in norms if norm.options is None]
+    if plain and any(options != all_options[0] for options in all_options):
+        raise ValueError(
+            f"{block.name}: its layers synchronize with different options, so '{plain[0]}', a BatchNorm without any, "
+            f"cannot take them over. Call convert_sync_batchnorm on the block with the options that all are to have."
+        )
+    return all_options[0] if all_options else {}
+
+
+def restore(block: SynchronizedSymbolBlock) -> None:
+    """The way back."""
+    block.__class__ = block.__dict__.pop("_converted_from")
+    del block._norms, block._calls
+    block._clear_cached_op()
+
+
+def _key(norm: Norm) -> Tuple[str, ...]:
+    """Nodes may have one name, and are then one layer if they have the same parameters, too."""
+    return (norm.name, *norm.parameters)
+
+
+def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
+    layer = SyncBatchNorm(
+        axis=norm.axis,
+        momentum=norm.momentum,
+        epsilon=norm.epsilon,
+        scale=not norm.fix_gamma,
+        use_global_stats=norm.use_global_stats,
+        prefix=norm.name + "_",
+        **{key: value for key, value in options.items() if key != "dtype"},
+    )
+    # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
+    layer._prefix, layer._name = norm.name + "_", norm.name
+    for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):
+        del layer._reg_params[name]
+        setattr(layer, name, block.params[variable])
+    return layer
+
+
+def watch_symbol_blocks() -> None:
+    """From now on, a SymbolBlock that is made of synchronized nodes is a `SynchronizedSymbolBlock`.
+
+    gluoncv's FeatureExpander calls a net with a symbol and makes a block of what it returns: without this, the nodes
+    would train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of a static graph would not reach them.
+    """
+    make = SymbolBlock.__init__
+
+    @functools.wraps(make)
+    def __init__(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        if MARK in self._cached_graph[1].tojson():
+            synchronize(self)
+
+    SymbolBlock.__init__ = __init__

@@ -1,0 +1,1 @@
+"""What must happen around a step, an exit and a fork."""

@@ -1,0 +1,81 @@
+"""Giving up a step that cannot be finished, so that the next one begins clean.
+
+When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
+what it has brought would meet the second device's next step. So such a step is given up: whoever waits is released with
+an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the
+beginning of a step if the one before broke off between the ``backward()`` of two devices (`_passes`).
+"""
+
+import logging
+
+import mxnet as mx
+
+from gluon_syncbn.meeting import waiting
+from gluon_syncbn.process.lifecycle import finish_pending_work
+from gluon_syncbn.process.live_layers import live_layers
+from gluon_syncbn.process.passes import begin_scope, forget_passes
+
+_log = logging.getLogger("gluon_syncbn")
+
+
+def abandon_step() -> None:
+    """Give up what is left of a step, and return when nothing runs any more: the next step is right.
+
+    To be called before the next step by whoever has caught an exception (a bad batch, Ctrl-C, an error of this package)
+    and goes on, or saves the net. Where the exception has left ``with autograd.record()`` or
+    ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
+
+    A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
+    Errors of synchronized layers that no one has read are dropped, others are logged, and the step's outputs are not to
+    be used. Parameters and running statistics keep what completed passes have made of them.
+
+    Examples
+    --------
+    >>> for images, labels in loader:
+    ...     try:
+    ...         step(images, labels)
+    ...     except (ValueError, mx.MXNetError) as error:
+    ...         print("batch skipped:", error)
+    ...         gluon_syncbn.abandon_step()
+    """
+    with waiting.limited("the step was abandoned"):
+        finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
+    forget_passes()
+
+
+def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
+    """Python starts a forward pass of a `SyncBatchNorm`; in training, abandons the step before if that broke off."""
+    if not (mx.autograd.is_recording() and mx.autograd.is_training()):
+        return
+    passes = layer._passes
+    if passes.is_unfinished():
+        started = ", ".join(map(str, passes.started()))
+        _log.warning(
+            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
+            "exception come in between?) Its gradients are undefined.",
+            layer.name,
+            started,
+        )
+        abandon_step()
+    passes.begin_forward(device)
+
+
+def abandon_steps_that_raise() -> None:
+    """From now on an exception that leaves ``autograd.record()`` abandons the step.
+
+    MXNet has no hook for that, so the methods that begin and end such a scope are extended.
+    """
+    scope = mx.autograd._RecordingStateScope
+    begin, end = scope.__enter__, scope.__exit__
+
+    def __enter__(self):
+        begin(self)
+        if self._enter_is_record:
+            begin_scope()
+
+    def __exit__(self, kind, value, trace):
+        end(self, kind, value, trace)
+        if kind is not None and self._enter_is_record and live_layers():
+            abandon_step()
+
+    scope.__enter__, scope.__exit__ = __enter__, __exit__

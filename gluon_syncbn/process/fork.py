@@ -1,0 +1,18 @@
+"""What the interpreter calls before a fork and behind it, and holds until its very end.
+
+So nothing is imported here before it is needed: what this module refers to would outlive the rest of Python, MXNet's
+tables of operators among it, and a process whose last arrays remember a Python operator would end in a segmentation
+fault.
+"""
+
+
+def before_fork() -> None:
+    from gluon_syncbn.process.lifecycle import finish_pending_work
+
+    finish_pending_work("When the process forked")
+
+
+def after_fork_in_child() -> None:
+    from gluon_syncbn.process.lifecycle import lose_gpus
+
+    lose_gpus()

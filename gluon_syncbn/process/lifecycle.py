@@ -1,0 +1,82 @@
+"""What must have ended before the process exits or forks.
+
+At both, MXNet first stops the threads that run custom operators, each as soon as it is idle, and only then waits for
+all pending work. A device that comes to a rendezvous in between finds no thread, and the others wait for it until
+the timeout; and if an operator has failed by then, MXNet throws its error through ``fork``, which ends the process with
+``terminate called``. So all pending work is waited for here, before MXNet begins: at exit by `atexit`, whose handlers
+run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
+`os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait
+ends, because every rendezvous does; at exit soon, since whoever has not been started by then never will be.
+
+One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
+takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
+thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are
+let go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
+thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
+(csrc/python_operator.cpp).
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+from typing import Optional, Set
+
+import mxnet as mx
+
+from gluon_syncbn.backends import native
+from gluon_syncbn.meeting import waiting
+from gluon_syncbn.process.fork import after_fork_in_child, before_fork
+from gluon_syncbn.process.live_layers import live_layers
+
+_SECONDS_TO_DROP_OPERATORS = 0.01
+_used_gpus = False  # when work was last waited for
+_lost_gpus = False
+_log = logging.getLogger("gluon_syncbn")
+
+
+def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
+    """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it.
+
+    Not one whose text contains what is ``expected``.
+    """
+    try:
+        mx.nd.waitall()
+    except mx.MXNetError as error:
+        text = str(error).split("\nStack trace")[0].strip()
+        if expected is None or expected not in text:
+            _log.error("%s, pending work had failed; what it should have computed is undefined. %s", occasion, text)
+    for device in _devices_in_use():
+        # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.ones(1, ctx=device).wait_to_read()
+    time.sleep(_SECONDS_TO_DROP_OPERATORS)
+
+
+def _at_exit() -> None:
+    waiting.limit("the process ends")
+    finish_pending_work("When the process ended")
+    native.stop_calling_python()
+
+
+def _devices_in_use() -> Set[mx.Context]:
+    """Of the layers; without GPUs in a process that was forked by one that had used them, where CUDA would fail."""
+    global _used_gpus
+    devices = {device for layer in live_layers() for device in layer.running_mean.list_ctx()}
+    gpus = {device for device in devices if device.device_type == "gpu"}
+    _used_gpus = bool(gpus)
+    return devices - gpus if _lost_gpus else devices
+
+
+def lose_gpus() -> None:
+    """In a process that has just been forked."""
+    global _lost_gpus
+    _lost_gpus = _lost_gpus or _used_gpus
+
+
+def watch() -> None:
+    """Wait for pending work before exits and forks from now on."""
+    atexit.register(_at_exit)
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
