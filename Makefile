@@ -58,7 +58,7 @@ gpu: .venv/installed
 	touch $@
 
 # A change in csrc compiles what has changed. A library that failed to compile is gone, not old.
-.venv/installed: .venv/dependencies $(wildcard gluon_syncbn/csrc/* gluon_syncbn/csrc/*/*)
+.venv/installed: .venv/dependencies $(wildcard gluon_syncbn/csrc/* gluon_syncbn/csrc/*/* gluon_syncbn/csrc/*/*/*)
 	@if find gluon_syncbn/csrc -newer .venv/dependencies | grep -q .; then \
 	rm -f gluon_syncbn/*.so && $(BIN)/python setup.py --quiet build_ext --inplace; fi
 	touch $@

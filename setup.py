@@ -99,7 +99,9 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
-    package_data={"gluon_syncbn": ["csrc/cuda/kernels.cu"]},  # compiled at run time, by MXNet
+    package_data={
+        "gluon_syncbn": ["csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.cuh"]
+    },  # compiled at run time, by MXNet
     ext_modules=[
         Extension(
             "gluon_syncbn.libgluon_syncbn",

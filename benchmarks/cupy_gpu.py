@@ -70,7 +70,7 @@ class CupyGpu:
     def _kernel(self, kernel, dtype):
         words = options(dtype, self.tuning)
         if words not in self._kernels:
-            module = self.cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=words)
+            module = self.cupy.RawModule(code=SOURCE, options=words)
             self._kernels[words] = {name: module.get_function(name) for name in KERNELS}
         return self._kernels[words][kernel]
 

@@ -5,13 +5,15 @@ standing in for one (tests/stand_in.py). What a kernel is given as its grid is a
 """
 
 import ctypes
+import runpy
 from pathlib import Path
 from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
 CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
-SOURCE = CSRC / "cuda" / "kernels.cu"
+# The package itself cannot be imported where there is no MXNet.
+SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_source"]()
 LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
@@ -33,8 +35,15 @@ class Tuning(NamedTuple):
 
 def options(dtype: str, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
     """For NVRTC, as the operator passes them."""
-    tuned = (f"-DTHREADS={tuning.threads}", f"-DUNROLL={tuning.unroll}") if tuning else ()
-    return ("--std=c++11", f"-DVALUE_TYPE={FLAGS[dtype]}", *tuned)
+    threads, unroll = (tuning.threads, tuning.unroll) if tuning else default_tuning()
+    return ("--std=c++11", f"-DVALUE_TYPE={FLAGS[dtype]}", f"-DTHREADS={threads}", f"-DUNROLL={unroll}")
+
+
+def default_tuning() -> Tuple[int, int]:
+    """Threads and unroll that the operator takes."""
+    numbers = (ctypes.c_int64 * 2)()
+    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_default_tuning(numbers)
+    return tuple(numbers)
 
 
 class Launch(NamedTuple):

@@ -21,14 +21,16 @@ from mxnet import autograd
 
 import gluon_syncbn
 from gluon_syncbn.backends import native
-from gluon_syncbn.meeting.group import Options
+from gluon_syncbn.meeting.spec import GroupSpec
 
 SHAPE = (1, 64, 2, 2)
 
 
 def prepare(devices):
     """Both passes in both modes, as functions that return seconds."""
-    group = native.NativeGroup("layer", devices, Options(None, None, None, None), "float32", 0.9, 1e-5, True)
+    backend = native.NativeBackend()
+    spec = GroupSpec("layer", len(devices), None, None, None, "float32", 0.9, 1e-5, True)
+    group = backend.make_group(spec, devices)
 
     def vectors(value):
         return [mx.nd.array(np.full(SHAPE[1], value)).copyto(device) for device in devices]
@@ -43,7 +45,7 @@ def prepare(devices):
         started = time.perf_counter()
         with autograd.record(train_mode=train_mode):
             outputs = [
-                native.normalize(mx.nd, *arrays, group, 1, relu=False, static=False)[0]
+                backend.normalize(mx.nd, arrays, group.reference, 1, relu=False)[0]
                 for arrays in zip(inputs, gamma, beta, mean, var)
             ]
         mx.nd.waitall()

@@ -25,6 +25,7 @@ from step_time import Bordered, random_images, step
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import native
+from gluon_syncbn.base import library
 
 TRIAD = """
 extern "C" void triad(float* a, const float* b, const float* c, float s, long n) {
@@ -66,7 +67,7 @@ def against_triad(rounds: int) -> None:
         source.write_text(TRIAD)
         subprocess.run(["g++", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", built], check=True)
         triad = ctypes.CDLL(str(built)).triad
-    library, dims = native._library, [ctypes.c_int64(number) for number in shape]
+    core, dims = library.core, [ctypes.c_int64(number) for number in shape]
     arrays = [[np.random.RandomState(i).rand(size).astype("float32") for i in range(3)] for _ in range(sets)]
     vectors = [np.ones(channels) for _ in range(7)]
     turn = iter(range(10**9))
@@ -83,12 +84,12 @@ def against_triad(rounds: int) -> None:
     mean, scale, beta, *rest = (pointer(vector) for vector in vectors)
 
     def forward(x, dy, out):
-        library.gluon_syncbn_moments(0, x, *dims, 1, rest[0], rest[1])
-        library.gluon_syncbn_normalize(0, x, *dims, mean, scale, beta, 0, out, 1)
+        core.gluon_syncbn_moments(0, x, *dims, 1, rest[0], rest[1])
+        core.gluon_syncbn_normalize(0, x, *dims, mean, scale, beta, 0, out, 1)
 
     def backward(x, dy, out):
-        library.gluon_syncbn_gradient_sums(0, x, dy, *dims, mean, scale, beta, 0, 1, rest[0], rest[1])
-        library.gluon_syncbn_input_gradient(0, x, dy, *dims, mean, scale, beta, 0, scale, beta, beta, out, 0, 1)
+        core.gluon_syncbn_gradient_sums(0, x, dy, *dims, mean, scale, beta, 0, 1, rest[0], rest[1])
+        core.gluon_syncbn_input_gradient(0, x, dy, *dims, mean, scale, beta, 0, scale, beta, beta, out, 0, 1)
 
     runs = {
         "triad": (3, lambda x, dy, out: triad(out, x, dy, ctypes.c_float(3), ctypes.c_long(size))),
@@ -107,7 +108,7 @@ def against_triad(rounds: int) -> None:
 def rendezvous(rounds: int) -> None:
     """From the arrival of the last of 2 threads until both are released, with 4,097 float64 each."""
     size, meetings = 4097, 100 * rounds
-    new, meet = native._library.gluon_syncbn_rendezvous_new, native._library.gluon_syncbn_rendezvous_bench
+    new, meet = library.core.gluon_syncbn_rendezvous_new, library.core.gluon_syncbn_rendezvous_bench
     new.restype = ctypes.c_void_p
     place = ctypes.c_void_p(new(b"bench", 2, ctypes.c_double(60)))
     times = [np.zeros((meetings, 2)) for _ in range(2)]  # seconds of arrival and release
@@ -130,7 +131,7 @@ def rendezvous(rounds: int) -> None:
         thread.join()
     arrived, released = (np.maximum(times[0][:, i], times[1][:, i]) for i in range(2))
     micro = 1e6 * (released - arrived)
-    native._library.gluon_syncbn_rendezvous_free(place)
+    library.core.gluon_syncbn_rendezvous_free(place)
     print(f"\nRendezvous of 2 threads with {size} float64: last arrival to all released, {meetings} meetings")
     print(f"median {np.median(micro):.1f} µs, 90% within {np.percentile(micro, 90):.1f} µs")
 

@@ -18,7 +18,7 @@ from mxnet import autograd
 import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.engine.cpu_resources import CPU_RINGS, rings_in_force
+from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES, settings_in_force
 
 _ROUNDS = 200
 
@@ -31,8 +31,9 @@ def main() -> int:
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
     print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
-    print(f"resources    {rings_in_force() or 'pools of its own for each GPU'}")
-    print(f"compiled     {'no: ' + native.why_missing if native.why_missing else 'yes, ' + native.instruction_set()}")
+    print(f"resources    {settings_in_force() or 'pools of its own for each GPU'}")
+    missing = native.unavailable_reason
+    print(f"compiled     {'no: ' + missing if missing else 'yes, ' + native.instruction_set()}")
     print(f"back end     {choice.name} on CPU: {choice.reason}")
     if mx.context.num_gpus():
         print(f"             {' on GPU: '.join(choose('', 'auto', [mx.gpu(0)], None))}")
@@ -57,7 +58,7 @@ def _cores() -> int:
 
 def _warnings() -> List[str]:
     found = []
-    if native.why_missing:
+    if native.unavailable_reason:
         found.append(
             "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then, in the "
             "folder of this package's source, again: pip install --force-reinstall --no-deps --no-cache-dir ."
@@ -67,7 +68,7 @@ def _warnings() -> List[str]:
             "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time: several devices cannot meet. Unset it."
         )
     if mx.context.num_gpus() == 0:
-        for name, (enough, default) in CPU_RINGS.items():
+        for name, (enough, default) in CPU_RESOURCES.items():
             value = int(os.environ.get(name, default))
             if value < enough:
                 found.append(f"{name}={value} may be too few for several CPU contexts. Unset it to have {enough}.")

@@ -6,7 +6,7 @@ from typing import Iterator, Optional, Sequence, Set, Union
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.process.abandon import abandon_step
@@ -58,9 +58,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     mx.nd.waitall()
     if net is not None:
         _clear_gradients(net, chosen)
-    before, number = active_set.current(), active_set.number_of(chosen)
-    rounds = {layer: layer.synchronized_passes(number) for layer in live_layers()}
-    _put_in_force(number)
+    before, set_id = active_set.current(), active_set.id_of(chosen)
+    rounds = {layer: layer.synchronized_passes(set_id) for layer in live_layers()}
+    _put_in_force(set_id)
     try:
         yield
         mx.nd.waitall()
@@ -70,15 +70,14 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     finally:
         _put_in_force(before)
     for layer in live_layers():
-        if layer.synchronized_passes(number) > rounds.get(layer, 0):
+        if layer.synchronized_passes(set_id) > rounds.get(layer, 0):
             _spread_statistics(layer, chosen)
 
 
-def _put_in_force(number: int) -> None:
-    """In both back ends. No operator may be running."""
+def _put_in_force(set_id: int) -> None:
+    """No operator may be running."""
     forget_passes()
-    active_set.change(number)
-    native.take_part(number, active_set.names_of(number))
+    active_set.use(set_id)
 
 
 def _check(ctx_list) -> Set[mx.Context]:
@@ -96,7 +95,7 @@ def _check(ctx_list) -> Set[mx.Context]:
 
 def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
     for parameter in net.collect_params().values():
-        if parameter.grad_req == "null" or parameter._grad is None:
+        if not has_gradient(parameter):
             continue
         for device in parameter.list_ctx():
             if device in chosen:
@@ -104,7 +103,7 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
             gradient = parameter.grad(device)
             if parameter.grad_req == "write":
                 mx.nd.zeros_like(gradient, out=gradient)
-            parameter.data(device)._fresh_grad = True
+            set_fresh_gradient(parameter.data(device), True)
 
 
 def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:

@@ -1,27 +1,27 @@
 """SyncBatchNorm, the block that a user sees."""
 
 import copy
-import sys
 import threading
-from typing import Any, Dict, List, NamedTuple, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import mxnet as mx
-import numpy as np
-from mxnet.gluon import HybridBlock, nn
-from mxnet.gluon.block import _flatten
+from mxnet.gluon import nn
 
-from gluon_syncbn.backends import native, portable
-from gluon_syncbn.backends.bfloat16 import is_bfloat16, widened
-from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, widened
+from gluon_syncbn.backends.choose import Choice, choose
+from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.backends.options import check_options
+from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.graphs.calls import declare_writes, remember
-from gluon_syncbn.graphs.rewrite import MARK, mark
+from gluon_syncbn.graphs.mark import mark
+from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.meeting import active_set
-from gluon_syncbn.meeting.group import Group, absent_text, check_devices, neighbourhoods
+from gluon_syncbn.meeting.group import absent_text
+from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, subgroups
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.live_layers import add_live, remove_live
 from gluon_syncbn.process.passes import Passes
-from gluon_syncbn.symbol import describe, make_node, plain_node
+from gluon_syncbn.symbol import checked_spec, make_node, plain_node
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -154,22 +154,34 @@ class SyncBatchNorm(nn.BatchNorm):
         self._options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
         self._requested_backend = backend
         self._activation = activation
-        self._group = None
+        self._group = self._group_backend = None
         self._group_lock = threading.Lock()
-        self._last_call = None
+        self._last_order_token = None
         self._passes = Passes(self)
 
     def _stop_synchronizing(self) -> None:
         """Undo `_synchronize`; `convert_batchnorm` calls this before the layer is of another class."""
         remove_live(self)
-        for name in ("_options", "_group", "_group_lock", "_last_call", "_passes", "_requested_backend", "_activation"):
+        for name in (
+            "_options",
+            "_group",
+            "_group_backend",
+            "_group_lock",
+            "_last_order_token",
+            "_passes",
+            "_requested_backend",
+            "_activation",
+        ):
             del self.__dict__[name]
 
     @property
     def backend(self) -> str:
         """The back end that the layer takes on its devices: 'native' or 'portable'."""
+        return self._choice().name
+
+    def _choice(self) -> Choice:
         where = f"SyncBatchNorm '{self.name}'"
-        return choose(where, self._requested_backend, self._devices(), self._options.kvstore).name
+        return choose(where, self._requested_backend, self._devices(), self._options.kvstore)
 
     def cast(self, dtype):
         """As `nn.BatchNorm` does for float16, parameters and statistics stay in float32 for bfloat16 too."""
@@ -178,7 +190,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        state = {**self.__dict__, "_group": None, "_last_call": None}
+        state = {**self.__dict__, "_group": None, "_group_backend": None, "_last_order_token": None}
         del state["_group_lock"], state["_passes"]
         return state
 
@@ -199,151 +211,97 @@ class SyncBatchNorm(nn.BatchNorm):
         return "batchnorm"
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
-        if mx.util.is_np_array():
-            return self._under_numpy(F, x, gamma, beta, running_mean, running_var)
-        devices = self._devices()
-        is_array = F is mx.nd
-        trace = None if is_array else find_trace()
-        if is_array:
-            self._check_input(x, gamma.shape[0])
-        elif trace is not None and trace.net is not None:
-            remember(trace.net, trace.symbol, self)
-        elif trace is None and self._may_move():
-            return self._plain_for_now((x, gamma, beta, running_mean, running_var), "fwd", None)
-        if devices:
-            check_devices(self.name, devices, self._options)
-        if self._is_alone(is_array) or (is_array and not mx.autograd.is_training()):
-            return self._plain(F, x, gamma, beta, running_mean, running_var)
-        if is_array and not active_set.takes_part(x.context, active_set.current()):
-            raise ValueError(absent_text(self.name, x.context))
         arrays = (x, gamma, beta, running_mean, running_var)
-        if is_array:
-            begin_forward(self, x.context)
-            return self.synchronized(F, arrays, None, {})[0]
-        if not devices or trace is None:
-            return self._as_symbol(arrays)[0]
-        out, call = self.synchronized(F, arrays, trace, trace.dtypes(), self.call_before(trace))
-        self.remember_call(trace, call)
+        if mx.util.is_np_array():
+            with mx.util.np_array(False):
+                plain_arrays = (item.as_nd_ndarray() for item in arrays)
+                return self.hybrid_forward(F, *plain_arrays).as_np_ndarray()
+        if F is mx.nd:
+            return self._imperative(arrays)
+        trace = find_trace()
+        dtypes = trace.dtypes() if trace else {}
+        out, order_token = self.as_node(arrays, trace, "fwd", dtypes, after=self.order_token_before(trace))
+        self.remember_order_token(trace, order_token)
         return out
 
-    def _plain(self, F, x, *vectors):
-        """`nn.BatchNorm` itself."""
-        trace = find_trace() if F is mx.sym else None
-        x, lowered = widened(F, x, trace.dtypes() if trace else {})
-        out = super().hybrid_forward(F, x, *vectors)
-        return lowered(F.relu(out) if self._activation else out)
+    def _imperative(self, arrays):
+        x, gamma = arrays[:2]
+        self._check_input(x, gamma.shape[0])
+        devices = self._devices()
+        if devices:
+            check_devices(self.name, devices, self._options)
+        if len(devices) <= 1 or self._never_synchronizes() or not mx.autograd.is_training():
+            x, lowered = widened(mx.nd, x, {})
+            out = super().hybrid_forward(mx.nd, x, *arrays[1:])
+            return lowered(mx.nd.relu(out) if self._activation else out)
+        if not active_set.includes(x.context, active_set.current()):
+            raise ValueError(absent_text(self.name, x.context))
+        begin_forward(self, x.context)
+        return self._on_backend(mx.nd, arrays)[0]
 
-    def as_node(self, inputs, trace: Optional["Trace"], after, name: str, hidden, dtype):
-        """The layer for a node of a symbol, as `graphs.rewrite` wants it; ``dtype`` is that of data."""
-        dtypes = {inputs[0].name: dtype}
+    def as_node(self, inputs, trace: Optional[Trace], name: str, dtypes: Dict[str, Any], hidden=None, after=None):
+        """The layer as a node of a graph, and its order token or None (see `Node` for the arguments).
+
+        ``trace`` is the graph of a net that is being made; without one, it is a symbol of the user's, which may be
+        saved, bound by a Module or put into a SymbolBlock.
+        """
+        devices, relu = self._devices(), self._activation is not None
         if trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
-        elif trace is None and self._may_move():
-            return self._plain_for_now(inputs, name, hidden), None
-        if self._devices():
-            check_devices(self.name, self._devices(), self._options)
-        if self._is_alone(is_array=False):
+        if trace is None and len(devices) == 1 and not (self._options.num_devices == 1 or self._never_synchronizes()):
+            # The parameters are on one device, where base weights are loaded, and most move before they train. So this
+            # tells what it is, and a SymbolBlock, or `symbol.load`, makes a layer of it.
+            told = mark(self._spec(self._options.num_devices), self._kwargs["axis"], relu=False, is_plain=True)
+            return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
+        if devices:
+            check_devices(self.name, devices, self._options)
+        if len(devices) == 1 or self._never_synchronizes():
             x, lowered = widened(mx.sym, inputs[0], dtypes)
-            relu = self._activation is not None
-            return lowered(plain_node([x, *inputs[1:]], name, relu=relu, attr=hidden, **self._kwargs)), None
-        if trace is None or not self._devices():
-            return self._as_symbol(inputs, after, name, hidden)
-        return self.synchronized(mx.sym, inputs, trace, dtypes, after, name, hidden)
+            return lowered(plain_node([x, *inputs[1:]], name, relu, hidden, **self._kwargs)), None
+        if trace is None or not devices:
+            spec = checked_spec(self._spec(len(devices) or self._options.num_devices))
+            node = Node(name, spec, hidden, after)
+            return make_node(inputs, self._requested_backend, self._kwargs["axis"], relu, node)
+        if trace.is_static:
+            declare_writes(trace.net, self)
+        node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
+        return self._on_backend(mx.sym, inputs, node)
 
-    def _may_move(self) -> bool:
-        """Whether a symbol of the user's, made now, should not settle on how many devices the layer runs.
+    def _never_synchronizes(self) -> bool:
+        return self._options.group_size == 1 or self._kwargs["use_global_stats"]
 
-        The parameters are on one, where base weights are loaded; most move before they train.
-        """
-        settled = self._options.num_devices == 1 or self._options.group_size == 1 or self._kwargs["use_global_stats"]
-        return len(self._devices()) == 1 and not settled
-
-    def _plain_for_now(self, arrays, name: str, hidden):
-        """A plain BatchNorm that tells what it is, so that a SymbolBlock, or `symbol.load`, makes a layer of it."""
-        attr = {**(hidden or {}), MARK: self._mark(relu=False, is_plain=True)}
-        return plain_node(arrays, name, relu=self._activation is not None, attr=attr, **self._kwargs)
-
-    def _is_alone(self, is_array: bool) -> bool:
-        """Whether the layer is `nn.BatchNorm` here. A symbol may be made before its devices are known."""
-        devices = self._devices()
-        alone = len(devices) <= 1 and (is_array or bool(devices))
-        return alone or self._options.group_size == 1 or self._kwargs["use_global_stats"]
-
-    def synchronized(self, F, arrays, trace: Optional["Trace"], dtypes, after=None, name: str = "fwd", hidden=None):
-        """The layer on several devices: what it returns, and its call (see `native.normalize`).
-
-        ``arrays`` are the five of ``hybrid_forward``; ``trace`` tells of the graph that is being made, if F makes
-        symbols, ``dtypes`` of its inputs, and ``name`` and ``hidden`` are the last node's name and attributes in it.
-        """
-        group = self._group_on(self._devices())
-        axis, relu = self._kwargs["axis"], self._activation is not None
-        is_native = isinstance(group, native.NativeGroup)
-        node = {}
-        if trace is not None:
-            if trace.is_static:
-                declare_writes(trace.net, self)
-            node = {"name": name, "attr": {**(hidden or {}), MARK: self._mark(relu and is_native)}}
-        if is_native:
-            is_static = trace is not None and trace.is_static
-            return native.normalize(F, *arrays, group, axis, relu=relu, static=is_static, after=after, **node)
-        x, lowered = widened(F, arrays[0], dtypes)
-        cast_input = trace is not None or _name_of(x.dtype) != group.dtype
-        out, call = portable.normalize(F, x, *arrays[1:], group, axis, cast_input, after, **node)
-        return lowered(F.relu(out) if relu else out), call  # Activation would turn NaN into 0
-
-    def _under_numpy(self, F, *arrays):
-        """The same for ``mx.np.ndarray``, or symbols of that kind."""
-        with mx.util.np_array(False):
-            return self.hybrid_forward(F, *(item.as_nd_ndarray() for item in arrays)).as_np_ndarray()
-
-    def _mark(self, relu: bool, is_plain: bool = False) -> str:
-        options = {**self._options._asdict(), "dtype": self._dtype()}
-        if not isinstance(options["kvstore"], str):
-            options["kvstore"] = None
-        kwargs = self._kwargs
-        return mark(kwargs["axis"], kwargs["eps"], kwargs["momentum"], kwargs["fix_gamma"], relu, options, is_plain)
-
-    def _as_symbol(self, arrays, after=None, name: str = "fwd", hidden=None):
-        """The layer in a symbol of the user's, which may be saved, bound by a Module or put into a SymbolBlock."""
-        options, kwargs = self._options, self._kwargs
-        described = describe(
-            self.name,
-            kwargs["eps"],
-            kwargs["momentum"],
-            kwargs["fix_gamma"],
-            len(self._devices()) or options.num_devices,
-            options.group_size,
-            options.timeout,
-            self._requested_backend,
-            options.kvstore,
-            self._dtype(),
-        )
+    def _on_backend(self, F, arrays, node: Optional[Node] = None):
+        backend, group = self._group_on(self._devices())
         relu = self._activation is not None
-        return make_node(arrays, self._requested_backend, described, kwargs["axis"], relu, after, name, hidden)
+        return backend.normalize(F, arrays, group.reference, self._kwargs["axis"], relu, node)
 
-    def remember_call(self, trace: "Trace", call) -> None:
-        """Of the last call in a static graph; `call_before` returns it in the same graph."""
-        self._last_call = (trace.symbol, call) if trace.is_static else None
+    def _spec(self, num_devices: Optional[int]) -> GroupSpec:
+        options, kwargs = self._options._replace(num_devices=num_devices), self._kwargs
+        scale = not kwargs["fix_gamma"]
+        return GroupSpec.of(self.name, options, self._dtype(), kwargs["momentum"], kwargs["eps"], scale)
 
-    def call_before(self, trace: "Trace"):
-        """The last call of this layer in the same static graph, or None.
+    def remember_order_token(self, trace: Optional[Trace], order_token) -> None:
+        """Of the last call in a static graph; `order_token_before` returns it in the same graph."""
+        self._last_order_token = (trace.symbol, order_token) if trace is not None and trace.is_static else None
+
+    def order_token_before(self, trace: Optional[Trace]):
+        """That of the last call of this layer in the same static graph, or None.
 
         A static graph does not count what a call does to the running statistics as writing, so calls of a layer on
         parallel branches have no order, neither on one device nor the same on all. Each is therefore made to depend on
         the one before. Elsewhere the engine orders them by the running statistics.
         """
-        before = self._last_call
-        return before[1] if trace.is_static and before is not None and before[0] is trace.symbol else None
+        last = self._last_order_token
+        is_known = trace is not None and trace.is_static and last is not None and last[0] is trace.symbol
+        return last[1] if is_known else None
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
-        parameter = self.running_mean
-        initialized = parameter._data is not None or parameter._deferred_init
-        return parameter.list_ctx() if initialized else []
+        return contexts_of(self.running_mean)
 
     def _dtype(self) -> str:
         """Of parameters and statistics."""
-        name = _name_of(self.running_mean.dtype)
+        name = dtype_name(self.running_mean.dtype)
         if name not in ("float32", "float64"):
             raise ValueError(
                 f"SyncBatchNorm '{self.name}': its parameters and statistics are {name}; they must be float32, or "
@@ -351,30 +309,22 @@ class SyncBatchNorm(nn.BatchNorm):
             )
         return name
 
-    def _group_on(self, devices: List[mx.Context]) -> Union[Group, native.NativeGroup]:
+    def _group_on(self, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
-            dtype = self._dtype()
-            if self._group is None or (self._group.devices, self._group.dtype) != (devices, dtype):
-                make = native.NativeGroup if self.backend == "native" else Group
-                self._group = make(
-                    self.name,
-                    devices,
-                    self._options,
-                    dtype,
-                    momentum=self._kwargs["momentum"],
-                    epsilon=self._kwargs["eps"],
-                    scale=not self._kwargs["fix_gamma"],
-                )
+            group = self._group
+            if group is None or (group.devices, group.spec.dtype) != (devices, self._dtype()):
+                self._group_backend = self._choice().backend
+                self._group = group = self._group_backend.make_group(self._spec(len(devices)), devices)
                 add_live(self)
-            return self._group
+            return self._group_backend, group
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
-        return neighbourhoods(self._devices(), self._options)
+        return subgroups(self._devices(), self._options.group_size)
 
-    def synchronized_passes(self, participants: int) -> int:
-        """How many forward passes were met by exactly the devices of this list (`gluon_syncbn.meeting.active_set`)."""
-        return 0 if self._group is None else self._group.rounds(participants)
+    def synchronized_passes(self, set_id: int) -> int:
+        """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
+        return 0 if self._group is None else self._group.rounds(set_id)
 
     def _check_input(self, x, channels: int) -> None:
         """``channels`` are those of the arrays; a Parameter may have no shape, as in GluonCV's pruned networks."""
@@ -392,7 +342,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"{where}: it has {channels} channels, but axis {axis} of the input of shape {x.shape} has "
                 f"{x.shape[axis]}."
             )
-        dtype, expected = _name_of(x.dtype), self._dtype()
+        dtype, expected = dtype_name(x.dtype), self._dtype()
         if dtype != expected and not (dtype in ("float16", "bfloat16") and expected == "float32"):
             raise ValueError(
                 f"{where}: the input is {dtype}, parameters and statistics are {expected}; "
@@ -408,58 +358,3 @@ class SyncBatchNorm(nn.BatchNorm):
         else:
             plain = super().__repr__()
         return plain[:-1] + (f", {chosen})" if chosen else ")")
-
-
-def _name_of(dtype) -> str:
-    """MXNet's name of a dtype; it stands in for bfloat16, which NumPy does not have, with a structure of that name."""
-    dtype = np.dtype(dtype)
-    return dtype.name if dtype.names is None else dtype.names[0]
-
-
-class Trace(NamedTuple):
-    """A graph of Gluon's that is being made: of which net, its inputs, what it is called with, and of which kind."""
-
-    net: Optional[HybridBlock]
-    inputs: List[mx.sym.Symbol]
-    arguments: tuple
-    is_static: bool
-
-    @property
-    def symbol(self) -> mx.sym.Symbol:
-        """It names the graph, since each has new ones."""
-        return self.inputs[0]
-
-    def dtypes(self) -> Dict[str, Any]:
-        """Of the inputs, by name."""
-        given = [item for item in _flatten(self.arguments, "input")[0] if item is not None]
-        return {symbol.name: item.dtype for symbol, item in zip(self.inputs, given)}
-
-
-# Where graphs are made; each has a list ``symbol_inputs`` of the graph's inputs, which are new objects each time.
-_TRACERS = [HybridBlock._get_graph.__code__]
-
-
-def traces_graphs(method):
-    """Decorates a method ``_get_graph`` that is not HybridBlock's."""
-    _TRACERS.append(method.__code__)
-    return method
-
-
-def find_trace() -> Optional[Trace]:
-    """The graph that is being made now; None if a user calls blocks with symbols.
-
-    It is static if it is for ``static_alloc`` and ``static_shape``. The flags that count are those of the block that
-    owns the graph, and MXNet does not tell its children. They may have other flags of their own, and what is safe in a
-    static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
-    block's first call counts as not static, which is always safe.
-    """
-    frame, tracer, net, is_static = sys._getframe(), None, None, False
-    while frame is not None and net is None:
-        if frame.f_code in _TRACERS:
-            tracer = frame.f_locals
-        if frame.f_code is HybridBlock._build_cache.__code__:
-            net = frame.f_locals["self"]
-            flags = dict(net._flags)
-            is_static = bool(flags.get("static_alloc") and flags.get("static_shape"))
-        frame = frame.f_back
-    return None if tracer is None else Trace(net, tracer["symbol_inputs"], tracer["args"], is_static)

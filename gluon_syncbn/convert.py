@@ -6,19 +6,18 @@ names and position in ``.params`` files are the same as before.
 """
 
 import logging
-from collections import Counter
-from typing import Iterator, List, Optional
+from typing import List, Optional
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from mxnet.gluon.nn import basic_layers
 
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, graph_of, operator_options
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.rewrite import count_others, norms_of
+from gluon_syncbn.graphs.rewrite import Graph
+from gluon_syncbn.nets.fused_relu import fuse_relus, separate_relus
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
+from gluon_syncbn.nets.walk import all_blocks
 
-# The base of all BatchNorm layers; before MXNet 1.8 there was only one.
-plain_base = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
 _log = logging.getLogger(__name__)
 
 
@@ -78,8 +77,8 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
             if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
         layer._synchronize(num_devices=num_devices, **options)
-    _separate_relus(blocks)
-    fused = _fuse_relus(blocks) if fuse_relu else 0
+    separate_relus(blocks)
+    fused = fuse_relus(blocks) if fuse_relu else 0
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
     if fused:
@@ -108,7 +107,7 @@ def convert_batchnorm(block: Block) -> Block:
     for item in blocks:
         if isinstance(item, SynchronizedSymbolBlock):
             restore(item)
-    _separate_relus(blocks)
+    separate_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
     return block
@@ -133,8 +132,8 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     """
     blocks = all_blocks(block)
     for item in blocks:
-        if isinstance(item, plain_base):
-            item._kwargs["use_global_stats"] = frozen
+        if isinstance(item, PlainBatchNorm):
+            operator_options(item)["use_global_stats"] = frozen
     _drop_cached_graphs(blocks)
     return block
 
@@ -153,89 +152,30 @@ def _can_convert(block: Block) -> bool:
 def _is_convertible_symbol(block: Block) -> bool:
     """Whether ``block`` is a SymbolBlock with BatchNorm nodes, and does not synchronize yet."""
     is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
-    return is_plain and type(block).forward is SymbolBlock.forward and bool(norms_of(block._cached_graph[1]))
+    return is_plain and type(block).forward is SymbolBlock.forward and bool(Graph(graph_of(block)[1]).norms())
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
     """contrib's layer keeps other operator options than `nn.BatchNorm`, which always has an axis."""
     for name in ("ndev", "key"):
-        layer._kwargs.pop(name)
-    layer._kwargs["axis"] = 1
-
-
-def all_blocks(root: Block) -> List[Block]:
-    """Every block that can be reached from ``root``, once."""
-    if not isinstance(root, Block):
-        raise TypeError(f"expected a Gluon block, not {type(root).__name__}.")
-    found, waiting = {}, [root]
-    while waiting:
-        block = waiting.pop()
-        if id(block) not in found:
-            found[id(block)] = block
-            waiting.extend(reversed(list(_blocks_in(vars(block), set()))))
-            if isinstance(block, SynchronizedSymbolBlock):
-                waiting.extend(block.norms())
-    return list(found.values())
-
-
-def _blocks_in(value, seen: set) -> Iterator[Block]:
-    """The blocks that an attribute holds: itself, or what lies in nested lists, tuples, sets and dicts."""
-    if isinstance(value, Block):
-        yield value
-    elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _blocks_in(item, seen)
-
-
-class FusedReLU(nn.Activation):
-    """A ReLU that the `SyncBatchNorm` before it has taken over: passes its input on."""
-
-    def hybrid_forward(self, F, x):
-        return x
-
-
-def _fuse_relus(blocks: List[Block]) -> int:
-    """Let each norm compute the ReLU that always follows it; returns how many did."""
-    places = Counter(id(item) for block in blocks for item in _blocks_in(vars(block), set()))
-    fused = 0
-    for block in blocks:
-        if type(block) is not nn.HybridSequential:
-            continue
-        children = list(block._children.values())
-        for norm, relu in zip(children, children[1:]):
-            is_pair = type(norm) is SyncBatchNorm and type(relu) is nn.Activation and relu._act_type == "relu"
-            is_private = all(
-                places[id(item)] == 1 and not item._forward_hooks and not item._forward_pre_hooks
-                for item in (norm, relu)
-            )
-            if is_pair and is_private and norm._activation is None:
-                norm._activation = "relu"
-                relu.__class__ = FusedReLU
-                fused += 1
-    return fused
-
-
-def _separate_relus(blocks: List[Block]) -> None:
-    """Undo `_fuse_relus`; the norms have new options, or are plain again."""
-    for block in blocks:
-        if type(block) is FusedReLU:
-            block.__class__ = nn.Activation
+        operator_options(layer).pop(name)
+    operator_options(layer)["axis"] = 1
 
 
 def _drop_cached_graphs(blocks: List[Block]) -> None:
     for block in blocks:
         if isinstance(block, HybridBlock):
-            block._clear_cached_op()
+            drop_graph(block)
 
 
 def _warn_of_others(blocks: List[Block]) -> None:
     """Say which BatchNorm of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            graph = block._cached_graph[1]
-            converted = block.count_nodes() if isinstance(block, SynchronizedSymbolBlock) else 0
-            count = count_others(graph) + len(norms_of(graph)) - converted
+            is_synchronized = isinstance(block, SynchronizedSymbolBlock)
+            graph = block.parsed_graph() if is_synchronized else Graph(graph_of(block)[1])
+            converted = block.count_nodes() if is_synchronized else 0
+            count = graph.count_others() + len(graph.norms()) - converted
             if count:
                 _log.warning(
                     "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "
@@ -244,7 +184,7 @@ def _warn_of_others(blocks: List[Block]) -> None:
                     type(block).__name__,
                     block.name,
                 )
-        elif isinstance(block, plain_base) and not _can_convert(block):
+        elif isinstance(block, PlainBatchNorm) and not _can_convert(block):
             _log.warning(
                 "%s '%s' stays unsynchronized: it has a forward pass of its own.", type(block).__name__, block.name
             )

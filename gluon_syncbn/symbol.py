@@ -7,16 +7,17 @@ second one load or make the symbol again. Files that were saved with such nodes 
 """
 
 import os
-from typing import Dict, Optional
+from typing import Any, Dict, Optional
 
 import mxnet as mx
 
-from gluon_syncbn.backends import native, portable
 from gluon_syncbn.backends.bfloat16 import widened
 from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.interface import Node
 from gluon_syncbn.backends.options import check_options
-from gluon_syncbn.graphs.rewrite import MARK, Norm, count_others, mark, rewrite
-from gluon_syncbn.meeting.group import Description, check_engine
+from gluon_syncbn.base.mxnet_private import unique_name
+from gluon_syncbn.graphs.rewrite import Graph, Norm
+from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
@@ -80,24 +81,19 @@ def SyncBatchNorm(
     TypeError, ValueError, RuntimeError
         For options that cannot work.
     """
-    name = mx.name.NameManager._current.value.get(name, "syncbatchnorm")
+    name = unique_name(name, "syncbatchnorm")
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
     with mx.name.NameManager():
         # For its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
-        inputs = list(plain.get_children())
-        return make_node(
-            inputs,
-            backend,
-            describe(
-                name, eps, momentum, fix_gamma, num_devices, group_size, timeout, backend, kvstore, dtype, activation
-            ),
-            axis,
-            relu=activation is not None,
-            use_global_stats=use_global_stats,
-            attr=attr,
-        )[0]
+        options = check_options(
+            f"SyncBatchNorm '{name}'", num_devices, group_size, timeout, backend, activation, kvstore
+        )
+        spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
+        relu = activation is not None
+        node = Node(name, spec, attr)
+        return make_node(plain.get_children(), backend, axis, relu, node, use_global_stats)[0]
 
 
 def convert_symbol(
@@ -146,31 +142,20 @@ def convert_symbol(
         raise TypeError(f"expected a Symbol, not {type(sym).__name__}; for blocks there is convert_sync_batchnorm.")
     if num_devices is None:
         raise ValueError("convert_symbol: num_devices must be given, since a symbol does not know its devices.")
-    others = count_others(sym)
-    if others:
+    graph = Graph(sym)
+    if graph.count_others():
         raise ValueError(
-            f"convert_symbol: the mean or variance of {others} BatchNorm nodes is used as an output, which "
-            f"synchronized ones do not give."
+            f"convert_symbol: the mean or variance of {graph.count_others()} BatchNorm nodes is used as an output, "
+            f"which synchronized ones do not give."
         )
+    chosen = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout, "kvstore": kvstore}
 
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
             return None
-        described = describe(
-            norm.name,
-            norm.epsilon,
-            norm.momentum,
-            norm.fix_gamma,
-            num_devices,
-            group_size,
-            timeout,
-            backend,
-            kvstore,
-            dtype,
-        )
-        return make_node(inputs, backend, described, norm.axis, norm.relu, after, attr=norm.hidden)
+        return _make_again(norm, inputs, after, backend, dtype, chosen)
 
-    return rewrite(sym, make)[0]
+    return graph.rewrite(make)[0]
 
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
@@ -179,10 +164,11 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
     def make(norm: Norm, inputs, _):
         if norm.options is None and norm.operator != "_contrib_SyncBatchNorm":
             return None
-        given = (norm.axis, norm.epsilon, norm.momentum, norm.fix_gamma, norm.use_global_stats, norm.relu, norm.hidden)
-        return plain_node(inputs, norm.name, *given), None
+        options = {"axis": norm.axis, "eps": norm.epsilon, "momentum": norm.momentum, "fix_gamma": norm.fix_gamma}
+        options["use_global_stats"] = norm.use_global_stats
+        return plain_node(inputs, norm.name, norm.relu, norm.hidden, **options), None
 
-    return rewrite(sym, make)[0]
+    return Graph(sym).rewrite(make)[0]
 
 
 def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
@@ -204,97 +190,42 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     def make(norm: Norm, inputs, after):
         if norm.options is None:
             return None
-        described = describe(norm.name, norm.epsilon, norm.momentum, norm.fix_gamma, backend=backend, **norm.options)
-        return make_node(inputs, backend, described, norm.axis, norm.relu, after, attr=norm.hidden)
+        chosen = dict(norm.options)
+        return _make_again(norm, inputs, after, backend, chosen.pop("dtype"), chosen)
 
-    return rewrite(text, make)[0]
-
-
-def describe(
-    name,
-    eps,
-    momentum,
-    fix_gamma,
-    num_devices=None,
-    group_size=None,
-    timeout=None,
-    backend="auto",
-    kvstore=None,
-    dtype="float32",
-    activation=None,
-) -> Description:
-    """What a node tells of its group; refuses options that cannot work, as `SyncBatchNorm` documents."""
-    where = f"SyncBatchNorm '{name}'"
-    options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
-    if kvstore is not None and not isinstance(kvstore, str):
-        raise TypeError(f"{where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
-    check_engine(name, num_devices or 0)
-    described = Description(
-        name,
-        num_devices or 0,
-        options.group_size,
-        options.timeout,
-        kvstore,
-        dtype,
-        float(momentum),
-        float(eps),
-        not fix_gamma,
-    )
-    described.check()
-    return described
+    return Graph(text).rewrite(make)[0]
 
 
-def make_node(
-    inputs,
-    backend: str,
-    described: Description,
-    axis: int,
-    relu: bool,
-    after=None,
-    name=None,
-    attr=None,
-    use_global_stats=False,
-):
-    """The last node of a synchronized layer, and its call (see `native.normalize`)."""
-    name, fix_gamma = name or described.name, not described.scale
-    x, lowered = widened(mx.sym, inputs[0], {})
-    if use_global_stats or described.num_devices == 1 or described.group_size == 1:
-        numbers = (axis, described.epsilon, described.momentum)
-        out = plain_node([x, *inputs[1:]], name, *numbers, fix_gamma, use_global_stats, relu, attr)
-        return lowered(out), None
-    kvstore = described.kvstore
-    devices = [mx.gpu(0)] if described.on_gpu else []
-    choice = choose(f"SyncBatchNorm '{described.name}'", backend, devices, kvstore).name
-    options = {
-        "num_devices": described.num_devices or None,
-        "group_size": described.group_size,
-        "timeout": described.timeout,
-        "kvstore": kvstore,
-        "dtype": described.dtype,
-    }
-    is_native = choice == "native"
-    text = mark(axis, described.epsilon, described.momentum, fix_gamma, relu and is_native, options)
-    named = {"name": name, "attr": {**(attr or {}), MARK: text}}
-    if is_native:
-        return native.normalize(mx.sym, *inputs, described, axis, relu=relu, static=False, after=after, **named)
-    out, call = portable.normalize(mx.sym, x, *inputs[1:], described, axis, cast_input=True, after=after, **named)
-    return lowered(_with_relu(out, name, relu)), call
+def _make_again(norm: Norm, inputs, after, backend: str, dtype: str, chosen: Dict[str, Any]):
+    """A synchronized layer for this node, with the options ``chosen``."""
+    options = check_options(f"SyncBatchNorm '{norm.name}'", backend=backend, **chosen)
+    spec = checked_spec(GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma))
+    return make_node(inputs, backend, norm.axis, norm.relu, Node(norm.name, spec, norm.hidden, after))
 
 
-def plain_node(inputs, name, axis, eps, momentum, fix_gamma, use_global_stats, relu, attr) -> mx.sym.Symbol:
+def checked_spec(spec: GroupSpec) -> GroupSpec:
+    """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents."""
+    if spec.kvstore is not None and not isinstance(spec.kvstore, str):
+        raise TypeError(f"{spec.where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
+    check_engine(spec.name, spec.num_devices)
+    spec.check()
+    return spec
+
+
+def make_node(inputs, backend: str, axis: int, relu: bool, node: Node, use_global_stats: bool = False):
+    """The last node of a synchronized layer that no layer object owns, and its order token."""
+    spec = node.spec
+    if use_global_stats or spec.num_devices == 1 or spec.group_size == 1:
+        options = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
+        x, lowered = widened(mx.sym, inputs[0], node.dtypes)
+        options["use_global_stats"] = use_global_stats
+        return lowered(plain_node([x, *inputs[1:]], node.name, relu, node.hidden, **options)), None
+    devices = [mx.gpu(0)] if mx.context.num_gpus() else []
+    chosen = choose(spec.where, backend, devices, spec.kvstore).backend
+    return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), axis, relu, node)
+
+
+def plain_node(inputs, name: str, relu: bool, attr: Optional[Dict[str, str]], **options) -> mx.sym.Symbol:
     """``mx.sym.BatchNorm``, with a ReLU behind it or not."""
-    out = mx.sym.BatchNorm(
-        *inputs,
-        eps=eps,
-        momentum=momentum,
-        fix_gamma=fix_gamma,
-        use_global_stats=use_global_stats,
-        axis=axis,
-        name=name,
-        attr=attr or None,
-    )
-    return _with_relu(out, name, relu)
-
-
-def _with_relu(out, name: str, relu: bool) -> mx.sym.Symbol:
+    out = mx.sym.BatchNorm(*inputs, name=name, attr=attr or None, **options)
     return mx.sym.relu(out, name=f"{name}_relu") if relu else out

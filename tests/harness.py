@@ -10,7 +10,7 @@ import numpy as np
 from mxnet import autograd
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
-from gluon_syncbn.engine.cpu_resources import CPU_RINGS
+from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES
 
 MODES = {
     "imperative": None,
@@ -82,7 +82,7 @@ def run_python(code: str, **environment) -> subprocess.CompletedProcess:
     """Run ``code`` in a process of its own with a hard limit, so that a hang is a failed test."""
     variables = {"OMP_NUM_THREADS": "1", **os.environ}
     variables["PYTHONPATH"] = os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])
-    for name in CPU_RINGS:
+    for name in CPU_RESOURCES:
         variables.pop(name, None)
     variables.update({name: str(value) for name, value in environment.items()})
     command = [sys.executable, "-c", code]

@@ -3,10 +3,10 @@
 import pytest
 from harness import LONG, run_python
 
-from gluon_syncbn.engine.cpu_resources import CPU_RINGS
+from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES
 
-NAMES = list(CPU_RINGS)
-OURS = " ".join(str(value) for value, _ in CPU_RINGS.values())
+NAMES = list(CPU_RESOURCES)
+OURS = " ".join(str(value) for value, _ in CPU_RESOURCES.values())
 SHOW = f"import os; print(*[os.environ.get(name) for name in {NAMES}])"
 
 

@@ -15,7 +15,7 @@ import pytest
 from faults import FAULTS, MODES
 from harness import HANG, LONG, ROOT
 
-from gluon_syncbn.meeting.waiting import MOMENT
+from gluon_syncbn.meeting.waiting import GRACE_SECONDS as GRACE
 
 TIMEOUT = 1.5
 RIGHT = "RIGHT AFTERWARDS"
@@ -46,25 +46,31 @@ EXPECTED = {
         ("OSError: the disk is full", "': forward pass waited 1.5 s for 1 of 2 devices. Arrived: cpu(", RIGHT),
         TIMEOUT,
     ),
-    "exception_between_devices": Outcome(0, ("could not be broadcast together", RIGHT), MOMENT, LONG),
+    "exception_between_devices": Outcome(0, ("could not be broadcast together", RIGHT), GRACE, LONG),
     "exception_between_backward_passes": Outcome(
-        0, ("the log file is full", "backward() of the last step was called for cpu(0) only", RIGHT), MOMENT, LONG
+        0,
+        ("the log file is full", "backward() of the last step was called for cpu(0) only", RIGHT),
+        GRACE,
+        LONG,
     ),
     "interrupts_between_backward_passes": Outcome(
-        0, ("INTERRUPTED", "backward() of the last step was called for cpu(0) only", RIGHT), MOMENT, LONG
+        0, ("INTERRUPTED", "backward() of the last step was called for cpu(0) only", RIGHT), GRACE, LONG
     ),
     "called_twice": Outcome(0, ("ERROR: MXNetError: SyncBatchNorm 'first': forward pass", "cpu(1)", RIGHT), 0),
-    "keyboard_interrupt": Outcome(-signal.SIGINT, ("KeyboardInterrupt",), MOMENT, LONG),
-    "keyboard_interrupt_caught": Outcome(0, ("INTERRUPTED", RIGHT), MOMENT, LONG),
+    "keyboard_interrupt": Outcome(-signal.SIGINT, ("KeyboardInterrupt",), GRACE, LONG),
+    "keyboard_interrupt_caught": Outcome(0, ("INTERRUPTED", RIGHT), GRACE, LONG),
     "sigterm": Outcome(-signal.SIGTERM, (), 0, LONG),
-    "sigterm_with_handler": Outcome(3, (), MOMENT, LONG),
+    "sigterm_with_handler": Outcome(3, (), GRACE, LONG),
     "exit_while_waiting": Outcome(
-        5, ("When the process ended, pending work had failed", CUT_SHORT.format("the process ends")), MOMENT, LONG
+        5,
+        ("When the process ended, pending work had failed", CUT_SHORT.format("the process ends")),
+        GRACE,
+        LONG,
     ),
     "exception_while_waiting": Outcome(
         1,
         ("RuntimeError: something else", "When the process ended", CUT_SHORT.format("the process ends")),
-        MOMENT,
+        GRACE,
         LONG,
     ),
     "fork_between_devices": Outcome(0, ("ERROR: MXNetError: " + FORWARD, RIGHT), TIMEOUT),
@@ -103,7 +109,7 @@ def run_and_judge(fault, layer, modes, program, kind):
     for mode, (output, errors) in told.items():
         assert processes[mode].returncode == expected.code, (mode, output[-2000:] + errors[-2000:])
         if RIGHT in output:  # a straggler may wait once more, alone, after the others have given up
-            assert float(output.split("TOOK ")[1].split()[0]) < 2 * max(TIMEOUT, MOMENT) + 10, mode
+            assert float(output.split("TOOK ")[1].split()[0]) < 2 * max(TIMEOUT, GRACE) + 10, mode
         for words in expected.said:
             assert words.replace("cpu(", kind + "(") in output + errors, (mode, words, output[-2000:] + errors[-2000:])
         assert "terminate called" not in errors, mode

@@ -31,7 +31,7 @@ def compilers():
 def compile_kernels(nvrtc, options):
     """PTX and what the compiler had to say."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = gpu_kernels.SOURCE.read_bytes()
+    source = gpu_kernels.SOURCE.encode()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
@@ -53,7 +53,7 @@ def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
     options = [*gpu_kernels.options(dtype), *([f"--gpu-architecture={architecture}"] if architecture else [])]
     ptx, log = compile_kernels(compilers[version], options)
     assert log.strip() == ""
-    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted([*gpu_kernels.KERNELS, "lose"])
+    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted([*gpu_kernels.KERNELS, "fill_nan"])
     # Each pack is read and written at once, four of them in a row; 16-bit values are converted by the GPU.
     for kernel, loads, stores in (
         ("moments", 4, 0),
@@ -69,8 +69,11 @@ def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
     assert (".f32" in ptx) == (dtype != "float64")
 
 
-def test_a_warning_would_be_seen(compilers, tmp_path, monkeypatch):
-    source = tmp_path / "kernels.cu"
-    source.write_bytes(gpu_kernels.SOURCE.read_bytes() + b"\n__device__ void unused() { int i; }\n")
-    monkeypatch.setattr(gpu_kernels, "SOURCE", source)
-    assert "warning" in compile_kernels(compilers["11"], gpu_kernels.options("float32"))[1]
+def test_a_warning_names_file_and_line(compilers, monkeypatch):
+    line = "KERNEL fill_nan("
+    broken = gpu_kernels.SOURCE.replace(line, "__device__ void unused() { int i; } " + line)
+    monkeypatch.setattr(gpu_kernels, "SOURCE", broken)
+    log = compile_kernels(compilers["11"], gpu_kernels.options("float32"))[1]
+    path = gpu_kernels.CSRC / "cuda" / "kernels" / "fill_nan.cuh"
+    (number,) = (i for i, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(line))
+    assert f"kernels/fill_nan.cuh({number}): warning" in log

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 from harness import run_python
-from test_native_kernels import LAYOUTS, bfloat16, draw, library, pointer, sizes, vectors
+from test_native_kernels import LAYOUTS, bfloat16, core, draw, pointer, sizes, vectors
 
 SETS = ["baseline", "avx2", "avx512"]  # from the oldest
 # The processor's features that each needs, as Linux calls them.
@@ -29,16 +29,16 @@ def digest() -> str:
             channels = layout[1]
             mean, m2, sums, centred = (np.empty(channels) for _ in range(4))
             y, dx = np.empty_like(x), np.zeros_like(x)
-            library().gluon_syncbn_moments(flag, pointer(x), *sizes(layout), 1, pointer(mean), pointer(m2))
+            core().gluon_syncbn_moments(flag, pointer(x), *sizes(layout), 1, pointer(mean), pointer(m2))
             scale, beta, *gradient = vectors(channels, 2, 3, 4, 5, 6)
             affine = [pointer(item) for item in (mean, scale, beta)]
             for relu in (0, 1):
                 arrays = [flag, pointer(x), pointer(dy), *sizes(layout), *affine, relu]
-                library().gluon_syncbn_normalize(flag, pointer(x), *sizes(layout), *affine, relu, pointer(y), 1)
-                library().gluon_syncbn_gradient_sums(*arrays, 1, pointer(sums), pointer(centred))
+                core().gluon_syncbn_normalize(flag, pointer(x), *sizes(layout), *affine, relu, pointer(y), 1)
+                core().gluon_syncbn_gradient_sums(*arrays, 1, pointer(sums), pointer(centred))
                 for add in (0, 1):
                     into = [*(pointer(item) for item in gradient), pointer(dx), add, 1]
-                    library().gluon_syncbn_input_gradient(*arrays, *into)
+                    core().gluon_syncbn_input_gradient(*arrays, *into)
                     seen.update(dx.tobytes())
                 for item in (mean, m2, y, sums, centred):
                     seen.update(item.tobytes())

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.base import library
 
 # (outer, channels, inner): rows as in NCHW, columns as in NHWC and (N, C); around the sizes at which loops change.
 LAYOUTS = [(1, 1, 1), (3, 5, 49), (2, 3, 4097), (17, 2, 63), (5, 64, 64), (130, 257, 1), (1000, 3, 1), (4, 2048, 1)]
@@ -24,12 +24,12 @@ def sizes(layout):
 
 def moments(x, layout, threads=1):
     mean, m2 = np.empty(layout[1]), np.empty(layout[1])
-    library().gluon_syncbn_moments(FLAGS[x.dtype.name], pointer(x), *sizes(layout), threads, pointer(mean), pointer(m2))
+    core().gluon_syncbn_moments(FLAGS[x.dtype.name], pointer(x), *sizes(layout), threads, pointer(mean), pointer(m2))
     return mean, m2
 
 
-def library():
-    return native._library
+def core():
+    return library.core
 
 
 def draw(layout, dtype, seed=0, mean=1.5, std=2.0):
@@ -98,14 +98,14 @@ def test_normalize_and_gradients(layout, dtype, relu):
     affine = [pointer(item) for item in (mean, scale, beta)]
 
     y = np.empty_like(x)
-    library().gluon_syncbn_normalize(flag, pointer(x), *sizes(layout), *affine, relu, pointer(y), 1)
+    core().gluon_syncbn_normalize(flag, pointer(x), *sizes(layout), *affine, relu, pointer(y), 1)
     assert distance(y, np.maximum(normalized, 0) if relu else normalized) < PRECISION[dtype]
 
     if relu:
         gradient = gradient * (normalized > 0)
     sums, centred = np.empty(channels), np.empty(channels)
     arrays = [pointer(x), pointer(dy), *sizes(layout), *affine, relu]
-    library().gluon_syncbn_gradient_sums(flag, *arrays, 1, pointer(sums), pointer(centred))
+    core().gluon_syncbn_gradient_sums(flag, *arrays, 1, pointer(sums), pointer(centred))
     size = np.abs(gradient).sum(axis=(0, 2)).max() + 1e-300
     # The mean that is subtracted is rounded to the tensor's precision.
     rounded = mean if dtype == "float64" else mean.astype(np.float32).astype(np.float64)
@@ -121,9 +121,9 @@ def test_normalize_and_gradients(layout, dtype, relu):
         + slope.reshape(shape) * (wide - rounded.reshape(shape))
         + constant.reshape(shape)
     )
-    library().gluon_syncbn_input_gradient(flag, *arrays, *rest, 0, 1)
+    core().gluon_syncbn_input_gradient(flag, *arrays, *rest, 0, 1)
     assert distance(dx, expected) < PRECISION[dtype]
-    library().gluon_syncbn_input_gradient(flag, *arrays, *rest, 1, 1)
+    core().gluon_syncbn_input_gradient(flag, *arrays, *rest, 1, 1)
     assert distance(dx, 2 * expected) < 2 * PRECISION[dtype]
 
 
@@ -141,13 +141,13 @@ def test_bfloat16():
     layout = (3, 4, 50)
     bits = bfloat16(draw(layout, "float32"))
     mean, m2 = np.empty(4), np.empty(4)
-    library().gluon_syncbn_moments(12, pointer(bits), *sizes(layout), 1, pointer(mean), pointer(m2))
+    core().gluon_syncbn_moments(12, pointer(bits), *sizes(layout), 1, pointer(mean), pointer(m2))
     wide = from_bfloat16(bits).astype(np.float64)
     assert distance(mean, wide.mean(axis=(0, 2))) < 1e-6
     assert distance(m2 / 150, wide.var(axis=(0, 2))) < 1e-5
     scale, beta = np.full(4, 0.5), np.full(4, 0.25)
     y = np.empty_like(bits)
-    library().gluon_syncbn_normalize(
+    core().gluon_syncbn_normalize(
         12, pointer(bits), *sizes(layout), pointer(mean), pointer(scale), pointer(beta), 0, pointer(y), 1
     )
     expected = (wide - mean.reshape(1, 4, 1)) * 0.5 + 0.25
@@ -160,7 +160,7 @@ def test_every_float16_survives():
     y = np.empty_like(x)
     mean, scale, beta = np.zeros(1), np.ones(1), np.zeros(1)
     affine = [pointer(item) for item in (mean, scale, beta)]
-    library().gluon_syncbn_normalize(2, pointer(x), *sizes(x.shape), *affine, 0, pointer(y), 1)
+    core().gluon_syncbn_normalize(2, pointer(x), *sizes(x.shape), *affine, 0, pointer(y), 1)
     np.testing.assert_array_equal(y, x)
 
 
@@ -174,7 +174,7 @@ def test_rounding_to_float16():
     for factor in (0.5, 1.5, 3.0, 0.0009765625):
         mean, scale, beta = np.zeros(1), np.full(1, factor), np.zeros(1)
         affine = [pointer(item) for item in (mean, scale, beta)]
-        library().gluon_syncbn_normalize(2, pointer(x), *sizes(x.shape), *affine, 0, pointer(y), 1)
+        core().gluon_syncbn_normalize(2, pointer(x), *sizes(x.shape), *affine, 0, pointer(y), 1)
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(y, (x.astype(np.float32) * np.float32(factor)).astype(np.float16))
 

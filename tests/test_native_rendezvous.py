@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from harness import HANG, LONG
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.base import library
 
-_new = native._library and native._library.gluon_syncbn_rendezvous_new
-_meet = native._library and native._library.gluon_syncbn_rendezvous_meet
-_free = native._library and native._library.gluon_syncbn_rendezvous_free
+_new = library.core and library.core.gluon_syncbn_rendezvous_new
+_meet = library.core and library.core.gluon_syncbn_rendezvous_meet
+_free = library.core and library.core.gluon_syncbn_rendezvous_free
 
 
 class Rendezvous:

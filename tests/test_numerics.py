@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import portable
-from gluon_syncbn.meeting.host_arrays import HostAccess
+from gluon_syncbn.meeting.host_arrays import HostArrays
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -114,7 +114,7 @@ def test_against_batchnorm_on_the_concatenated_batch(case, mode):
 def test_the_operators_chosen_for_gpus_are_right_too(case, monkeypatch):
     """They differ in how they sum; nothing in them needs a GPU."""
     centre = portable._centre
-    monkeypatch.setattr(portable, "_centre", lambda F, rows, on_gpu: centre(F, rows, on_gpu=True))
+    monkeypatch.setattr(portable, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
     shapes, axis = CASES[case]
     layer, devices, (gamma, beta) = make_layer(shapes, axis, mode="hybridize", backend="portable")
     shards, heads = random_shards(shapes), random_shards(shapes, seed=5)
@@ -127,7 +127,7 @@ def test_the_operators_chosen_for_gpus_are_right_too(case, monkeypatch):
 @pytest.mark.parametrize("mode", list(MODES))
 def test_the_way_vectors_leave_a_gpu_is_right_too(mode, monkeypatch):
     """Through NDArray's own interface instead of its memory; that works on a CPU device as well."""
-    monkeypatch.setattr(HostAccess, "__init__", lambda self, device: setattr(self, "_direct", False))
+    monkeypatch.setattr(HostArrays, "__init__", lambda self, device: setattr(self, "_direct", False))
     shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
     layer, devices, (gamma, beta) = make_layer(shapes, 1, mode=mode, backend="portable")
     layer.gamma.grad_req = "add"

@@ -17,11 +17,11 @@ def make(size, timeout=float(LONG), exchange=np.stack):
 
 
 def all_meet(rendezvous, size, contribution=lambda rank: np.array([rank]), key=0, ranks=None):
-    """The outcome per rank: a Meeting or the error."""
+    """The outcome per rank: a RoundResult or the error."""
 
     def meet(rank):
         try:
-            return rendezvous.meet(rank, contribution(rank), key)
+            return rendezvous.all_reduce(rank, contribution(rank), key)
         except SyncBatchNormError as error:
             return error
 
@@ -35,7 +35,7 @@ def test_everyone_takes_home_the_same_result_in_rank_order(size):
     rendezvous = make(size)
     for number in range(1, 4):
         meetings = all_meet(rendezvous, size)
-        assert [meeting.number for meeting in meetings] == [number] * size
+        assert [meeting.round_id for meeting in meetings] == [number] * size
         for meeting in meetings:
             np.testing.assert_array_equal(meeting.result.ravel(), np.arange(size))
 
@@ -49,8 +49,8 @@ def test_many_rounds_with_random_delays_do_not_mix():
         for number in range(1, rounds + 1):
             if rng.random() < 0.1:
                 time.sleep(rng.random() * 2e-3)
-            meeting = rendezvous.meet(rank, np.array([rank + 100 * number]))
-            assert meeting.number == number
+            meeting = rendezvous.all_reduce(rank, np.array([rank + 100 * number]))
+            assert meeting.round_id == number
             np.testing.assert_array_equal(meeting.result.ravel(), np.arange(size) + 100 * number)
 
     with ThreadPoolExecutor(size) as pool:
@@ -65,7 +65,7 @@ def test_rounds_of_different_keys_meet_in_any_order():
 
     def work(rank):
         with ThreadPoolExecutor(4) as pool:  # as MXNet runs the callbacks of one device
-            futures = {key: pool.submit(rendezvous.meet, rank, np.array([key]), key) for key in orders[rank]}
+            futures = {key: pool.submit(rendezvous.all_reduce, rank, np.array([key]), key) for key in orders[rank]}
             return {key: future.result(timeout=HANG).result for key, future in futures.items()}
 
     with ThreadPoolExecutor(2) as pool:
@@ -89,10 +89,10 @@ def test_a_missing_rank_fails_everyone_who_waits_and_the_next_round_is_clean():
 def test_the_deadline_is_that_of_the_first_arrival():
     rendezvous = make(3, timeout=3)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(rendezvous.meet, 0, np.zeros(1))
+        first = pool.submit(rendezvous.all_reduce, 0, np.zeros(1))
         time.sleep(2.5)
         started = time.monotonic()
-        second = pool.submit(rendezvous.meet, 1, np.zeros(1))
+        second = pool.submit(rendezvous.all_reduce, 1, np.zeros(1))
         for future in (first, second):
             with pytest.raises(SyncBatchNormError):
                 future.result(timeout=HANG)
@@ -104,7 +104,7 @@ def test_a_rank_that_arrives_twice_fails_the_round():
     outcomes = all_meet(rendezvous, 2, ranks=[0, 0])
     (text,) = {str(outcome) for outcome in outcomes}
     assert text.startswith("layer 'a': forward pass: cpu(0) arrived twice before cpu(1) arrived. Every device must run")
-    assert all(outcome.number == 2 for outcome in all_meet(rendezvous, 2))
+    assert all(outcome.round_id == 2 for outcome in all_meet(rendezvous, 2))
 
 
 def test_vectors_of_different_lengths():
@@ -131,7 +131,7 @@ def test_an_exchange_that_does_not_return_releases_the_others():
 
     rendezvous = make(2, timeout=0.2, exchange=stuck)
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(rendezvous.meet, rank, np.zeros(1)) for rank in range(2)]
+        futures = [pool.submit(rendezvous.all_reduce, rank, np.zeros(1)) for rank in range(2)]
         try:
             deadline = time.monotonic() + HANG
             while not any(future.done() for future in futures) and time.monotonic() < deadline:

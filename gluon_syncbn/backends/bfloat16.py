@@ -98,3 +98,9 @@ def _variable(name: str, dtype) -> mx.sym.Symbol:
 
 def is_bfloat16(dtype) -> bool:
     return dtype is not None and np.dtype(dtype) == BFLOAT16
+
+
+def dtype_name(dtype) -> str:
+    """MXNet's name of a dtype; it stands in for bfloat16, which NumPy does not have, with a structure of that name."""
+    dtype = np.dtype(dtype)
+    return dtype.name if dtype.names is None else dtype.names[0]

@@ -3,23 +3,31 @@
 import logging
 import os
 import warnings
-from typing import List, NamedTuple, Optional, Sequence
+from typing import Dict, NamedTuple, Sequence
 
 import mxnet as mx
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.backends.interface import Backend
+from gluon_syncbn.backends.native import NativeBackend
+from gluon_syncbn.backends.portable import PortableBackend
 
-BACKENDS = ("auto", "native", "portable")
+# 'auto' takes the first that can run.
+BACKENDS: Dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), PortableBackend())}
+REQUESTS = ("auto", *BACKENDS)
 _VARIABLE = "GLUON_SYNCBN_BACKEND"
 _log = logging.getLogger("gluon_syncbn")
 _said = set()
 
 
 class Choice(NamedTuple):
-    """``name`` is 'native' or 'portable'."""
+    """A back end's name, and why it was taken."""
 
     name: str
     reason: str
+
+    @property
+    def backend(self) -> Backend:
+        return BACKENDS[self.name]
 
 
 def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -> Choice:
@@ -31,49 +39,26 @@ def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -
     Raises
     ------
     RuntimeError
-        'native' is requested and cannot run here; starts with ``where``.
+        A back end is requested and cannot run here; starts with ``where``.
     ValueError
         The environment variable has another value.
     """
     if requested == "auto":
         requested = os.environ.get(_VARIABLE, "auto")
-        if requested not in BACKENDS:
-            raise ValueError(f"{_VARIABLE} must be one of {', '.join(BACKENDS)}, not {requested!r}.")
-    obstacle = _obstacle(devices, kvstore) if requested != "portable" else None
-    if requested == "native" and obstacle:
-        raise RuntimeError(f"{where}: backend='native' cannot run here: {obstacle}.")
-    if requested == "portable":
-        choice = Choice("portable", "it was asked for")
-    elif obstacle:
-        choice = Choice("portable", obstacle)
+        if requested not in REQUESTS:
+            raise ValueError(f"{_VARIABLE} must be one of {', '.join(REQUESTS)}, not {requested!r}.")
+    candidates = list(BACKENDS.values()) if requested == "auto" else [BACKENDS[requested]]
+    obstacle = ""  # that the candidate before could not overcome
+    for candidate in candidates:
+        reason, obstacle = obstacle, candidate.unavailable_reason(devices, kvstore)
+        if not obstacle:
+            break
     else:
-        choice = Choice("native", f"compiled kernels, {_kernels_of(devices)}")
+        raise RuntimeError(f"{where}: backend={requested!r} cannot run here: {obstacle}.")
+    choice = Choice(candidate.name, reason or candidate.description(devices))
     if choice not in _said:
         _said.add(choice)
         _log.info("back end %s: %s.", choice.name, choice.reason)
-        if obstacle and kvstore is None and _gpus(devices):
-            warnings.warn(f"{where} runs on the portable back end, which is slower: {obstacle}.", stacklevel=2)
+        if reason and kvstore is None and any(device.device_type == "gpu" for device in devices):
+            warnings.warn(f"{where} runs on the {choice.name} back end, which is slower: {reason}.", stacklevel=2)
     return choice
-
-
-def _obstacle(devices: Sequence[mx.Context], kvstore) -> Optional[str]:
-    """Why the native back end cannot run, or None."""
-    if native.why_missing:
-        return f"the compiled operator is not available: {native.why_missing}"
-    if kvstore is not None:
-        return "a kvstore was given, and only the portable back end uses one"
-    for device in _gpus(devices):
-        problem = native.why_not_on_gpu(device.device_id)
-        if problem:
-            return f"the CUDA kernels cannot run on {device}: {problem.rstrip()}"
-    return None
-
-
-def _gpus(devices: Sequence[mx.Context]) -> List[mx.Context]:
-    return [device for device in devices if device.device_type == "gpu"]
-
-
-def _kernels_of(devices: Sequence[mx.Context]) -> str:
-    gpus = [str(device) for device in _gpus(devices)]
-    cpus = [] if gpus and len(gpus) == len(devices) else [native.instruction_set()]
-    return " and ".join([*cpus, *([f"CUDA on {', '.join(gpus)}"] if gpus else [])])

@@ -1,10 +1,9 @@
 """The native back end: one compiled operator for moments, rendezvous, normalization and the whole backward pass.
 
-The operator lives in ``csrc/`` and is built into a shared library that uses no Python ABI and does not link to MXNet:
-Python hands it the addresses of the few C functions that it calls. MXNet sees a custom operator whose callbacks happen
-to be compiled, so no Python runs in a training step.
+The operator lives in ``csrc/`` (`gluon_syncbn.base.library`). MXNet sees a custom operator whose callbacks happen to be
+compiled, so no Python runs in a training step.
 
-On a GPU the same operator calls the kernels of ``csrc/kernels.cu``, which MXNet's run-time compiler makes: no CUDA
+On a GPU the same operator calls the kernels of ``csrc/cuda/kernels.cu``, which MXNet's run-time compiler makes: no CUDA
 toolkit is needed, at no time.
 
 On CPU an operator stands before it and one behind it in a graph, both because of MXNet. A custom operator runs
@@ -26,157 +25,58 @@ import ctypes
 import functools
 import os
 import weakref
-from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Union
+from typing import List, Optional, Sequence
 
 import mxnet as mx
-import numpy as np
-from mxnet.base import _LIB
 
-from gluon_syncbn.meeting import waiting
-from gluon_syncbn.meeting.group import Description, Options, next_number, usual_reasons
+from gluon_syncbn.backends.interface import Backend, Node
+from gluon_syncbn.base import library
+from gluon_syncbn.base.cuda_source import cuda_source
+from gluon_syncbn.meeting.group import next_id, usual_reasons
+from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
 
 _OPERATOR = "gluon_syncbn_native"
-_PACKAGE = Path(__file__).parents[1]
-LIBRARY = _PACKAGE / "libgluon_syncbn.so"
-_GPU_KERNELS = _PACKAGE / "csrc" / "cuda" / "kernels.cu"
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
-_MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/kernels.h
+_MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 
 
-# As in csrc/mxnet_c_api.h.
-_MXNET_FUNCTIONS = [
-    "MXCustomOpRegister",
-    "MXNDArrayGetData",
-    "MXNDArrayFree",
-    "MXGetLastError",
-    "MXNDArrayCreateEx",
-    "MXNDArrayWaitToRead",
-    "MXNDArraySyncCopyFromCPU",
-    "MXRtcCudaModuleCreate",
-    "MXRtcCudaKernelCreate",
-    "MXRtcCudaKernelCall",
-]
-
-
-class _MXNetFunctions(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in _MXNET_FUNCTIONS]
-
-
-def _load() -> ctypes.CDLL:
-    """The library, with its operator registered.
-
-    Raises
-    ------
-    OSError
-        The library is not there or cannot be loaded.
-    RuntimeError
-        MXNet has refused the operator.
-    """
-    if not LIBRARY.exists():
-        raise OSError("it was not compiled when the package was installed (pip install needs a C++17 compiler)")
-    library = ctypes.CDLL(str(LIBRARY))
-    library.gluon_syncbn_instruction_set.restype = ctypes.c_char_p
-    library.gluon_syncbn_make_group.argtypes = [
-        ctypes.c_int64,
-        ctypes.c_char_p,
-        ctypes.POINTER(ctypes.c_char_p),
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_double,
-        ctypes.c_double,
-        ctypes.c_double,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_char_p,
-    ]
-    library.gluon_syncbn_make_group.restype = None
-    library.gluon_syncbn_drop_group.argtypes = [ctypes.c_int64]
-    library.gluon_syncbn_drop_group.restype = None
-    library.gluon_syncbn_count_groups.argtypes = []
-    library.gluon_syncbn_count_groups.restype = ctypes.c_int64
-    library.gluon_syncbn_rounds.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    library.gluon_syncbn_rounds.restype = ctypes.c_int64
-    library.gluon_syncbn_take_part.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int]
-    library.gluon_syncbn_take_part.restype = None
-    library.gluon_syncbn_leave_error.argtypes = [ctypes.c_char_p]
-    library.gluon_syncbn_stop_calling_python.argtypes = []
-    library.gluon_syncbn_stop_calling_python.restype = None
-    library.gluon_syncbn_wrap_python_operator.argtypes = [
-        ctypes.POINTER(_MXNetFunctions),
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_void_p,
-    ]
-    library.gluon_syncbn_check_gpu.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
-    kernels = _GPU_KERNELS.read_bytes()
-    if library.gluon_syncbn_register(ctypes.byref(_mxnet_functions()), _make_described_group, kernels) != 0:
-        raise RuntimeError("MXNet refused to register the operator")
-    waiting.connect(library)
-    return library
-
-
-@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
-def _make_described_group(reference: bytes) -> int:
+@library.MAKE_GROUP
+def _make_described_group(text: bytes) -> int:
     """Called by the operator, on the thread that makes or loads a symbol."""
     try:
-        described = Description.parse(reference.decode())
-        number = next_number()
-        _make_group(
-            number,
-            described.name,
-            None,
-            described.num_devices,
-            described.options(),
-            described.dtype,
-            described.momentum,
-            described.epsilon,
-            described.scale,
-        )
-        return number
+        group_id = next_id()
+        _make_group(group_id, GroupSpec.from_json(text.decode()), None)
+        return group_id
     except Exception as problem:
-        leave_error(str(problem))
+        library.leave_error(str(problem))
         return -1
 
 
-def _make_group(
-    number: int,
-    name: str,
-    devices: Optional[Sequence[mx.Context]],
-    size: int,
-    options: Options,
-    dtype: str,
-    momentum: float,
-    epsilon: float,
-    scale: bool,
-) -> None:
-    """Have the operator make a group; without ``devices`` it is open to any ``size``."""
-    names = None if devices is None else (ctypes.c_char_p * size)(*(str(device).encode() for device in devices))
-    _library.gluon_syncbn_make_group(
-        number,
-        name.encode(),
-        names,
-        size,
-        options.group_size or size,
-        options.seconds(),
-        momentum,
-        epsilon,
-        scale,
-        _DTYPE_FLAGS[np.dtype(dtype).name],
-        usual_reasons().encode(),
+def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> None:
+    """Have the operator make a group; without ``devices`` it is open to any."""
+    struct = library.GroupSpecStruct(
+        name=spec.name.encode(),
+        num_devices=spec.num_devices,
+        group_size=spec.group_size or spec.num_devices,
+        timeout_seconds=spec.seconds,
+        momentum=spec.momentum,
+        epsilon=spec.epsilon,
+        scale=spec.scale,
+        dtype=_DTYPE_FLAGS[spec.dtype],
     )
+    names = None if devices is None else library.strings([str(device) for device in devices])
+    library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
 
 
-def _mxnet_functions() -> _MXNetFunctions:
-    return _MXNetFunctions(*(ctypes.cast(getattr(_LIB, name), ctypes.c_void_p).value for name in _MXNET_FUNCTIONS))
+def _register() -> str:
+    """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
+    if library.core is None:
+        return library.unavailable_reason
+    refused = library.core.gluon_syncbn_register(_make_described_group, cuda_source().encode())
+    return "MXNet refused to register the operator" if refused else ""
 
 
-try:
-    _library: Optional[ctypes.CDLL] = _load()
-    why_missing = ""
-except (OSError, RuntimeError) as problem:
-    _library = None
-    why_missing = str(problem)
+unavailable_reason = _register()
 
 
 def instruction_set() -> str:
@@ -189,9 +89,9 @@ def instruction_set() -> str:
     ValueError
         The variable is none of the three.
     """
-    if _library is None:
+    if library.core is None:
         return "not compiled"
-    chosen = _library.gluon_syncbn_instruction_set()
+    chosen = library.core.gluon_syncbn_instruction_set()
     if chosen is None:
         value = os.environ.get(_MAX_CPU_ISA)
         raise ValueError(f"{_MAX_CPU_ISA} must be baseline, avx2 or avx512, not {value!r}.")
@@ -199,157 +99,79 @@ def instruction_set() -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def why_not_on_gpu(device: int) -> str:
+def unavailable_reason_on_gpu(device: int) -> str:
     """Why the kernels cannot run on ``mx.gpu(device)``; empty if they can. The first call compiles and tries them."""
     error = ctypes.create_string_buffer(1 << 16)
-    return error.value.decode() if _library.gluon_syncbn_check_gpu(device, error, len(error)) else ""
+    return error.value.decode() if library.core.gluon_syncbn_check_gpu(device, error, len(error)) else ""
 
 
-def take_part(number: int, devices: Sequence[str]) -> None:
-    """Put list ``number`` of `meeting.active_set`, of these devices, in force. No operator may be running."""
-    if _library is not None:
-        names = (ctypes.c_char_p * len(devices))(*(device.encode() for device in devices))
-        _library.gluon_syncbn_take_part(number, names, len(devices))
+class NativeGroup(LayerGroup):
+    """Held by the compiled operator, which graphs tell its id."""
 
-
-def wrap(operator: str) -> str:
-    """Register the Python custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
-
-    That is errors that keep their text, and clean exits: see csrc/python_operator.cpp. Returns the name of the wrapped
-    operator; where nothing is compiled, ``operator`` itself, whose errors are only printed.
-    """
-    if _library is None:
-        return operator
-    # MXNet keeps what makes the operator alive in this table and gives no other access to it.
-    creators = mx.operator._registry.ref_holder
-    creator = ctypes.cast(creators[max(creators)], ctypes.c_void_p)
-    name = operator + "_wrapped"
-    code = _library.gluon_syncbn_wrap_python_operator(
-        ctypes.byref(_mxnet_functions()), name.encode(), operator.encode(), creator
-    )
-    return name if code == 0 else operator
-
-
-def leave_error(text: str) -> bool:
-    """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
-    return _library is not None and bool(_library.gluon_syncbn_leave_error(text.encode()))
-
-
-def empty_operator() -> Optional[ctypes.c_void_p]:
-    """The address of a function that MXNet's engine may run as an operator that does nothing; None if not compiled."""
-    return None if _library is None else ctypes.cast(_library.gluon_syncbn_empty_operator, ctypes.c_void_p)
-
-
-def stop_calling_python() -> None:
-    """Before the interpreter ends: MXNet's threads are not to call wrapped operators any more."""
-    if _library is not None:
-        _library.gluon_syncbn_stop_calling_python()
-
-
-def count_groups() -> int:
-    """How many groups the compiled operator holds now."""
-    return _library.gluon_syncbn_count_groups()
-
-
-class NativeGroup:
-    """The synchronization of one layer over its devices, held by the compiled operator.
-
-    Parameters are those of `gluon_syncbn.meeting.group.Group`; ``options.kvstore`` is not used.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        devices: Sequence[mx.Context],
-        options: Options,
-        dtype: str,
-        momentum: float,
-        epsilon: float,
-        scale: bool,
-    ):
+    def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
+        self.spec = spec
         self.devices: List[mx.Context] = list(devices)
-        self.dtype = dtype
-        self.number = next_number()
-        size = len(self.devices)
-        _make_group(self.number, name, self.devices, size, options, dtype, momentum, epsilon, scale)
-        weakref.finalize(self, _library.gluon_syncbn_drop_group, self.number).atexit = False
+        self._id = next_id()
+        _make_group(self._id, spec, self.devices)
+        weakref.finalize(self, library.core.gluon_syncbn_drop_group, self._id).atexit = False
 
     @property
-    def reference(self) -> str:
-        """The text by which a graph names this group."""
-        return str(self.number)
+    def reference(self) -> GroupReference:
+        return GroupReference(str(self._id), self.spec, self.devices)
 
-    def rounds(self, participants: int) -> int:
-        """How many forward passes were met by exactly these participants."""
-        return _library.gluon_syncbn_rounds(self.number, participants)
+    def rounds(self, set_id: int) -> int:
+        return library.core.gluon_syncbn_rounds(self._id, set_id)
 
 
-def normalize(
-    F,
-    x,
-    gamma,
-    beta,
-    running_mean,
-    running_var,
-    group: Union[NativeGroup, Description],
-    axis: int,
-    relu: bool,
-    static: bool,
-    after=None,
-    name: str = "fwd",
-    attr: Optional[Dict[str, str]] = None,
-):
-    """Batch Normalization of ``x`` with the statistics of the whole group.
+class NativeBackend(Backend):
+    name = "native"
 
-    Parameters
-    ----------
-    F : mx.nd or mx.sym
-    x : NDArray or Symbol
-        Any shape with at least 2 dimensions; float32, float64, float16 or bfloat16.
-    gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), of the group's dtype.
-    group : NativeGroup or Description
-    axis : int
-        Of the channels.
-    relu : bool
-        Whether to return max(y, 0) in place of y.
-    static : bool
-        Whether this is for a graph with ``static_alloc`` and ``static_shape``.
-    after : Symbol, optional
-        The call of this layer that must come before this one, as returned.
-    name, attr : str, dict
-        Of the last node, if F makes a symbol.
+    def unavailable_reason(self, devices, kvstore) -> str:
+        if unavailable_reason:
+            return f"the compiled operator is not available: {unavailable_reason}"
+        if kvstore is not None:
+            return "a kvstore was given, and only the portable back end uses one"
+        for device in _gpus(devices):
+            problem = unavailable_reason_on_gpu(device.device_id)
+            if problem:
+                return f"the CUDA kernels cannot run on {device}: {problem.rstrip()}"
+        return ""
 
-    Returns
-    -------
-    out, call : NDArray or Symbol
-        The result, shape of x; and what to hand as ``after`` to the next call in the same graph.
-    """
-    bare = F is mx.nd and x.context.device_type == "gpu"
-    in_place = static or _is_on_gpus(group)
-    dense = x if bare else F.reshape(x, shape=(-2,)) if in_place else _whole(F, x)
-    inputs = [dense, gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
-    out, call = F.Custom(
-        *inputs,
-        running_mean,
-        running_var,
-        op_type=_OPERATOR,
-        group=group.reference,
-        axis=axis,
-        relu=int(relu),
-        follows=int(after is not None),
-        name=name + "_sync",
-    )
-    last = {} if F is mx.nd else {"name": name, "attr": attr}
-    if bare:
-        return out, call
-    return (F.identity(out, **last) if in_place else _whole(F, out, **last)), call
+    def description(self, devices) -> str:
+        gpus = ", ".join(map(str, _gpus(devices)))
+        on_cpu = [] if devices and len(_gpus(devices)) == len(devices) else [instruction_set()]
+        return "compiled kernels, " + " and ".join([*on_cpu, *([f"CUDA on {gpus}"] if gpus else [])])
+
+    def make_group(self, spec, devices) -> NativeGroup:
+        return NativeGroup(spec, devices)
+
+    def normalize(self, F, arrays, group, axis, relu, node: Optional[Node] = None):
+        x, gamma, beta, running_mean, running_var = arrays
+        after = None if node is None else node.after
+        last = {} if node is None else node.marked(axis, relu)
+        is_on_gpus = bool(group.devices) and len(_gpus(group.devices)) == len(group.devices)
+        skip_copies = is_on_gpus or (node is not None and node.is_static)
+        skip_wrappers = F is mx.nd and x.context.device_type == "gpu"
+        dense = x if skip_wrappers else F.reshape(x, shape=(-2,)) if skip_copies else _dense_copy(F, x)
+        out, order_token = F.Custom(
+            *[dense, gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
+            running_mean,
+            running_var,
+            op_type=_OPERATOR,
+            group=group.text,
+            axis=axis,
+            relu=int(relu),
+            follows=int(after is not None),
+            name=("fwd" if node is None else node.name) + "_sync",
+        )
+        if not skip_wrappers:
+            out = F.identity(out, **last) if skip_copies else _dense_copy(F, out, **last)
+        return out, order_token
 
 
-def _is_on_gpus(group: Union[NativeGroup, Description]) -> bool:
-    """Whether all devices are known to be GPUs."""
-    return isinstance(group, NativeGroup) and all(device.device_type == "gpu" for device in group.devices)
+def _gpus(devices: Sequence[mx.Context]) -> List[mx.Context]:
+    return [device for device in devices if device.device_type == "gpu"]
 
 
-def _whole(F, x, **named):
+def _dense_copy(F, x, **named):
     return F.slice_axis(x, axis=0, begin=0, end=None, **named)

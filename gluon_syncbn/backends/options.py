@@ -2,8 +2,8 @@
 
 from typing import Optional
 
-from gluon_syncbn.backends.choose import BACKENDS, choose
-from gluon_syncbn.meeting.group import Options, check_timeout
+from gluon_syncbn.backends.choose import REQUESTS, choose
+from gluon_syncbn.meeting.spec import Options, check_count, check_timeout
 from gluon_syncbn.meeting.transport import check_kvstore
 
 
@@ -26,15 +26,15 @@ def check_options(
         ``backend='native'`` where it cannot run.
     """
     for option, value in (("num_devices", num_devices), ("group_size", group_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{where}: {option} must be a positive integer or None, not {value!r}.")
+        if value is not None:
+            check_count(value, where, option)
     if timeout is not None:
         timeout = check_timeout(timeout, where)
-    if backend not in BACKENDS:
-        raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, not {backend!r}.")
+    if backend not in REQUESTS:
+        raise ValueError(f"{where}: backend must be one of {', '.join(REQUESTS)}, not {backend!r}.")
     if activation not in (None, "relu"):
         raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
     check_kvstore(kvstore, where)
-    if backend == "native":
+    if backend != "auto":
         choose(where, backend, [], kvstore)
     return Options(num_devices, group_size, timeout, kvstore)

@@ -35,95 +35,69 @@ is large against the deviation.
 import contextlib
 import threading
 import time
-from typing import Dict, Optional, Union
+from typing import Optional
 
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.backends.bfloat16 import dtype_name, widened
+from gluon_syncbn.backends.interface import Backend, Node
+from gluon_syncbn.base import library
+from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.meeting import active_set
-from gluon_syncbn.meeting.group import Description, Group, find_group
-from gluon_syncbn.meeting.host_arrays import HostAccess
+from gluon_syncbn.meeting.group import Group, find_group
+from gluon_syncbn.meeting.host_arrays import HostArrays
 from gluon_syncbn.meeting.rendezvous import SyncBatchNormError
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
+from gluon_syncbn.meeting.waiting import SECONDS_BETWEEN_FAILURES
 
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
-_LOST = np.nan
+_NAN = np.nan
 # All that the backward pass is handed where the forward pass was in prediction mode, and met no one.
 _PREDICTION = -1.0
-_SECONDS_BETWEEN_FAILURES = 0.05
 _turn = threading.Lock()
 _last_failure = 0.0
 
 
-def normalize(
-    F,
-    x,
-    gamma,
-    beta,
-    running_mean,
-    running_var,
-    group: Union[Group, Description],
-    axis: int,
-    cast_input: bool,
-    after=None,
-    name: str = "fwd",
-    attr: Optional[Dict[str, str]] = None,
-):
-    """Batch Normalization of ``x`` with the statistics of the whole group.
+class PortableBackend(Backend):
+    name = "portable"
 
-    Parameters
-    ----------
-    F : mx.nd or mx.sym
-    x : NDArray or Symbol
-        Any shape with at least 2 dimensions; float32, float64, float16, or bfloat16 where MXNet's BatchNorm takes it.
-    gamma, beta, running_mean, running_var : NDArray or Symbol
-        Shape (C,), of the group's dtype.
-    group : Group or Description
-    axis : int
-        Of the channels.
-    cast_input : bool
-        Whether x may be of another dtype than the statistics.
-    after : Symbol, optional
-        The call of this layer that must come before this one, as returned.
-    name, attr : str, dict
-        Of the last node, if F makes a symbol.
+    def unavailable_reason(self, devices, kvstore) -> str:
+        return ""
 
-    Returns
-    -------
-    out, call : NDArray or Symbol
-        The result, shape and dtype of x; and what to hand as ``after`` to the next call in the same graph.
-    """
-    values = F.cast(x, dtype=group.dtype) if cast_input else x
-    rows = _as_rows(F, values, axis)
-    total, shift, centred = _centre(F, rows, on_gpu=group.on_gpu)
-    # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
-    sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
-    inputs = [sums, F.size_array(x), gamma, beta] + ([] if after is None else [F.BlockGrad(after)])
-    affine, call = F.Custom(
-        *inputs,
-        running_mean,
-        running_var,
-        op_type=_OPERATOR,
-        group=group.reference,
-        follows=int(after is not None),
-        name=name + "_all_reduce",
-    )
-    weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
-    out = F.BatchNorm(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        axis=axis,
-        eps=group.epsilon,
-        momentum=1,
-        fix_gamma=False,
-        **({} if F is mx.nd else {"name": name, "attr": attr}),
-    )
-    return out, call
+    def description(self, devices) -> str:
+        return "it was asked for"
+
+    def make_group(self, spec, devices) -> Group:
+        return Group(spec, devices)
+
+    def normalize(self, F, arrays, group, axis, relu, node: Optional[Node] = None):
+        x, lowered = widened(F, arrays[0], {} if node is None else node.dtypes)
+        gamma, beta, running_mean, running_var = arrays[1:]
+        name, after = ("fwd", None) if node is None else (node.name, node.after)
+        dtype = group.spec.dtype
+        values = x if node is None and dtype_name(x.dtype) == dtype else F.cast(x, dtype=dtype)
+        is_on_gpu = group.devices[0].device_type == "gpu" if group.devices else mx.context.num_gpus() > 0
+        total, shift, centred = _centre(F, _as_rows(F, values, axis), is_on_gpu)
+        # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
+        sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
+        affine, order_token = F.Custom(
+            *[sums, F.size_array(x), gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
+            running_mean,
+            running_var,
+            op_type=_OPERATOR,
+            group=group.text,
+            follows=int(after is not None),
+            name=name + "_all_reduce",
+        )
+        weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
+        vectors = (weight, bias, running_mean, running_var)
+        options = {"axis": axis, "eps": group.spec.epsilon, "momentum": 1, "fix_gamma": False}
+        out = F.BatchNorm(x, *vectors, **options, **({} if node is None else node.marked(axis, relu=False)))
+        if relu:  # Activation would turn NaN into 0
+            out = F.relu(out, **({} if node is None else {"name": f"{name}_relu"}))
+        return lowered(out), order_token
 
 
 def _as_rows(F, x, axis: int):
@@ -141,9 +115,9 @@ def _as_rows(F, x, axis: int):
     return F.reshape(x, shape=(-1, 0, 0), reverse=True)
 
 
-def _centre(F, rows, on_gpu: bool):
+def _centre(F, rows, is_on_gpu: bool):
     """How to sum (O, C, I) to (C,); the mean of ``rows``, (1, C, 1), without gradient; and ``rows`` minus that mean."""
-    if on_gpu:
+    if is_on_gpu:
         # Not as products: cuBLAS may round the factors to TF32.
         shift = F.BlockGrad(F.mean(rows, axis=(0, 2), keepdims=True))
         return (lambda a: F.sum(a, axis=(0, 2))), shift, F.broadcast_sub(rows, shift)
@@ -168,15 +142,15 @@ def _keeping_the_text():
         yield
     except Exception as problem:
         _wait_for_turn_to_fail()
-        if not (native.leave_error(str(problem)) and isinstance(problem, SyncBatchNormError)):
+        if not (library.leave_error(str(problem)) and isinstance(problem, SyncBatchNormError)):
             raise
 
 
 def _wait_for_turn_to_fail() -> None:
-    """Returns when the last failure has been out for `_SECONDS_BETWEEN_FAILURES`; csrc/operator.cpp says why."""
+    """Returns when the last failure has been out for `SECONDS_BETWEEN_FAILURES`."""
     global _last_failure
     with _turn:
-        turn = _last_failure = max(time.monotonic(), _last_failure + _SECONDS_BETWEEN_FAILURES)
+        turn = _last_failure = max(time.monotonic(), _last_failure + SECONDS_BETWEEN_FAILURES)
     time.sleep(max(0.0, turn - time.monotonic()))
 
 
@@ -186,82 +160,82 @@ class _AllReduce(mx.operator.CustomOp):
         self._group = group
         self._device = device
         self._channels = channels
-        self._host = HostAccess(device)
+        self._host = HostArrays(device)
 
     @_keeping_the_text()
     def forward(self, is_train, req, in_data, out_data, aux):
-        group, host, channels = self._group, self._host, self._channels
+        spec, host, channels = self._group.spec, self._host, self._channels
         affine, saved = out_data
         gamma, beta = self._gamma(in_data), self._read(in_data[3])
         if not is_train:
-            host.write(affine, (2, channels), group.dtype, [gamma, beta])
+            host.write(affine, (2, channels), spec.dtype, [gamma, beta])
             host.write(saved, (_saved_size(channels),), np.float64, _PREDICTION)
             return
-        participants = active_set.current()
+        set_id = active_set.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
         if not size:
             raise ValueError(
-                f"SyncBatchNorm '{group.name}': the input on {self._device} is empty. A device without images cannot "
+                f"{spec.where}: the input on {self._device} is empty. A device without images cannot "
                 f"take part; leave it out with gluon_syncbn.devices(...)."
             )
-        local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), group.dtype))
+        local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), spec.dtype))
         try:
-            merged, number = group.meet_forward(self._device, local, participants)
+            merged, round_id = self._group.all_reduce_moments(self._device, local, set_id)
         except Exception:
-            host.write(affine, (2, channels), group.dtype, _LOST)
-            host.write(saved, (_saved_size(channels),), np.float64, _LOST)
+            host.write(affine, (2, channels), spec.dtype, _NAN)
+            host.write(saved, (_saved_size(channels),), np.float64, _NAN)
             raise
-        view = BatchView.of(local, merged, group.epsilon)
-        host.write(affine, (2, channels), group.dtype, view.weight_and_bias(gamma, beta))
-        remembered = np.concatenate([*view, [local.count, merged.count, number, participants]])
-        host.write(saved, (_saved_size(channels),), np.float64, remembered)
+        view = BatchView.of(local, merged, spec.epsilon)
+        host.write(affine, (2, channels), spec.dtype, view.weight_and_bias(gamma, beta))
+        to_save = np.concatenate([*view, [local.count, merged.count, round_id, set_id]])
+        host.write(saved, (_saved_size(channels),), np.float64, to_save)
         for running, value in zip(aux, (merged.mean, merged.var)):
-            average = moving_average(self._read(running), value, group.momentum)
-            host.write(running, (channels,), group.dtype, average)
+            average = moving_average(self._read(running), value, spec.momentum)
+            host.write(running, (channels,), spec.dtype, average)
 
     @_keeping_the_text()
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        group, host, channels = self._group, self._host, self._channels
-        d_weight, d_bias = host.read(out_grad[0], (2, channels), group.dtype)
+        spec, host, channels = self._group.spec, self._host, self._channels
+        d_weight, d_bias = host.read(out_grad[0], (2, channels), spec.dtype)
         saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
-        count, total_count, number, participants = saved[-4:]
+        count, total_count, round_id, set_id = saved[-4:]
         if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete
             self._write_gradients(in_grad, req, 0, d_weight, d_bias)
             return
-        if not (count >= 1 and number >= 1 and active_set.is_known(participants)):
-            self._write_gradients(in_grad, req, _LOST, _LOST, _LOST)
+        if not (count >= 1 and round_id >= 1 and active_set.is_known(set_id)):
+            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
             raise SyncBatchNormError(
-                f"SyncBatchNorm '{group.name}': the backward pass on {self._device} has nothing to go by, because its "
+                f"{spec.where}: the backward pass on {self._device} has nothing to go by, because its "
                 f"forward pass was not run: something before it had failed. The first error tells what."
             )
         view = BatchView(*saved[:-4].reshape(3, channels))
         d_beta, d_gamma = view.sums(d_weight, d_bias)
         try:
             sums = np.concatenate([d_beta, d_gamma])
-            s1, s2 = group.meet_backward(self._device, sums, int(number), int(participants)).reshape(2, -1)
+            s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_id), int(set_id)).reshape(2, -1)
         except Exception:
-            self._write_gradients(in_grad, req, _LOST, _LOST, _LOST)
+            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
             raise
         constant, slope = view.correction(self._gamma(in_data), d_weight, d_bias, count, s1, s2, total_count)
         # The gradient of total reaches every x as it is, that of squares times 2·(x − shift); the constant and the
         # slope are about the mean, which lies total/count above shift.
-        total = host.read(in_data[0], (3, channels), group.dtype)[1]
+        total = host.read(in_data[0], (3, channels), spec.dtype)[1]
         d_sums = [np.zeros(channels), constant - slope * total / count, slope / 2]
         self._write_gradients(in_grad, req, d_sums, d_gamma, d_beta)
 
     def _gamma(self, in_data):
-        return self._read(in_data[2]) if self._group.scale else np.ones(self._channels)
+        return self._read(in_data[2]) if self._group.spec.scale else np.ones(self._channels)
 
     def _read(self, vector):
-        return self._host.read(vector, (self._channels,), self._group.dtype)
+        return self._host.read(vector, (self._channels,), self._group.spec.dtype)
 
     def _write_gradients(self, in_grad, req, sums, gamma, beta):
         """Of size and after, no gradient is ever asked for."""
         vector = (self._channels,)
-        gamma = gamma if self._group.scale else 0
+        gamma = gamma if self._group.spec.scale else 0
         for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):
             if req[i] != "null":
-                self._host.write(in_grad[i], shape, self._group.dtype, value, add=req[i] == "add")
+                self._host.write(in_grad[i], shape, self._group.spec.dtype, value, add=req[i] == "add")
 
 
 @mx.operator.register(_NAME)
@@ -270,10 +244,10 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
         self._group = find_group(group)
-        self._follows = follows == "1"
+        self._has_order_token = follows == "1"
 
     def list_arguments(self):
-        return ["sums", "size", "gamma", "beta"] + ["after"] * self._follows
+        return ["sums", "size", "gamma", "beta"] + ["after"] * self._has_order_token
 
     def list_auxiliary_states(self):
         return ["running_mean", "running_var"]
@@ -288,16 +262,14 @@ class _AllReduceProp(mx.operator.CustomOpProp):
         channels = in_shape[0][1]
         for name, shape in zip(("gamma", "beta"), in_shape[2:]):
             if len(shape) == 1 and shape[0] not in (0, -1, channels):
-                raise ValueError(
-                    f"SyncBatchNorm '{self._group.name}': the input has {channels} channels, {name} has {shape[0]}."
-                )
+                raise ValueError(f"{self._group.spec.where}: the input has {channels} channels, {name} has {shape[0]}.")
         vector, saved = [channels], [_saved_size(channels)]
-        inputs = [[3, channels], [1], vector, vector] + [saved] * self._follows
+        inputs = [[3, channels], [1], vector, vector] + [saved] * self._has_order_token
         return inputs, [[2, channels], saved], [vector] * 2
 
     def infer_type(self, in_type):
-        dtype = np.dtype(self._group.dtype).type
-        inputs = [dtype, np.int64, dtype, dtype] + [np.float64] * self._follows
+        dtype = np.dtype(self._group.spec.dtype).type
+        inputs = [dtype, np.int64, dtype, dtype] + [np.float64] * self._has_order_token
         return inputs, [dtype, np.float64], [dtype] * 2
 
     def create_operator(self, ctx, in_shapes, in_dtypes):
@@ -305,11 +277,24 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
 
 def _saved_size(channels: int) -> int:
-    """Of what the backward pass is handed: a `BatchView`, two counts, the numbers of forward pass and participants.
+    """Of what the backward pass is handed: a `BatchView`, two counts, the ids of forward round and active set.
 
     MXNet asks while it does not know the channels, too, which is -1.
     """
     return 3 * channels + 4 if channels >= 0 else -1
 
 
-_OPERATOR = native.wrap(_NAME)
+def _wrapped(operator: str) -> str:
+    """Register the custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
+
+    That is errors that keep their text, and clean exits: see csrc/mxnet/python_operator.cpp. Returns the name of the
+    wrapped operator; where nothing is compiled, ``operator`` itself, whose errors are only printed.
+    """
+    if library.core is None:
+        return operator
+    name, creator = operator + "_wrapped", last_registered_operator()
+    refused = library.core.gluon_syncbn_wrap_python_operator(name.encode(), operator.encode(), creator)
+    return operator if refused else name
+
+
+_OPERATOR = _wrapped(_NAME)

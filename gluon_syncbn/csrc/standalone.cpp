@@ -11,9 +11,8 @@
 
 #include "cpu/kernels.h"
 #include "cuda/launch.h"
+#include "exported.h"
 #include "meeting/rendezvous.h"
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 using namespace gluon_syncbn;
 
@@ -81,19 +80,19 @@ EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, doub
 
 EXPORTED void gluon_syncbn_rendezvous_free(void* rendezvous) { delete static_cast<Rendezvous*>(rendezvous); }
 
-// Leaves `values`, waits, and writes the sum over ranks there. Returns the number of the round, or 0 with the error's
+// Leaves `values`, waits, and writes the sum over ranks there. Returns the id of the round, or 0 with the error's
 // text in `error`.
 EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double* values, int64_t size, int64_t key,
                                               char* error, int64_t error_size) {
   try {
-    const Rendezvous::Meeting meeting = static_cast<Rendezvous*>(rendezvous)
-                                            ->meet(static_cast<size_t>(rank), vector_of(values, size),
+    const Rendezvous::Gathered gathered = static_cast<Rendezvous*>(rendezvous)
+                                            ->all_gather(static_cast<size_t>(rank), vector_of(values, size),
                                                    static_cast<uint64_t>(key));
     std::memset(values, 0, static_cast<size_t>(size) * sizeof(double));
-    for (const std::vector<double>& contribution : *meeting.contributions) {
+    for (const std::vector<double>& contribution : *gathered.contributions) {
       for (size_t i = 0; i < contribution.size(); ++i) values[i] += contribution[i];
     }
-    return static_cast<int64_t>(meeting.number);
+    return static_cast<int64_t>(gathered.round_id);
   } catch (const RendezvousError& problem) {
     std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
     return 0;
@@ -110,9 +109,15 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
   for (int64_t i = 0; i < meetings; ++i) {
     std::vector<double> contribution(static_cast<size_t>(size), 1.0);
     times[2 * i] = seconds();
-    static_cast<Rendezvous*>(rendezvous)->meet(static_cast<size_t>(rank), std::move(contribution));
+    static_cast<Rendezvous*>(rendezvous)->all_gather(static_cast<size_t>(rank), std::move(contribution));
     times[2 * i + 1] = seconds();
   }
+}
+
+// Threads and unroll of a GPU's kernels as the operator has them.
+EXPORTED void gluon_syncbn_default_tuning(int64_t* numbers) {
+  numbers[0] = Tuning().threads;
+  numbers[1] = Tuning().unroll;
 }
 
 // How a GPU's kernels are launched for tensors at these addresses; `launch` gets rows, aligned, grid (2), block (2), and

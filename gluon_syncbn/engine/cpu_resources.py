@@ -29,16 +29,16 @@ import warnings
 import mxnet as mx
 
 # For each environment variable, our value and MXNet's default.
-CPU_RINGS = {"MXNET_CPU_TEMP_COPY": (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
+CPU_RESOURCES = {"MXNET_CPU_TEMP_COPY": (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
 
-def set_cpu_rings() -> None:
+def set_cpu_resources() -> None:
     """Give CPU contexts enough temp-space slots and random generators, except where the user has chosen a number.
 
     Does nothing where there is a GPU. Warns (UserWarning) where MXNet's engine has already started and may go on with
     its old numbers.
     """
-    ours = {name: value for name, (value, _) in CPU_RINGS.items() if name not in os.environ}
+    ours = {name: value for name, (value, _) in CPU_RESOURCES.items() if name not in os.environ}
     if not ours or may_have_gpus():
         return
     os.environ.update({name: str(value) for name, value in ours.items()})
@@ -63,11 +63,11 @@ def may_have_gpus() -> bool:
     return os.path.isdir("/dev") and any(re.fullmatch(r"nvidia\d+|dxg", name) for name in os.listdir("/dev"))
 
 
-def rings_in_force() -> str:
+def settings_in_force() -> str:
     """The numbers in force for CPU contexts, as text; empty where there is a GPU and they hardly matter."""
     if may_have_gpus():
         return ""
-    return ", ".join(f"{name}={os.environ.get(name, default)}" for name, (_, default) in CPU_RINGS.items())
+    return ", ".join(f"{name}={os.environ.get(name, default)}" for name, (_, default) in CPU_RESOURCES.items())
 
 
 def _engine_was_running() -> bool:

@@ -1,4 +1,4 @@
-"""A graph that was made for some devices is made anew when its layers' parameters have moved to others.
+"""At each call of a graph: it is made anew if its layers have moved, and the engine is told what it writes.
 
 On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
@@ -6,7 +6,7 @@ there, and then the net moves (``reset_ctx``). On one device a layer is plain Ba
 stayed would never synchronize, and nothing would tell.
 
 MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
-before each call of a graph. Behind the call, the engine is told what a static graph has written (`_writes`).
+before each call of a graph. Behind the call, the engine is told what a static graph has written (`engine.writes`).
 
 The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
 the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
@@ -17,8 +17,9 @@ import weakref
 from typing import Optional
 
 import mxnet as mx
-from mxnet.gluon import Block, HybridBlock
+from mxnet.gluon import Block
 
+from gluon_syncbn.base.mxnet_private import context_list, drop_graph
 from gluon_syncbn.engine.writes import tell_writes
 from gluon_syncbn.process.abandon import begin_forward
 
@@ -34,17 +35,17 @@ class _Graph:
         self.written = weakref.WeakSet()  # those whose writing the engine must be told
 
     def add(self, layer: Block) -> None:
-        self._contexts[layer] = layer.running_mean._ctx_list
+        self._contexts[layer] = context_list(layer.running_mean)
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
-        if device is not None and first is not None and len(first.running_mean._ctx_list or ()) > 1:
+        if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
 
     def has_moved(self) -> bool:
         for layer, made_for in list(self._contexts.items()):
-            now = layer.running_mean._ctx_list
+            now = context_list(layer.running_mean)
             if now is not made_for:
                 if made_for is not None and now != made_for:
                     return True
@@ -68,16 +69,15 @@ def _device_of(inputs) -> Optional[mx.Context]:
     return next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
 
 
-def watch_graphs() -> None:
-    """From now on, graphs whose layers have moved are made anew, and what graphs write is told to the engine."""
-    call = HybridBlock._call_cached_op
+def following_moves(call):
+    """The call of a graph: one whose layers have moved is made anew, and what it writes is told to the engine."""
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):
         graph = _graphs.get(self)
         if graph is not None and graph.has_moved():
             del _graphs[self]
-            self._clear_cached_op()
+            drop_graph(self)
             graph = None
         if graph is not None:
             device = _device_of(args)
@@ -93,4 +93,4 @@ def watch_graphs() -> None:
             tell_writes(graph.written, device)
         return out
 
-    HybridBlock._call_cached_op = _call_cached_op
+    return _call_cached_op

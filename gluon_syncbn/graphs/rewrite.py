@@ -5,8 +5,7 @@ attributes and its place, whatever operator it is. Each Batch Normalization is r
 *fragment*), whose last node takes over the name and the hidden attributes (``__lr_mult__`` and the like), so that
 ``sym.get_internals()['bn0_output']`` finds it as before.
 
-A synchronized layer is several nodes. The last of them is marked with the hidden attribute ``__syncbn__``, which tells
-what the layer is, so that it can be found, replaced by a plain BatchNorm, or made anew for another number of devices.
+A synchronized layer is several nodes, the last of which is marked (`gluon_syncbn.graphs.mark`).
 """
 
 import inspect
@@ -15,7 +14,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import mxnet as mx
 
-MARK = "__syncbn__"
+from gluon_syncbn.graphs.mark import MARK, read_mark
+
 # What MXNet calls Batch Normalization, and whether it ends in a ReLU.
 _PLAIN = {
     "BatchNorm": False,
@@ -30,7 +30,7 @@ _AS_IT_IS = (
     {"remove_amp_cast": False} if "remove_amp_cast" in inspect.signature(mx.sym.Symbol.tojson).parameters else {}
 )
 
-Entry = Tuple[int, int, int]  # an output of a node, as JSON names it: node, number of the output, version
+Entry = Tuple[int, int, int]  # an output of a node, as JSON names it: index of the node, index of the output, version
 
 
 class Norm(NamedTuple):
@@ -60,92 +60,81 @@ class Norm(NamedTuple):
         return self.parameters[2]
 
 
-def mark(
-    axis: int,
-    epsilon: float,
-    momentum: float,
-    fix_gamma: bool,
-    relu: bool,
-    options: Dict[str, Any],
-    is_plain: bool = False,
-) -> str:
-    """The text of the hidden attribute of a synchronized layer's last node.
-
-    ``is_plain`` of one that is a plain BatchNorm as long as nobody makes it anew: its layer was on one device.
-    """
-    told = {"axis": axis, "eps": epsilon, "momentum": momentum, "fix_gamma": fix_gamma, "relu": relu}
-    return json.dumps({**told, "options": options, **({"is_plain": True} if is_plain else {})})
-
-
-def norms_of(sym: mx.sym.Symbol) -> List[Norm]:
-    """The Batch Normalizations of a symbol that can be rewritten, inputs first."""
-    return list(_find_norms(_to_graph(sym)).values())
-
-
-def count_others(sym: mx.sym.Symbol) -> int:
-    """How many Batch Normalizations of a symbol cannot be rewritten: their mean or variance is an output too."""
-    graph = _to_graph(sym)
-    norms = _find_norms(graph)
-    return sum(node["op"] in _PLAIN and number not in norms for number, node in enumerate(graph["nodes"]))
-
-
 Make = Callable[[Norm, List[mx.sym.Symbol], Optional[mx.sym.Symbol]], Optional[Tuple[mx.sym.Symbol, Any]]]
 
 
-def rewrite(
-    source: Union[mx.sym.Symbol, str], make: Make, after: Optional[Dict[str, str]] = None
-) -> Tuple[mx.sym.Symbol, Dict[str, mx.sym.Symbol]]:
-    """Replace Batch Normalizations of a symbol.
+class Graph:
+    """A symbol, parsed once.
 
     Parameters
     ----------
     source : Symbol or str
         Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is.
-    make : callable
-        ``make(norm, inputs, after)`` returns what is to take the place of ``norm``, or None to leave it: ``out``, a
-        symbol of the symbols ``inputs`` (data, gamma, beta, moving mean, moving variance), and ``call``, which is
-        handed as ``after`` to the next one with the same running mean; None if that need not know.
-    after : dict, optional
-        Names of variables that stand for the call before the first one, by the name of the running mean.
-
-    Returns
-    -------
-    Symbol, dict
-        The new symbol, and the last calls by the name of the running mean.
     """
-    graph = _to_graph(source)
-    norms = _find_norms(graph)
-    builder = _Builder(graph)
-    calls = {running_mean: builder.variable(name) for running_mean, name in (after or {}).items()}
-    for number, node in enumerate(graph["nodes"]):
-        norm = norms.get(number)
-        if norm is None:
-            builder.keep(number, node)
-            continue
-        inputs = [mx.sym.var(f"input{i}") for i in range(5)]
-        before = mx.sym.var("after") if norm.running_mean in calls else None
-        with _Names(norm.name):
-            made = make(norm, inputs, before)
-        if made is None:
-            builder.keep(number, node)
-            continue
-        out, call = made
-        entries = {f"input{i}": builder.new(entry) for i, entry in enumerate(norm.inputs)}
-        if before is not None:
-            entries["after"] = calls[norm.running_mean]
-        heads = builder.insert(mx.sym.Group([out] if call is None else [out, call]), entries)
-        builder.replace(number, heads[0])
-        if call is not None:
-            calls[norm.running_mean] = heads[1]
-    is_numpy = isinstance(source, mx.sym.numpy._Symbol)
-    outputs = len(graph["heads"])
-    result = builder.finish(list(calls.values()))
-    chosen = mx.sym.Group([result[i] for i in range(outputs)]) if calls else result
-    last_calls = {running_mean: result[outputs + i] for i, running_mean in enumerate(calls)}
-    return (chosen.as_np_ndarray() if is_numpy else chosen), last_calls
+
+    def __init__(self, source: Union[mx.sym.Symbol, str]):
+        self._json = _parse(source)
+        self._norms = _find_norms(self._json)
+        self._is_numpy = isinstance(source, mx.sym.numpy._Symbol)
+
+    def norms(self) -> List[Norm]:
+        """The Batch Normalizations that can be rewritten, inputs first."""
+        return list(self._norms.values())
+
+    def count_others(self) -> int:
+        """How many Batch Normalizations cannot be rewritten: their mean or variance is an output too."""
+        nodes = self._json["nodes"]
+        return sum(node["op"] in _PLAIN and index not in self._norms for index, node in enumerate(nodes))
+
+    def rewrite(
+        self, make: Make, after: Optional[Dict[str, str]] = None
+    ) -> Tuple[mx.sym.Symbol, Dict[str, mx.sym.Symbol]]:
+        """Replace Batch Normalizations.
+
+        Parameters
+        ----------
+        make : callable
+            ``make(norm, inputs, after)`` returns what is to take the place of ``norm``, or None to leave it: ``out``, a
+            symbol of the symbols ``inputs`` (data, gamma, beta, moving mean, moving variance), and its order token,
+            which is handed as ``after`` to the next one with the same running mean; None if that need not know.
+        after : dict, optional
+            Names of variables that stand for the order token before the first one, by the name of the running mean.
+
+        Returns
+        -------
+        Symbol, dict
+            The new symbol, and the last order tokens by the name of the running mean.
+        """
+        builder = _Builder(self._json)
+        tokens = {running_mean: builder.variable(name) for running_mean, name in (after or {}).items()}
+        for index, node in enumerate(self._json["nodes"]):
+            norm = self._norms.get(index)
+            if norm is None:
+                builder.keep(index, node)
+                continue
+            inputs = [mx.sym.var(f"input{i}") for i in range(5)]
+            before = mx.sym.var("after") if norm.running_mean in tokens else None
+            with _Names(norm.name):
+                made = make(norm, inputs, before)
+            if made is None:
+                builder.keep(index, node)
+                continue
+            out, token = made
+            entries = {f"input{i}": builder.new(entry) for i, entry in enumerate(norm.inputs)}
+            if before is not None:
+                entries["after"] = tokens[norm.running_mean]
+            heads = builder.insert(mx.sym.Group([out] if token is None else [out, token]), entries)
+            builder.replace(index, heads[0])
+            if token is not None:
+                tokens[norm.running_mean] = heads[1]
+        outputs = len(self._json["heads"])
+        result = builder.finish(list(tokens.values()))
+        chosen = mx.sym.Group([result[i] for i in range(outputs)]) if tokens else result
+        last_tokens = {running_mean: result[outputs + i] for i, running_mean in enumerate(tokens)}
+        return (chosen.as_np_ndarray() if self._is_numpy else chosen), last_tokens
 
 
-def _to_graph(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
+def _parse(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
     return json.loads(source if isinstance(source, str) else source.tojson(**_AS_IT_IS))
 
 
@@ -154,18 +143,18 @@ def _find_norms(graph) -> Dict[int, Norm]:
     used = [entry for node in nodes for entry in node["inputs"]] + graph["heads"]
     with_statistics = {entry[0] for entry in used if entry[1] > 0}
     found = {}
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         attributes = node.get("attrs", {})
         hidden = {key: value for key, value in attributes.items() if key.startswith("__") and key != MARK}
         if MARK in attributes:
-            told = json.loads(attributes[MARK])
+            told = read_mark(attributes[MARK])
             options, relu = told["options"], told["relu"]
             inputs = node["inputs"] if told.get("is_plain") else _inputs_of_marked(nodes, node)
-        elif node["op"] in _PLAIN and number not in with_statistics:
+        elif node["op"] in _PLAIN and index not in with_statistics:
             told, options, relu, inputs = attributes, None, _PLAIN[node["op"]], node["inputs"]
         else:
             continue
-        found[number] = Norm(
+        found[index] = Norm(
             name=node["name"],
             operator=node["op"],
             axis=int(told.get("axis", 1)),
@@ -216,12 +205,12 @@ class _Names(mx.name.NameManager):
 
 
 class _Builder:
-    """The new graph while it grows; nodes of the old one are named by their old numbers."""
+    """The new graph while it grows; nodes of the old one are named by their old indices."""
 
     def __init__(self, graph):
         self._graph = graph
         self._nodes = []
-        self._places: Dict[int, int] = {}  # of kept nodes, by old number
+        self._places: Dict[int, int] = {}  # of kept nodes, by old index
         self._replaced: Dict[int, Entry] = {}
 
     def new(self, entry: Entry) -> Entry:
@@ -234,31 +223,31 @@ class _Builder:
         self._nodes.append({"op": "null", "name": name, "inputs": []})
         return (len(self._nodes) - 1, 0, 0)
 
-    def keep(self, number: int, node) -> None:
+    def keep(self, index: int, node) -> None:
         kept = {**node, "inputs": [self.new(entry) for entry in node["inputs"]]}
         if "control_deps" in node:
             kept["control_deps"] = [self.new((other, 0, 0))[0] for other in node["control_deps"]]
-        self._places[number] = len(self._nodes)
+        self._places[index] = len(self._nodes)
         self._nodes.append(kept)
 
-    def replace(self, number: int, entry: Entry) -> None:
-        self._replaced[number] = entry
+    def replace(self, index: int, entry: Entry) -> None:
+        self._replaced[index] = entry
 
     def insert(self, fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
         """Add a fragment's nodes, with entries for its variables; returns what its outputs have become."""
-        graph = _to_graph(fragment)
+        graph = _parse(fragment)
         places: Dict[int, Entry] = {}
 
         def moved(entry):
             node, output, version = places[entry[0]]
             return (node, output or entry[1], version)
 
-        for number, node in enumerate(graph["nodes"]):
+        for index, node in enumerate(graph["nodes"]):
             if node["op"] == "null":
-                places[number] = inputs[node["name"]]
+                places[index] = inputs[node["name"]]
             else:
                 self._nodes.append({**node, "inputs": [moved(entry) for entry in node["inputs"]]})
-                places[number] = (len(self._nodes) - 1, 0, 0)
+                places[index] = (len(self._nodes) - 1, 0, 0)
         return [moved(entry) for entry in graph["heads"]]
 
     def finish(self, more_heads: List[Entry]) -> mx.sym.Symbol:
@@ -271,10 +260,10 @@ def _without_dead_nodes(graph):
     nodes = graph["nodes"]
     needed, waiting = set(), [entry[0] for entry in graph["heads"]]
     while waiting:
-        number = waiting.pop()
-        if number not in needed:
-            needed.add(number)
-            waiting += [entry[0] for entry in nodes[number]["inputs"]] + nodes[number].get("control_deps", [])
+        index = waiting.pop()
+        if index not in needed:
+            needed.add(index)
+            waiting += [entry[0] for entry in nodes[index]["inputs"]] + nodes[index].get("control_deps", [])
     order = {old: new for new, old in enumerate(sorted(needed))}
     kept = []
     for old in sorted(needed):
@@ -284,7 +273,7 @@ def _without_dead_nodes(graph):
         kept.append(node)
     return {
         "nodes": kept,
-        "arg_nodes": [number for number, node in enumerate(kept) if node["op"] == "null"],
+        "arg_nodes": [index for index, node in enumerate(kept) if node["op"] == "null"],
         "heads": [(order[entry[0]], *entry[1:]) for entry in graph["heads"]],
         "attrs": graph.get("attrs", {}),
     }

@@ -10,13 +10,14 @@ from typing import Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.base import _LIB, check_call
+
+from gluon_syncbn.base.mxnet_private import LIBMXNET, check_call
 
 # The same library, called without letting go of the interpreter lock: to take it back costs more than the call.
-_LIB_LOCKED = ctypes.PyDLL(None, handle=_LIB._handle)
+_LIBMXNET_LOCKED = ctypes.PyDLL(None, handle=LIBMXNET._handle)
 
 
-class HostAccess:
+class HostArrays:
     """Reads and writes the arrays of one device.
 
     No one else may be writing an array that is read, or using one that is written, now or in an operation that the
@@ -44,7 +45,7 @@ class HostAccess:
 
 def _memory(array: mx.nd.NDArray, shape: Tuple[int, ...], dtype) -> np.ndarray:
     address = ctypes.c_void_p()
-    check_call(_LIB_LOCKED.MXNDArrayGetData(array.handle, ctypes.byref(address)))
+    check_call(_LIBMXNET_LOCKED.MXNDArrayGetData(array.handle, ctypes.byref(address)))
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(address.value), dtype=dtype).reshape(shape)

@@ -13,17 +13,17 @@ Ranks meet in *rounds*. A round has a key, and is in one of three states:
     devices) while the others go on sleeping. The round leaves the table now, so a rank that comes again opens
     the next round and cannot disturb this one.
 ``done``
-    The leader, or the first sleeper to lose patience, has stored the outcome: a result, or an error that is the same
+    The leader, or the first sleeper whose wait ended, has stored the outcome: a result, or an error that is the same
     for every rank. Everyone is woken, and takes it home.
 
-What ends every wait: the last arrival; the end of patience (`_patience`: the timeout, or less), which fails the round
-for all ranks that wait and removes it from the table, so that the next step starts clean; or an error in the exchange.
+What ends every wait: the last arrival; the timeout, or less (`waiting`), which fails the round for all ranks that wait
+and removes it from the table, so that the next step starts clean; or an error in the exchange.
 The leader of an exchange that does not come back releases the sleepers after one more timeout.
 
 Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 running statistics), so all of them share one key, and the n-th round holds the n-th call of every device. Backward
 passes of a layer that is called several times per step come in any order, so their key is the number of the
-forward round that they answer (``Meeting.number``).
+forward round that they answer (``RoundResult.round_id``).
 
 A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
 step. Whoever catches the error and goes on must therefore let the stragglers finish first: `abandon_step`.
@@ -42,24 +42,24 @@ class SyncBatchNormError(RuntimeError):
     """A synchronized layer could not complete a forward or backward pass on every device of its group."""
 
 
-class Meeting(NamedTuple):
+class RoundResult(NamedTuple):
     """What a rank takes home: what the exchange returned, and which round of this rendezvous it was."""
 
     result: Any
-    number: int
+    round_id: int
 
 
 class _Round:
-    def __init__(self, number: int, size: int):
-        self.number = number
+    def __init__(self, round_id: int, size: int):
+        self.id = round_id
         self.opened = time.monotonic()
         self.contributions: List[Optional[np.ndarray]] = [None] * size
-        self.meeting: Optional[Meeting] = None
+        self.outcome: Optional[RoundResult] = None
         self.error: Optional[str] = None
 
     @property
     def done(self) -> bool:
-        return self.meeting is not None or self.error is not None
+        return self.outcome is not None or self.error is not None
 
     @property
     def gathering(self) -> bool:
@@ -108,7 +108,7 @@ class Rendezvous:
         """How many rounds were ever opened."""
         return self._opened
 
-    def meet(self, rank: int, contribution: np.ndarray, key: int = 0) -> Meeting:
+    def all_reduce(self, rank: int, contribution: np.ndarray, key: int = 0) -> RoundResult:
         """Leave ``contribution`` as ``rank``, wait for the others, and return the result of all of it.
 
         Raises
@@ -128,7 +128,7 @@ class Rendezvous:
             self._lead(round_)
         if round_.error is not None:
             raise SyncBatchNormError(round_.error)
-        return round_.meeting
+        return round_.outcome
 
     def _join(self, rank: int, contribution: np.ndarray, key: int) -> _Round:
         round_ = self._rounds.get(key)
@@ -155,12 +155,12 @@ class Rendezvous:
             if len({item.size for item in round_.contributions}) > 1:
                 sizes = ", ".join(f"{name}: {item.size}" for name, item in zip(self._ranks, round_.contributions))
                 raise ValueError(f"the devices brought vectors of different lengths ({sizes})")
-            meeting, error = Meeting(self._exchange(round_.contributions), round_.number), None
+            outcome, error = RoundResult(self._exchange(round_.contributions), round_.id), None
         except Exception as problem:  # whatever it was, the sleepers must hear of it
-            meeting, error = None, f"{self._what}: the exchange between devices failed: {problem}"
+            outcome, error = None, f"{self._what}: the exchange between devices failed: {problem}"
         with self._changed:
             if not round_.done:
-                round_.meeting, round_.error = meeting, error
+                round_.outcome, round_.error = outcome, error
             self._changed.notify_all()
 
     def _fail(self, round_: _Round, text: str) -> None:

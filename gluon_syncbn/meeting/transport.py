@@ -12,7 +12,8 @@ from typing import List, Sequence, Union
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.meeting.host_arrays import HostAccess
+from gluon_syncbn.base.mxnet_private import has_optimizer
+from gluon_syncbn.meeting.host_arrays import HostArrays
 
 _KNOWN_TYPES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
@@ -42,7 +43,7 @@ def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
             f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KNOWN_TYPES)} "
             f"(several hosts and NCCL are not built yet)."
         )
-    if not isinstance(kvstore, str) and kvstore._updater is not None:
+    if not isinstance(kvstore, str) and has_optimizer(kvstore):
         raise ValueError(
             f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
             f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
@@ -68,7 +69,7 @@ class KVStoreTransport:
 
     def __init__(self, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore, None] = None):
         self._devices = list(devices)
-        self._hosts = [HostAccess(device) for device in devices]
+        self._hosts = [HostArrays(device) for device in devices]
         kvstore = kvstore or default_kvstore(devices)
         self._store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
         self._buffers = {}

@@ -1,22 +1,29 @@
-"""How long a device waits for the others: the layer's timeout, or less once waiting has lost its sense.
+"""How long a device waits for the others: the layer's timeout, or less once the wait can no longer succeed.
 
-csrc/patience.h says when that is, and how Ctrl-C is noticed. The compiled rendezvous follows it there, that of the
-portable back end here. Without the compiled library no signal is noticed, and a wait lasts until the timeout then.
+csrc/meeting/waiting.h says when that is, and how Ctrl-C is noticed. The compiled rendezvous follows it there, that of
+the portable back end here. Without the compiled library no signal is noticed, and a wait lasts until the timeout then.
 """
 
 import contextlib
-import ctypes
 import threading
 import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
-MOMENT = 2.0  # seconds; as in csrc/patience.h, like the next
-_LOOK = 0.1
+from gluon_syncbn.base import library
 
-_library: Optional[ctypes.CDLL] = None
-_limit = ("", 0.0)  # because of what, and since when
-_limiting = 0  # how many `limited` are under way
+# For devices that are on their way when waits are cut short: they may still arrive.
+GRACE_SECONDS = 2.0
+# How often a device that waits looks whether its wait has been cut short.
+POLL_SECONDS = 0.1
+# Errors of layers leave at least this far apart, or MXNet could lose one (csrc/mxnet/operator.cpp).
+SECONDS_BETWEEN_FAILURES = 0.05
+
+_cut_short = ("", 0.0)  # because of what, and since when
+_under_way = 0  # how many `cut_short` there are
 _lock = threading.Lock()
+
+if library.core is not None:
+    library.core.gluon_syncbn_set_waiting_times(GRACE_SECONDS, POLL_SECONDS, SECONDS_BETWEEN_FAILURES)
 
 
 class Waited(NamedTuple):
@@ -32,71 +39,59 @@ class Waited(NamedTuple):
         return f"waited {self.seconds:.1f} s for {whom}, and no longer because {self.because}"
 
 
-def connect(library: ctypes.CDLL) -> None:
-    """Tell ``library`` from now on what is said here, and learn of signals from it."""
-    global _library
-    library.gluon_syncbn_limit_patience.argtypes = [ctypes.c_char_p]
-    library.gluon_syncbn_limit_patience.restype = None
-    library.gluon_syncbn_watch_signals.argtypes = [ctypes.c_int]
-    library.gluon_syncbn_watch_signals.restype = None
-    library.gluon_syncbn_signalled_at.argtypes = []
-    library.gluon_syncbn_signalled_at.restype = ctypes.c_double
-    _library = library
-
-
 @contextlib.contextmanager
-def limited(because: str) -> Iterator[None]:
-    """Within the ``with`` block waits end after `MOMENT`, "because" of this; on several threads, within the last."""
-    global _limiting
+def cut_short(because: str) -> Iterator[None]:
+    """Within the ``with`` block waits end after the grace period; on several threads, within the last block."""
+    global _under_way
     with _lock:
-        _limiting += 1
-        limit(because)
+        _under_way += 1
+        cut_short_from_now_on(because)
     try:
         yield
     finally:
         with _lock:
-            _limiting -= 1
-            if not _limiting:
-                limit("")
+            _under_way -= 1
+            if not _under_way:
+                cut_short_from_now_on("")
 
 
-def limit(because: str) -> None:
-    """From now on waits end after `MOMENT`, "because" of this; an empty text takes it back."""
-    global _limit
-    _limit = (because, time.monotonic())
-    if _library is not None:
-        _library.gluon_syncbn_limit_patience(because.encode())
+def cut_short_from_now_on(because: str) -> None:
+    """Waits end after the grace period, "because" of this; an empty text takes it back."""
+    global _cut_short
+    _cut_short = (because, time.monotonic())
+    if library.core is not None:
+        library.core.gluon_syncbn_cut_waits_short(because.encode())
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
-    """Wait on ``changed``, which is held, until ``enough()``: then None; or until patience ends.
+    """Wait on ``changed``, which is held, until ``enough()``: then None; or until the wait ends in vain.
 
     ``began`` is on the clock of `time.monotonic`.
     """
     watching = False
     try:
         while not enough():
-            ended = _out_of_patience(began, timeout)
+            ended = _ended(began, timeout)
             if ended is not None:
                 return ended
-            notified = changed.wait(min(_LOOK, began + timeout - time.monotonic()))
-            if _library is not None and not notified and not watching:
-                _library.gluon_syncbn_watch_signals(1)
+            notified = changed.wait(min(POLL_SECONDS, began + timeout - time.monotonic()))
+            if library.core is not None and not notified and not watching:
+                library.core.gluon_syncbn_watch_signals(1)
                 watching = True
     finally:
         if watching:
-            _library.gluon_syncbn_watch_signals(0)
+            library.core.gluon_syncbn_watch_signals(0)
     return None
 
 
-def _out_of_patience(began: float, timeout: float) -> Optional[Waited]:
+def _ended(began: float, timeout: float) -> Optional[Waited]:
     now = time.monotonic()
     if now >= began + timeout:
         return Waited(timeout, "")
-    signalled = -1.0 if _library is None else _library.gluon_syncbn_signalled_at()
-    if signalled >= began and now >= signalled + MOMENT:
+    signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
+    if signalled >= began and now >= signalled + GRACE_SECONDS:
         return Waited(now - began, "Ctrl-C or SIGTERM came")
-    because, since = _limit
-    if because and now >= max(began, since) + MOMENT:
+    because, since = _cut_short
+    if because and now >= max(began, since) + GRACE_SECONDS:
         return Waited(now - began, because)
     return None

@@ -6,25 +6,23 @@ The graph of a hybridized net that trains on several devices has synchronized no
 
 import functools
 
-from mxnet.gluon import HybridBlock
-
-from gluon_syncbn.graphs.rewrite import MARK
+from gluon_syncbn.base.mxnet_private import graph_of, set_graph
+from gluon_syncbn.graphs.mark import is_marked
 from gluon_syncbn.symbol import plain_symbol
 
 
-def export_plain_graphs() -> None:
-    """From now on ``HybridBlock.export`` does so."""
-    export = HybridBlock.export
+def exporting_plain_graphs(export):
+    """``HybridBlock.export`` does so."""
 
     @functools.wraps(export)
     def plain_export(self, *args, **kwargs):
-        graph = self._cached_graph
-        if not graph or MARK not in graph[1].tojson():
+        graph = graph_of(self)
+        if not graph or not is_marked(graph[1]):
             return export(self, *args, **kwargs)
-        self._cached_graph = graph[0], plain_symbol(graph[1])
+        set_graph(self, (graph[0], plain_symbol(graph[1])))
         try:
             return export(self, *args, **kwargs)
         finally:
-            self._cached_graph = graph
+            set_graph(self, graph)
 
-    HybridBlock.export = plain_export
+    return plain_export

@@ -5,42 +5,44 @@ YOLOv3Estimator synchronizes 27 of 47. Nothing shows it; so a net is looked thro
 several devices has been called, at the end of ``autograd.record()``.
 """
 
+import functools
 import warnings
 import weakref
 from typing import List
 
-import mxnet as mx
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.convert import all_blocks, plain_base
-from gluon_syncbn.graphs.rewrite import norms_of
+from gluon_syncbn.graphs.rewrite import Graph
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
+from gluon_syncbn.nets.walk import all_blocks
 from gluon_syncbn.process.passes import take_net_of_scope
 
 _SHOWN = 3
 _seen = weakref.WeakSet()
 
 
-def warn_of_plain_norms() -> None:
-    """From now on each net that holds both is warned of (UserWarning), once."""
-    scope = mx.autograd._RecordingStateScope
-    end = scope.__exit__
+def warning_of_plain_norms(leave):
+    """The end of ``autograd.record()``: each net that holds both is warned of (UserWarning), once."""
 
+    @functools.wraps(leave)
     def __exit__(self, kind, value, trace):
-        end(self, kind, value, trace)
-        net = take_net_of_scope() if self._enter_is_record else None
+        leave(self, kind, value, trace)
+        net = take_net_of_scope() if is_record(self) else None
         if net is not None and net not in _seen:
             _seen.add(net)
             _warn(net)
 
-    scope.__exit__ = __exit__
+    return __exit__
 
 
 def _warn(net: Block) -> None:
     blocks = all_blocks(net)
-    layers = [item for item in blocks if isinstance(item, SyncBatchNorm) and not item._kwargs["use_global_stats"]]
+    layers = [
+        item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]
+    ]
     plain = [name for item in blocks for name in _plain_norms(item)]
     if not plain:
         return
@@ -56,8 +58,9 @@ def _warn(net: Block) -> None:
 def _plain_norms(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
-        norms = [norm for norm in norms_of(block._cached_graph[1]) if not norm.use_global_stats]
         is_synchronized = isinstance(block, SynchronizedSymbolBlock)
+        graph = block.parsed_graph() if is_synchronized else Graph(graph_of(block)[1])
+        norms = [norm for norm in graph.norms() if not norm.use_global_stats]
         return [norm.name for norm in norms if not (is_synchronized and block.is_synchronized(norm))]
-    is_plain = isinstance(block, plain_base) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
-    return [block.name] if is_plain and not block._kwargs["use_global_stats"] else []
+    is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
+    return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []

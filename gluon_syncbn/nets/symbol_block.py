@@ -8,22 +8,25 @@ that all that holds for layers holds here: devices, groups, timeouts, order in s
 
 import copy
 import functools
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
-from mxnet.gluon.block import _flatten, _regroup
 
 from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
-from gluon_syncbn.block import SyncBatchNorm, find_trace, traces_graphs
-from gluon_syncbn.graphs.rewrite import MARK, Norm, norms_of, rewrite
+from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
+from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.graphs.mark import is_marked
+from gluon_syncbn.graphs.rewrite import Graph, Norm
+from gluon_syncbn.graphs.trace import Trace, find_trace, makes_graphs
 from gluon_syncbn.symbol import plain_symbol
 
 
 class _Norms:
-    """Keeps the layers out of Gluon's sight, which would take them for forgotten children."""
+    """The block's symbol, and the layers that stand for its nodes, which Gluon would take for forgotten children."""
 
-    def __init__(self, layers: Dict[Tuple[str, ...], SyncBatchNorm]):
+    def __init__(self, graph: Graph, layers: Dict[Tuple[str, ...], SyncBatchNorm]):
+        self.graph = graph
         self.layers = layers
 
 
@@ -40,56 +43,55 @@ class SynchronizedSymbolBlock(SymbolBlock):
 
     def count_nodes(self) -> int:
         """How many nodes synchronize."""
-        return sum(map(self.is_synchronized, norms_of(self._cached_graph[1])))
+        return sum(map(self.is_synchronized, self._norms.graph.norms()))
+
+    def parsed_graph(self) -> Graph:
+        """The block's symbol."""
+        return self._norms.graph
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
             return super().forward(x, *args)
-        flat, in_format = _flatten([x, *args], "input")
+        flat, in_format = flatten([x, *args], "input")
         assert in_format == self._in_format, "Invalid input format"
         trace = find_trace()
         is_static = trace is not None and trace.is_static
-        before = self._calls[1] if is_static and self._calls[0] is trace.symbol else {}
-        variables = {running_mean: f"{running_mean}_call_before" for running_mean in before}
+        before = self._order_tokens[1] if is_static and self._order_tokens[0] is trace.symbol else {}
+        variables = {running_mean: f"{running_mean}_order_token" for running_mean in before}
         known = trace.dtypes() if trace else {}
-        dtypes = {
-            data.name: inferred_dtype(item.as_nd_ndarray(), known) for data, item in zip(self._cached_graph[0], flat)
-        }
-        out, calls = self._synchronized(trace, dtypes, variables)
-        everything = mx.sym.Group([*out.as_nd_ndarray(), *calls.values()])
-        everything._compose(
-            **{data.name: item.as_nd_ndarray() for data, item in zip(self._cached_graph[0], flat)},
-            **{variables[running_mean]: call for running_mean, call in before.items()},
-        )
+        inputs = {data.name: item.as_nd_ndarray() for data, item in zip(graph_of(self)[0], flat)}
+        dtypes = {name: inferred_dtype(item, known) for name, item in inputs.items()}
+        out, tokens = self._synchronized(trace, dtypes, variables)
+        everything = mx.sym.Group([*out.as_nd_ndarray(), *tokens.values()])
+        everything._compose(**inputs, **{variables[running_mean]: token for running_mean, token in before.items()})
         size = len(out.list_outputs())
         if is_static:
-            self._calls = trace.symbol, {**before, **dict(zip(calls, list(everything)[size:]))}
+            self._order_tokens = trace.symbol, {**before, **dict(zip(tokens, list(everything)[size:]))}
         outputs = list(everything)[:size]
         if mx.util.is_np_array():
             outputs = [item.as_np_ndarray() for item in outputs]
-        return _regroup(outputs, self._out_format)
+        return regroup(outputs, self._out_format)
 
-    @traces_graphs
+    @makes_graphs
     def _get_graph(self, *args):
-        symbol_inputs = [copy.copy(item) for item in self._cached_graph[0]]  # new objects, see find_trace
+        symbol_inputs = [copy.copy(item) for item in graph_of(self)[0]]  # new objects, see Trace.symbol
         trace = find_trace()
         return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
 
-    def _synchronized(self, trace, dtypes: Dict[str, Any], before: Dict[str, str]):
-        """The graph with synchronized nodes, and the last calls (see `gluon_syncbn.graphs.rewrite.rewrite`).
+    def _synchronized(self, trace: Optional[Trace], dtypes: Dict[str, Any], before: Dict[str, str]):
+        """The graph with synchronized nodes, and the last order tokens (see `Graph.rewrite`).
 
         ``dtypes`` are those of the block's inputs, as far as they are known.
         """
-        graph = self._cached_graph[1]
-        known = inferred_dtypes(graph, dtypes)
+        known = inferred_dtypes(graph_of(self)[1], dtypes)
 
         def make(norm: Norm, inputs, after):
             layer = self._norms.layers.get(_key(norm))
             if layer is None:
                 return None
-            return layer.as_node(inputs, trace, after, norm.name, norm.hidden, known.get(norm.data))
+            return layer.as_node(inputs, trace, norm.name, {inputs[0].name: known.get(norm.data)}, norm.hidden, after)
 
-        return rewrite(graph, make, before)
+        return self._norms.graph.rewrite(make, before)
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
@@ -102,17 +104,18 @@ def synchronize(block: SymbolBlock, **options) -> None:
     ValueError
         The others have different ones.
     """
-    data, out = block._cached_graph
+    data, out = graph_of(block)
     # A gamma that is computed, say, has no Parameter.
-    norms = [norm for norm in norms_of(out) if all(name in block.params for name in norm.parameters)]
+    norms = [norm for norm in Graph(out).norms() if all(name in block.params for name in norm.parameters)]
     told = options or _common_options(block, norms)
     layers = {_key(norm): _layer_of(block, norm, options or norm.options or told) for norm in norms}
-    block._cached_graph = data, plain_symbol(out)
-    block._norms = _Norms(layers)
-    block._calls = None, {}
+    plain = plain_symbol(out)
+    set_graph(block, (data, plain))
+    block._norms = _Norms(Graph(plain), layers)
+    block._order_tokens = None, {}
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
-    block._clear_cached_op()
+    drop_graph(block)
 
 
 def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
@@ -130,8 +133,8 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 def restore(block: SynchronizedSymbolBlock) -> None:
     """The way back."""
     block.__class__ = block.__dict__.pop("_converted_from")
-    del block._norms, block._calls
-    block._clear_cached_op()
+    del block._norms, block._order_tokens
+    drop_graph(block)
 
 
 def _key(norm: Norm) -> Tuple[str, ...]:
@@ -150,25 +153,23 @@ def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
         **{key: value for key, value in options.items() if key != "dtype"},
     )
     # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
-    layer._prefix, layer._name = norm.name + "_", norm.name
+    set_name(layer, norm.name)
     for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):
-        del layer._reg_params[name]
-        setattr(layer, name, block.params[variable])
+        set_parameter(layer, name, block.params[variable])
     return layer
 
 
-def watch_symbol_blocks() -> None:
-    """From now on, a SymbolBlock that is made of synchronized nodes is a `SynchronizedSymbolBlock`.
+def synchronizing_what_is_marked(make):
+    """``SymbolBlock.__init__``: one that is made of synchronized nodes is a `SynchronizedSymbolBlock`.
 
     gluoncv's FeatureExpander calls a net with a symbol and makes a block of what it returns: without this, the nodes
     would train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of a static graph would not reach them.
     """
-    make = SymbolBlock.__init__
 
     @functools.wraps(make)
     def __init__(self, *args, **kwargs):
         make(self, *args, **kwargs)
-        if MARK in self._cached_graph[1].tojson():
+        if is_marked(graph_of(self)[1]):
             synchronize(self)
 
-    SymbolBlock.__init__ = __init__
+    return __init__

@@ -6,14 +6,16 @@ an error, and nothing runs any more. This happens by itself where an exception l
 beginning of a step if the one before broke off between the ``backward()`` of two devices (`_passes`).
 """
 
+import functools
 import logging
 
 import mxnet as mx
 
+from gluon_syncbn.base.mxnet_private import is_record
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import begin_scope, forget_passes
+from gluon_syncbn.process.passes import forget_passes
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -38,7 +40,7 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    with waiting.limited("the step was abandoned"):
+    with waiting.cut_short("the step was abandoned"):
         finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
     forget_passes()
 
@@ -60,22 +62,13 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
     passes.begin_forward(device)
 
 
-def abandon_steps_that_raise() -> None:
-    """From now on an exception that leaves ``autograd.record()`` abandons the step.
+def abandoning_what_raises(leave):
+    """The end of ``autograd.record()``: an exception that leaves it abandons the step. MXNet has no hook for that."""
 
-    MXNet has no hook for that, so the methods that begin and end such a scope are extended.
-    """
-    scope = mx.autograd._RecordingStateScope
-    begin, end = scope.__enter__, scope.__exit__
-
-    def __enter__(self):
-        begin(self)
-        if self._enter_is_record:
-            begin_scope()
-
+    @functools.wraps(leave)
     def __exit__(self, kind, value, trace):
-        end(self, kind, value, trace)
-        if kind is not None and self._enter_is_record and live_layers():
+        leave(self, kind, value, trace)
+        if kind is not None and is_record(self) and live_layers():
             abandon_step()
 
-    scope.__enter__, scope.__exit__ = __enter__, __exit__
+    return __exit__

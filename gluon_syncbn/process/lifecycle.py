@@ -13,7 +13,7 @@ takes the interpreter lock. The thread that forks holds that lock while MXNet wa
 thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are
 let go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
 thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
-(csrc/python_operator.cpp).
+(csrc/mxnet/python_operator.cpp).
 """
 
 import atexit
@@ -25,7 +25,7 @@ from typing import Optional, Set
 
 import mxnet as mx
 
-from gluon_syncbn.backends import native
+from gluon_syncbn.base.library import stop_calling_python
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.process.fork import after_fork_in_child, before_fork
 from gluon_syncbn.process.live_layers import live_layers
@@ -55,9 +55,9 @@ def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
 
 
 def _at_exit() -> None:
-    waiting.limit("the process ends")
+    waiting.cut_short_from_now_on("the process ends")
     finish_pending_work("When the process ended")
-    native.stop_calling_python()
+    stop_calling_python()
 
 
 def _devices_in_use() -> Set[mx.Context]:
@@ -75,8 +75,8 @@ def lose_gpus() -> None:
     _lost_gpus = _lost_gpus or _used_gpus
 
 
-def watch() -> None:
-    """Wait for pending work before exits and forks from now on."""
+def watch_exits_and_forks() -> None:
+    """Wait for pending work before them from now on."""
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)

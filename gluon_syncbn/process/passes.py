@@ -22,6 +22,8 @@ from typing import List, Optional, Tuple
 
 import mxnet as mx
 
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
+
 _watched = weakref.WeakSet()
 _watched_lock = threading.Lock()
 _notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
@@ -73,7 +75,7 @@ class Passes:
         """A Parameter that learns, on each device; none if it is frozen."""
         layer = self._layer()
         for parameter in (layer.gamma, layer.beta) if layer is not None else ():
-            if parameter.grad_req != "null" and parameter._grad is not None:
+            if has_gradient(parameter):
                 return parameter.list_data()
         return []
 
@@ -81,9 +83,9 @@ class Passes:
         """Take from each of these arrays the note whether its gradient is fresh."""
         taken = []
         for array in self.arrays():
-            was_fresh = array._fresh_grad
+            was_fresh = has_fresh_gradient(array)
             try:
-                array._fresh_grad = False
+                set_fresh_gradient(array, False)
             except mx.MXNetError:  # a copy, of which autograd does not know
                 break
             taken.append((self, array, was_fresh))
@@ -100,13 +102,20 @@ def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
     return len({counts[device] for device in devices}) == 1
 
 
-def begin_scope() -> None:
-    """``autograd.record()`` begins on this thread: the first layer that is called counts."""
-    _scope.has_begun, _scope.net = True, None
+def noticing_record(enter):
+    """The beginning of ``autograd.record()``: the first layer that is called on this thread from now on counts."""
+
+    @functools.wraps(enter)
+    def __enter__(self):
+        enter(self)
+        if is_record(self):
+            _scope.has_begun, _scope.net = True, None
+
+    return __enter__
 
 
 def take_net_of_scope() -> Optional[mx.gluon.Block]:
-    """The net that has the first layer that was called since `begin_scope` on this thread, if one was; once."""
+    """The net that has the first layer that was called in ``autograd.record()`` on this thread, if one was; once."""
     net, _scope.net = getattr(_scope, "net", None), None
     return net
 
@@ -132,13 +141,9 @@ def forget_passes() -> None:
         passes.forget()
 
 
-def count_backward_passes() -> None:
-    """From now on ``backward()`` of an array, and of several with ``autograd.backward``, is counted."""
-    for owner in (mx.nd.NDArray, mx.autograd):
-        owner.backward = _counted(owner.backward)
+def counting_backward(backward):
+    """``backward()`` of an array, and of several with ``autograd.backward``: counts the passes that it starts."""
 
-
-def _counted(backward):
     @functools.wraps(backward)
     def counted_backward(*args, **kwargs):
         with _notes_lock:
@@ -147,9 +152,9 @@ def _counted(backward):
                 return backward(*args, **kwargs)
             finally:
                 for passes, array, was_fresh in notes:
-                    if array._fresh_grad:
+                    if has_fresh_gradient(array):
                         passes.end_backward(array.context)
                     elif was_fresh:
-                        array._fresh_grad = True
+                        set_fresh_gradient(array, True)
 
     return counted_backward

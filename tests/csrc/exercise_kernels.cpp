@@ -44,7 +44,7 @@ void exercise(DType dtype, const Layout& layout, bool relu) {
   std::vector<char> outputs, gradients;
   for (const int threads : {1, 3}) {
     const Moments local = moments(dtype, x.data.get(), layout, threads);
-    const Moments all = merge({local, local});
+    const Moments all = merge({local.pack(), local.pack()});
     const Affine affine =
         Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7), std::vector<double>(channels, 0.1), relu);
     Buffer y(dtype, size), dx(dtype, size);

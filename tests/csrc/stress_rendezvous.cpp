@@ -1,7 +1,7 @@
 // 8 threads meet 100,000 times with random delays; now and then one does not come, comes twice, or brings a vector of
 // another length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
-// must be clean. All the while patience is limited and taken back, and signals come; a timeout shorter than the moment
-// that they leave makes them change nothing. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
+// must be clean. All the while waits are cut short and that is taken back, and signals come; a timeout shorter than the
+// grace period makes them change nothing. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
 
 #include <signal.h>
 #include <unistd.h>
@@ -73,11 +73,11 @@ void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& bac
     try {
       // Backward meetings have a key each, forward ones share key 0.
       Rendezvous& place = generation % 2 ? backward : forward;
-      const Rendezvous::Meeting meeting = place.meet(rank, mine, generation % 2 ? generation : 0);
+      const Rendezvous::Gathered gathered = place.all_gather(rank, mine, generation % 2 ? generation : 0);
       check(plan.kind == kNormal, "should have failed", generation);
-      check(meeting.contributions->size() == kRanks, "contributions are missing", generation);
-      for (size_t other = 0; other < meeting.contributions->size(); ++other) {
-        const std::vector<double>& seen = (*meeting.contributions)[other];
+      check(gathered.contributions->size() == kRanks, "contributions are missing", generation);
+      for (size_t other = 0; other < gathered.contributions->size(); ++other) {
+        const std::vector<double>& seen = (*gathered.contributions)[other];
         check(seen.size() == plan.size && seen.back() == static_cast<double>(generation * kRanks + other),
               "a contribution is another generation's", generation);
       }
@@ -99,10 +99,10 @@ std::atomic<long> handled{0};
 
 void disturb() {
   while (!done) {
-    gluon_syncbn::limit_patience("of a test");
+    gluon_syncbn::cut_waits_short("of a test");
     kill(getpid(), SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    gluon_syncbn::limit_patience("");
+    gluon_syncbn::cut_waits_short("");
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
@@ -110,6 +110,8 @@ void disturb() {
 }  // namespace
 
 int main(int count, char** arguments) {
+  using gluon_syncbn::Seconds;
+  gluon_syncbn::waiting_times() = {Seconds(2), Seconds(0.1), Seconds(0.05)};
   const uint64_t generations = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100000;
   std::vector<std::string> names;
   for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 import numpy as np
-from gpu_kernels import FLAGS, Tuning
+from gpu_kernels import FLAGS, Tuning, options
 
 HERE = Path(__file__).parent
 COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -15,12 +15,12 @@ COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wex
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
 
-def build_kernels(folder: Path, *options: str) -> dict:
+def build_kernels(folder: Path, tuning: Optional[Tuning] = None) -> dict:
     """kernels.cu as a library for the CPU, for each dtype."""
     files = {dtype: folder / f"kernels_{dtype}.so" for dtype in FLAGS}
     source = str(HERE / "kernels_on_cpu.cpp")
     builds = [
-        subprocess.Popen([*COMPILER, *_CHECKED, f"-DVALUE_TYPE={FLAGS[dtype]}", *options, source, "-o", str(file)])
+        subprocess.Popen([*COMPILER, *_CHECKED, *options(dtype, tuning)[1:], source, "-o", str(file)])
         for dtype, file in files.items()
     ]
     if any(build.wait() != 0 for build in builds):

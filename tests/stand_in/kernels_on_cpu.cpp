@@ -48,7 +48,7 @@ const std::map<std::string, Launcher>& kernels() {
       {"gradient_sums_columns", launcher(gradient_sums_columns)},
       {"input_gradient_rows", launcher(input_gradient_rows)},
       {"input_gradient_columns", launcher(input_gradient_columns)},
-      {"lose", launcher(lose)},
+      {"fill_nan", launcher(fill_nan)},
   };
   return all;
 }

@@ -9,58 +9,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu/float16.h"
+
 namespace gluon_syncbn {
 namespace {
-
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-// IEEE binary16: 5 bits of exponent (bias 15), 10 of mantissa.
-inline float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t rest = static_cast<uint32_t>(half & 0x7fffu) << 13;
-  // Exponents differ by 112 between the formats. The product also makes normal numbers of subnormal ones.
-  const float scaled = float_of(rest) * float_of((127u + 112u) << 23);
-  const uint32_t finite = bits_of(scaled), special = rest | 0x7f800000u;
-  return float_of(sign | ((half & 0x7c00u) == 0x7c00u ? special : finite));
-}
-
-// To nearest, ties to even.
-inline uint16_t float_to_half(float value) {
-  const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
-  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);  // NaN
-  if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more: infinity
-  if (rest < 0x38800000u) {
-    // Subnormal: adding 0.5 aligns the last bit of the half with the last bit of the float, which rounds.
-    return static_cast<uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
-  }
-  const uint32_t rounded = rest + 0xfffu + ((rest >> 13) & 1u);
-  return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
-}
-
-inline float bfloat16_to_float(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
-
-inline uint16_t float_to_bfloat16(float value) {
-  const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN stays one
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 struct AffineView {
   const double* shift;
@@ -175,19 +127,6 @@ double rounded_to(DType dtype, double value) {
 
 }  // namespace
 
-DType dtype_of(int flag) {
-  switch (flag) {
-    case 0:
-    case 1:
-    case 2:
-    case 12:
-      return static_cast<DType>(flag);
-    default:
-      throw std::invalid_argument("MXNet's dtype number " + std::to_string(flag) +
-                                  " is not supported; use float32, float64, float16 or bfloat16");
-  }
-}
-
 Affine Affine::rounded(DType dtype, const std::vector<double>& mean, const std::vector<double>& scale,
                        const std::vector<double>& beta, bool relu) {
   Affine affine;
@@ -259,25 +198,6 @@ void fill(DType dtype, void* values, int64_t size, double value) {
         static_cast<float*>(values)[i] = static_cast<float>(value);
     }
   }
-}
-
-Moments merge(const std::vector<Moments>& parts) {
-  const size_t channels = parts.front().mean.size();
-  Moments merged;
-  for (const Moments& part : parts) merged.count += part.count;
-  merged.mean.assign(channels, 0.0);
-  merged.m2.assign(channels, 0.0);
-  for (const Moments& part : parts) {
-    const double share = part.count / merged.count;
-    for (size_t c = 0; c < channels; ++c) merged.mean[c] += part.mean[c] * share;
-  }
-  for (const Moments& part : parts) {
-    for (size_t c = 0; c < channels; ++c) {
-      const double distance = part.mean[c] - merged.mean[c];
-      merged.m2[c] += part.m2[c] + part.count * distance * distance;
-    }
-  }
-  return merged;
 }
 
 const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }

@@ -1,4 +1,4 @@
-// The arithmetic of one device: passes over activations, and merging of per-channel vectors.
+// The arithmetic of one CPU device: passes over activations.
 //
 // Nothing here knows of MXNet, of threads that wait, or of other devices. Every tensor is dense and seen as
 // (outer, channels, inner): NCHW is (N, C, H·W), channel-last is (N·H·W, C, 1), plain (N, C) is (N, C, 1).
@@ -11,29 +11,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "meeting/statistics.h"
+#include "tensor.h"
+
 namespace gluon_syncbn {
-
-// MXNet's type flags (mshadow/base.h).
-enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 12 };
-
-// Throws std::invalid_argument for any other flag.
-DType dtype_of(int flag);
-
-struct Layout {
-  int64_t outer;
-  int64_t channels;
-  int64_t inner;
-
-  int64_t size() const { return outer * channels * inner; }
-  double count() const { return static_cast<double>(outer * inner); }
-};
-
-// Per channel: number of values, their mean, and the centred sum of squares M2 = Σ (x − mean)².
-struct Moments {
-  double count = 0;
-  std::vector<double> mean;
-  std::vector<double> m2;
-};
 
 // y = (x − shift)·scale + bias per channel, then max(y, 0) if relu. The three are rounded to float32 (float64 for
 // float64 tensors) by `Affine::rounded`, which moves the rounding error of shift into bias: a mean that is large
@@ -52,7 +33,7 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads);
 
 void normalize(DType dtype, const void* x, const Layout& layout, const Affine& affine, void* y, int threads);
 
-// Σ dy and Σ dy·(x − shift) per channel, where dy is what passes the relu of `affine`.
+// Σ dy and Σ dy·(x − shift) per channel, where dy is masked by the ReLU of `affine`.
 struct GradientSums {
   std::vector<double> dy;
   std::vector<double> dy_centred;
@@ -70,10 +51,6 @@ void input_gradient(DType dtype, const void* x, const void* dy, const Layout& la
                     const InputGradient& gradient, void* dx, bool add, int threads);
 
 void fill(DType dtype, void* values, int64_t size, double value);
-
-// Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979, for
-// many parts at once, in the given order.
-Moments merge(const std::vector<Moments>& parts);
 
 // The environment variable that holds the passes to an instruction set older than the processor's best, so that one
 // machine can try what others run. Its values are those of `instruction_set`, in either case.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/kernels.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "mxnet/operator.h"
@@ -12,7 +13,7 @@
 namespace gluon_syncbn {
 namespace {
 
-constexpr double kLost = std::numeric_limits<double>::quiet_NaN();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
   std::vector<double> values(size);
@@ -44,13 +45,13 @@ class CpuOperator : public Operator {
   explicit CpuOperator(Call call) : call_(std::move(call)), threads_(omp_get_max_threads()) {}
 
   void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(handles, call_.follows);
+    const ForwardArrays arrays(handles, call_.has_order_token);
     const void* x = arrays.data.data();
-    void* y = data_if_wanted(arrays.out, requests[0]);
-    auto* remembered = static_cast<double*>(data_if_wanted(arrays.saved, requests[1]));
+    void* y = data_if_requested(arrays.out, requests[0]);
+    auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests[1]));
     if (!is_train) {
-      const Statistics running{0, read(arrays.running_mean), read(arrays.running_var), 0, kPrediction};
-      remember(remembered, running, inverse_deviation(running.variance));
+      const Statistics running{{}, read(arrays.running_mean), read(arrays.running_var)};
+      save_for_backward(saved, running, inverse_deviation(running.variance));
       if (y) normalize(call_.dtype, x, call_.layout, prediction_affine(arrays), y, threads_);
       return;
     }
@@ -58,7 +59,7 @@ class CpuOperator : public Operator {
       const Moments local = moments(call_.dtype, x, call_.layout, threads_);
       const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
       const std::vector<double> invstd = inverse_deviation(all.variance);
-      remember(remembered, all, invstd);
+      save_for_backward(saved, all, invstd);
       if (y) {
         normalize(call_.dtype, x, call_.layout, affine_of(all.mean, scale_of(arrays.gamma, invstd), arrays.beta), y,
                   threads_);
@@ -66,24 +67,23 @@ class CpuOperator : public Operator {
       average(arrays.running_mean, all.mean);
       average(arrays.running_var, all.variance);
     } catch (...) {
-      if (y) fill(call_.dtype, y, call_.layout.size(), kLost);
-      if (remembered) std::fill_n(remembered, 2 * call_.layout.channels + 3, kLost);
+      if (y) fill(call_.dtype, y, call_.layout.size(), kNaN);
+      if (saved) std::fill_n(saved, 2 * call_.layout.channels + ForwardCall::kSize, kNaN);
       throw;
     }
   }
 
   void backward(void** handles, const int* requests) override {
-    const BackwardArrays arrays(handles, call_.follows);
+    const BackwardArrays arrays(handles, call_.has_order_token);
     const auto data_request = static_cast<Request>(requests[0]);
     const auto gamma_request = static_cast<Request>(requests[1]);
     const auto beta_request = static_cast<Request>(requests[2]);
     const size_t channels = static_cast<size_t>(call_.layout.channels);
-    const auto* remembered = static_cast<const double*>(arrays.saved.data());
-    const std::vector<double> mean(remembered, remembered + channels);
-    const std::vector<double> invstd(remembered + channels, remembered + 2 * channels);
-    const double* left = remembered + 2 * channels;
+    const auto* saved = static_cast<const double*>(arrays.saved.data());
+    const std::vector<double> mean(saved, saved + channels);
+    const std::vector<double> invstd(saved + channels, saved + 2 * channels);
     try {
-      const bool is_training = was_training(*call_.group, call_.device, left);
+      const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, saved + 2 * channels);
       const std::vector<double> scale = scale_of(arrays.gamma, invstd);
       const Affine affine = affine_of(mean, scale, arrays.beta);
       const void* x = arrays.data.data();
@@ -96,13 +96,12 @@ class CpuOperator : public Operator {
         s2[c] = invstd[c] * (sums.dy_centred[c] - (mean[c] - affine.shift[c]) * s1[c]);
       }
       InputGradient gradient{scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
-      if (is_training) {  // else the statistics did not depend on x
-        const double total_count = left[0];
+      if (forward_call.is_training()) {  // else the statistics did not depend on x
+        const double total_count = forward_call.count;
         std::vector<double> message(s1);
         message.insert(message.end(), s2.begin(), s2.end());
         const std::vector<double> total =
-            all_reduce_sums(*call_.group, call_.device, std::move(message), static_cast<uint64_t>(left[1]),
-                            static_cast<int64_t>(left[2]));
+            all_reduce_sums(*call_.group, call_.device, std::move(message), forward_call);
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / total_count, mean_s2 = total[channels + c] / total_count;
           gradient.slope[c] = -gradient.factor[c] * invstd[c] * mean_s2;
@@ -118,8 +117,8 @@ class CpuOperator : public Operator {
       if (!call_.group->scale) s2.assign(channels, 0.0);
       write_vector(call_.group->dtype, arrays.d_gamma, s2, gamma_request);
     } catch (...) {
-      if (data_request != Request::kNull) fill(call_.dtype, arrays.d_data.data(), call_.layout.size(), kLost);
-      const std::vector<double> lost(channels, kLost);
+      if (data_request != Request::kNull) fill(call_.dtype, arrays.d_data.data(), call_.layout.size(), kNaN);
+      const std::vector<double> lost(channels, kNaN);
       write_vector(call_.group->dtype, arrays.d_gamma, lost, gamma_request);
       write_vector(call_.group->dtype, arrays.d_beta, lost, beta_request);
       throw;
@@ -174,19 +173,16 @@ class CpuOperator : public Operator {
     write_vector(call_.group->dtype, running, values);
   }
 
-  static void* data_if_wanted(const Array& array, int request) {
+  static void* data_if_requested(const Array& array, int request) {
     return static_cast<Request>(request) == Request::kNull ? nullptr : array.data();
   }
 
-  // For the backward pass.
-  static void remember(double* saved, const Statistics& all, const std::vector<double>& invstd) {
+  static void save_for_backward(double* saved, const Statistics& all, const std::vector<double>& invstd) {
     if (!saved) return;
     const size_t channels = all.mean.size();
     std::memcpy(saved, all.mean.data(), channels * sizeof(double));
     std::memcpy(saved + channels, invstd.data(), channels * sizeof(double));
-    saved[2 * channels] = all.count;
-    saved[2 * channels + 1] = static_cast<double>(all.number);
-    saved[2 * channels + 2] = static_cast<double>(all.taking_part);
+    all.call.save(saved + 2 * channels);
   }
 
   const Call call_;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "cpu/kernels.h"
+#include "tensor.h"
 
 namespace gluon_syncbn {
 
@@ -23,8 +23,8 @@ struct Launch {
 
 // What may be tuned; only a GPU can tell what is best.
 struct Tuning {
-  int64_t threads = 256;  // in a block: kThreads of kernels.cu
-  int64_t unroll = 4;     // kUnroll of kernels.cu
+  int64_t threads = 256;  // in a block
+  int64_t unroll = 4;     // packs of 16 bytes that a thread has under way
   // Enough for every GPU that MXNet runs on: 8 blocks for each of 128 multiprocessors, of which 2 to 4 run at a time.
   // More would only add to what the last block of a tile has to add up.
   int64_t blocks = 1024;

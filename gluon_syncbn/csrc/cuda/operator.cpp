@@ -32,7 +32,7 @@
 namespace gluon_syncbn {
 namespace {
 
-int wanted(int request) { return static_cast<Request>(request) != Request::kNull; }
+int is_requested(int request) { return static_cast<Request>(request) != Request::kNull; }
 
 class GpuOperator : public Operator {
  public:
@@ -40,25 +40,25 @@ class GpuOperator : public Operator {
       : call_(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
 
   void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(handles, call_.follows);
+    const ForwardArrays arrays(handles, call_.has_order_token);
     try {
       is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
-      lose(program_, requests[0], arrays.out, call_.layout.size());
+      fill_nan(program_, requests[0], arrays.out, call_.layout.size());
       rethrow("forward pass");
     }
   }
 
   void backward(void** handles, const int* requests) override {
-    const BackwardArrays arrays(handles, call_.follows);
+    const BackwardArrays arrays(handles, call_.has_order_token);
     const int data_request = requests[0], gamma_request = requests[1], beta_request = requests[2];
     try {
       send_back(arrays, data_request, gamma_request, beta_request);
     } catch (...) {
-      lose(program_, data_request, arrays.d_data, call_.layout.size());
+      fill_nan(program_, data_request, arrays.d_data, call_.layout.size());
       GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
-      lose(parameters, gamma_request, arrays.d_gamma, call_.layout.channels);
-      lose(parameters, beta_request, arrays.d_beta, call_.layout.channels);
+      fill_nan(parameters, gamma_request, arrays.d_gamma, call_.layout.channels);
+      fill_nan(parameters, beta_request, arrays.d_beta, call_.layout.channels);
       rethrow("backward pass");
     }
   }
@@ -72,19 +72,19 @@ class GpuOperator : public Operator {
                         {numbers + channels(), numbers + 2 * channels()}};
     const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
     scratch->put(all.mean, all.variance);
-    normalize(arrays, requests, launch, *scratch, all, true);
+    normalize(arrays, requests, launch, *scratch, all.call);
     Scratch::give_back(scratch);
   }
 
   void predict(const ForwardArrays& arrays, const int* requests) {
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    normalize(arrays, requests, launch, *scratch, {0, {}, {}, 0, kPrediction}, false);
+    normalize(arrays, requests, launch, *scratch, {});
     Scratch::give_back(scratch);
   }
 
   void send_back(const BackwardArrays& arrays, int data_request, int gamma_request, int beta_request) {
-    const Array& d_data = wanted(data_request) ? arrays.d_data : arrays.data;
+    const Array& d_data = is_requested(data_request) ? arrays.d_data : arrays.data;
     const Launch launch =
         launch_for(call_.dtype, call_.layout, {arrays.data.data(), arrays.d_out.data(), d_data.data()});
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
@@ -96,26 +96,26 @@ class GpuOperator : public Operator {
     arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
     program_.launch("gradient_sums", device_, launch, arguments);
     const double* numbers = scratch->wait(ticket);
-    const double* left = numbers + 2 * channels();  // by the forward pass: count, number, taking_part
-    if (was_training(*call_.group, call_.device, left)) {  // else the statistics did not depend on x
+    const double* behind = numbers + 2 * channels();
+    const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, behind);
+    if (forward_call.is_training()) {  // else the statistics did not depend on x
       const std::vector<double> total =
-          all_reduce_sums(*call_.group, call_.device, {numbers, left}, static_cast<uint64_t>(left[1]),
-                          static_cast<int64_t>(left[2]));
+          all_reduce_sums(*call_.group, call_.device, {numbers, behind}, forward_call);
       scratch->put(total, {});
     }
-    if (wanted(data_request)) input_gradient(arrays, launch, *scratch, data_request);
+    if (is_requested(data_request)) input_gradient(arrays, launch, *scratch, data_request);
     Scratch::give_back(scratch);
   }
 
   Launch launch_forward(const ForwardArrays& arrays, const int* requests) const {
-    const Array& out = wanted(requests[0]) ? arrays.out : arrays.data;
+    const Array& out = is_requested(requests[0]) ? arrays.out : arrays.data;
     return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
   }
 
-  // While an error is under way, which says more than that this did not work either.
-  void lose(GpuProgram& program, int request, const Array& values, int64_t size) const {
+  // Runs while another exception propagates; its own failure is ignored.
+  void fill_nan(GpuProgram& program, int request, const Array& values, int64_t size) const {
     try {
-      if (wanted(request)) program.lose(device_, values, size);
+      if (is_requested(request)) program.fill_nan(device_, values, size);
     } catch (const MXNetFailure&) {
     }
   }
@@ -131,15 +131,15 @@ class GpuOperator : public Operator {
   }
 
   void normalize(const ForwardArrays& arrays, const int* requests, const Launch& launch, const Scratch& scratch,
-                 const Statistics& all, bool training) {
+                 const ForwardCall& forward_call) {
     Arguments arguments;
     arguments.array(arrays.data).array(arrays.out).array(arrays.gamma).array(arrays.beta);
     arguments.array(arrays.running_mean).array(arrays.running_var).array(arrays.saved).array(scratch.message);
     arguments.layout(call_.layout).integer(launch.aligned);
-    arguments.real(call_.group->epsilon).real(call_.group->momentum).real(all.count);
-    arguments.real(static_cast<double>(all.number)).real(static_cast<double>(all.taking_part));
-    arguments.integer(training).integer(call_.group->scale).integer(call_.relu);
-    arguments.integer(wanted(requests[0])).integer(wanted(requests[1]));
+    arguments.real(call_.group->epsilon).real(call_.group->momentum).real(forward_call.count);
+    arguments.real(static_cast<double>(forward_call.round_id)).real(static_cast<double>(forward_call.active_set));
+    arguments.integer(forward_call.is_training()).integer(call_.group->scale).integer(call_.relu);
+    arguments.integer(is_requested(requests[0])).integer(is_requested(requests[1]));
     program_.launch("normalize", device_, launch, arguments);
   }
 

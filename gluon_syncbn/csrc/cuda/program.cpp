@@ -97,10 +97,13 @@ GpuProgram& GpuProgram::of(DType dtype) {
 }
 
 GpuProgram::GpuProgram(DType dtype) {
+  const Tuning tuning;
   const std::string type = "-DVALUE_TYPE=" + std::to_string(static_cast<int>(dtype));
-  const char* options[] = {"--std=c++11", type.c_str()};
+  const std::string threads = "-DTHREADS=" + std::to_string(tuning.threads);
+  const std::string unroll = "-DUNROLL=" + std::to_string(tuning.unroll);
+  const char* options[] = {"--std=c++11", type.c_str(), threads.c_str(), unroll.c_str()};
   void* program = nullptr;
-  check_mxnet(mxnet().program_create(source().c_str(), 2, options, 0, nullptr, &program),
+  check_mxnet(mxnet().program_create(source().c_str(), 4, options, 0, nullptr, &program),
               "the CUDA kernels could not be compiled at run time");
   const auto create = [&](const std::string& name, const std::string& letters) {
     Signature signature(letters, dtype);
@@ -114,7 +117,7 @@ GpuProgram::GpuProgram(DType dtype) {
     create(entry.first + "_rows", entry.second);
     create(entry.first + "_columns", entry.second);
   }
-  create("lose", "V|l");
+  create("fill_nan", "V|l");
 }
 
 void GpuProgram::launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments) {
@@ -122,10 +125,10 @@ void GpuProgram::launch(const std::string& name, int device, const Launch& launc
   call(name + (launch.rows ? "_rows" : "_columns"), device, grid, block, arguments);
 }
 
-void GpuProgram::lose(int device, const Array& values, int64_t size) {
+void GpuProgram::fill_nan(int device, const Array& values, int64_t size) {
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(1024, (size + 1023) / 1024));
   const unsigned grid[] = {blocks, 1}, block[] = {256, 1};
-  call("lose", device, grid, block, Arguments().array(values).integer64(size));
+  call("fill_nan", device, grid, block, Arguments().array(values).integer64(size));
 }
 
 void GpuProgram::call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block,

@@ -11,7 +11,7 @@
 
 #include "mxnet/array.h"
 #include "cuda/scratch.h"
-#include "cpu/kernels.h"
+#include "tensor.h"
 #include "cuda/launch.h"
 
 namespace gluon_syncbn {
@@ -51,7 +51,7 @@ class GpuProgram {
   void launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments);
 
   // NaN everywhere in `values`.
-  void lose(int device, const Array& values, int64_t size);
+  void fill_nan(int device, const Array& values, int64_t size);
 
  private:
   explicit GpuProgram(DType dtype);

@@ -18,14 +18,6 @@ bool comes_before(const std::string& a, const std::string& b) {
   return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) < std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
 }
 
-bool takes_part(const std::string& device, int64_t taking_part) {
-  if (taking_part == 0) return true;
-  Participants& all = participants();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.lists.find(taking_part);
-  return found != all.lists.end() && found->second.count(device) > 0;
-}
-
 // Never destroyed, because operators may still run while the process exits.
 std::mutex& groups_mutex() {
   static std::mutex* mutex = new std::mutex;
@@ -39,23 +31,34 @@ std::map<int64_t, std::shared_ptr<Group>>& groups() {
 }  // namespace
 
 // Never destroyed, like the groups.
-Participants& participants() {
-  static auto* all = new Participants;
+ActiveSets& active_sets() {
+  static auto* all = new ActiveSets;
   return *all;
 }
 
-Place Group::place_of(const std::string& device, int64_t taking_part) {
+bool ActiveSets::knows(int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return id == 0 || members.count(id) > 0;
+}
+
+bool ActiveSets::includes(const std::string& device, int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = members.find(id);
+  return id == 0 || (found != members.end() && found->second.count(device) > 0);
+}
+
+Membership Group::membership_of(const std::string& device, int64_t active_set) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (size_ == 0) {
+  if (num_devices_ == 0) {
     throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph does not say on how many devices it trains. "
                                 "Give num_devices where the layer is made, or call hybridize() again after "
                                 "initialize().");
   }
-  if (devices_.size() < size_) wait_for_devices(device, lock);
-  std::map<std::string, Place>& places = places_[taking_part];
-  if (places.empty()) make_circles(places, taking_part);
-  const auto found = places.find(device);
-  if (found != places.end()) return found->second;
+  if (devices_.size() < num_devices_) wait_for_devices(device, lock);
+  std::map<std::string, Membership>& members = members_[active_set];
+  if (members.empty()) make_subgroups(members, active_set);
+  const auto found = members.find(device);
+  if (found != members.end()) return found->second;
   if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) {
     throw std::invalid_argument("SyncBatchNorm '" + name + "': ran on " + device +
                                 " in training mode, which is not in the list of gluon_syncbn.devices(...).");
@@ -66,64 +69,64 @@ Place Group::place_of(const std::string& device, int64_t taking_part) {
                               "symbol again before it is bound to other devices.");
 }
 
-int64_t Group::rounds(int64_t taking_part) {
+int64_t Group::rounds(int64_t active_set) {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t sum = 0;
-  const auto found = places_.find(taking_part);
-  if (found == places_.end()) return sum;
+  const auto found = members_.find(active_set);
+  if (found == members_.end()) return sum;
   for (const auto& entry : found->second) {
-    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.circle->forward.rounds());
+    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.subgroup->forward.rounds());
   }
   return sum;
 }
 
 void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock) {
   if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
-  if (devices_.size() == size_) {
+  if (devices_.size() == num_devices_) {
     std::sort(devices_.begin(), devices_.end(), comes_before);
     complete_.notify_all();
   }
   const auto waited =
-      wait_patiently(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == size_; });
+      wait_until(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == num_devices_; });
   if (waited) {
-    const std::string whom = std::to_string(size_ - devices_.size()) + " of " + std::to_string(size_) + " devices";
+    const std::string whom = std::to_string(num_devices_ - devices_.size()) + " of " + std::to_string(num_devices_) + " devices";
     throw RendezvousError("SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
                              ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
-                             "for num_devices=" + std::to_string(size_) + ". " + advice_);
+                             "for num_devices=" + std::to_string(num_devices_) + ". " + advice_);
   }
 }
 
-void Group::make_circles(std::map<std::string, Place>& places, int64_t taking_part) const {
-  for (size_t start = 0; start < devices_.size(); start += circle_size_) {
-    std::vector<std::string> members;
-    for (size_t i = start; i < std::min(start + circle_size_, devices_.size()); ++i) {
-      if (takes_part(devices_[i], taking_part)) members.push_back(devices_[i]);
+void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {
+  for (size_t start = 0; start < devices_.size(); start += group_size_) {
+    std::vector<std::string> names;
+    for (size_t i = start; i < std::min(start + group_size_, devices_.size()); ++i) {
+      if (active_sets().includes(devices_[i], active_set)) names.push_back(devices_[i]);
     }
-    const auto circle = std::make_shared<Circle>(name, members, timeout_, advice_);
-    for (size_t rank = 0; rank < members.size(); ++rank) places[members[rank]] = {rank, circle};
+    const auto subgroup = std::make_shared<Subgroup>(name, names, timeout_, advice_);
+    for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, subgroup};
   }
 }
 
-void add_group(int64_t number, std::shared_ptr<Group> group) {
+void add_group(int64_t id, std::shared_ptr<Group> group) {
   std::lock_guard<std::mutex> lock(groups_mutex());
-  groups()[number] = std::move(group);
+  groups()[id] = std::move(group);
 }
 
-std::shared_ptr<Group> find_group(int64_t number) {
+std::shared_ptr<Group> find_group(int64_t id) {
   std::lock_guard<std::mutex> lock(groups_mutex());
-  const auto found = groups().find(number);
+  const auto found = groups().find(id);
   if (found == groups().end()) {
     throw std::invalid_argument(
-        "no SyncBatchNorm layer number " + std::to_string(number) +
+        "no SyncBatchNorm layer number " + std::to_string(id) +
         " in this process. Its layer was dropped, or this graph was exported from a synchronized net: call "
         "convert_batchnorm(net) before you export.");
   }
   return found->second;
 }
 
-void drop_group(int64_t number) {
+void drop_group(int64_t id) {
   std::lock_guard<std::mutex> lock(groups_mutex());
-  groups().erase(number);
+  groups().erase(id);
 }
 
 int64_t count_groups() {

@@ -1,4 +1,4 @@
-// The devices of each layer, and where they meet. Groups are made by Python, which gives each a number.
+// The devices of each layer, and where they meet. Groups are made by Python, which gives each an id.
 #pragma once
 
 #include <atomic>
@@ -12,29 +12,39 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/kernels.h"
 #include "meeting/rendezvous.h"
+#include "tensor.h"
 
 namespace gluon_syncbn {
 
-// Who takes part, as chosen by gluon_syncbn.devices: number 0 is everyone, any other a list that Python has defined.
-// Only Python changes it, while no operator runs.
-struct Participants {
+// What Python tells of a group (meeting/spec.py); the layout is that of GroupSpecStruct in base/library.py.
+struct GroupSpec {
+  const char* name;  // the layer's
+  int num_devices;
+  int group_size;  // of neighbours that synchronize among themselves
+  double timeout_seconds;
+  double momentum;
+  double epsilon;
+  int scale;  // whether there is a gamma
+  int dtype;  // of parameters and statistics, as MXNet's type flag
+};
+
+// The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is everyone, any other has been
+// defined by Python. Only Python changes it, while no operator runs.
+struct ActiveSets {
   std::mutex mutex;
-  std::map<int64_t, std::set<std::string>> lists;
+  std::map<int64_t, std::set<std::string>> members;
   std::atomic<int64_t> current{0};
 
-  // Whether `number` is everyone, or a list that has been defined.
-  bool knows(int64_t number) {
-    std::lock_guard<std::mutex> lock(mutex);
-    return number == 0 || lists.count(number) > 0;
-  }
+  // Whether `id` is everyone, or a set that has been defined.
+  bool knows(int64_t id);
+  bool includes(const std::string& device, int64_t id);
 };
-Participants& participants();
+ActiveSets& active_sets();
 
 // Devices of one layer that synchronize among themselves.
-struct Circle {
-  Circle(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice)
+struct Subgroup {
+  Subgroup(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice)
       : forward("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice),
         backward("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice) {}
 
@@ -42,58 +52,62 @@ struct Circle {
   Rendezvous backward;
 };
 
-struct Place {
+struct Membership {
   size_t rank;
-  std::shared_ptr<Circle> circle;
+  std::shared_ptr<Subgroup> subgroup;
 };
 
 class Group {
  public:
-  // Of `devices`; or, if there are none, open to the first `size` that come.
-  Group(std::string layer, std::vector<std::string> devices, size_t size, size_t circle_size, double timeout,
-        std::string advice)
-      : name(std::move(layer)),
+  // Of `devices`; or, if there are none, open to the first `spec.num_devices` that come. `advice` ends errors about
+  // missing devices.
+  Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice)
+      : name(spec.name),
+        momentum(spec.momentum),
+        epsilon(spec.epsilon),
+        scale(spec.scale != 0),
+        dtype(dtype_of(spec.dtype)),
         devices_(std::move(devices)),
-        size_(size),
-        circle_size_(circle_size),
-        timeout_(timeout),
+        num_devices_(static_cast<size_t>(spec.num_devices)),
+        group_size_(static_cast<size_t>(spec.group_size)),
+        timeout_(spec.timeout_seconds),
         advice_(std::move(advice)) {}
 
   const std::string name;
-  double momentum = 0;
-  double epsilon = 0;
-  bool scale = true;
-  DType dtype = DType::kFloat32;  // of parameters and statistics
+  const double momentum;
+  const double epsilon;
+  const bool scale;
+  const DType dtype;
 
-  // Where `device` meets the others that take part. Circles are made when the first of them comes.
-  Place place_of(const std::string& device, int64_t taking_part);
+  // Where `device` meets the others of the active set. Subgroups are made when the first of them comes.
+  Membership membership_of(const std::string& device, int64_t active_set);
 
-  // Forward rounds so far in which exactly these took part.
-  int64_t rounds(int64_t taking_part);
+  // Forward rounds so far with exactly this active set.
+  int64_t rounds(int64_t active_set);
 
  private:
   // The first round of an open group: comes back when as many devices as it has are there.
   void wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock);
 
-  void make_circles(std::map<std::string, Place>& places, int64_t taking_part) const;
+  void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
   std::vector<std::string> devices_;
-  const size_t size_;
-  const size_t circle_size_;
+  const size_t num_devices_;
+  const size_t group_size_;
   const double timeout_;
   const std::string advice_;
   std::mutex mutex_;
   std::condition_variable complete_;
-  std::map<int64_t, std::map<std::string, Place>> places_;  // by participants, then by device
+  std::map<int64_t, std::map<std::string, Membership>> members_;  // by active set, then by device
 };
 
-void add_group(int64_t number, std::shared_ptr<Group> group);
+void add_group(int64_t id, std::shared_ptr<Group> group);
 
-// Throws std::invalid_argument if there is none of this number.
-std::shared_ptr<Group> find_group(int64_t number);
+// Throws std::invalid_argument if there is none with this id.
+std::shared_ptr<Group> find_group(int64_t id);
 
 // Calls that are under way keep the group until they are done.
-void drop_group(int64_t number);
+void drop_group(int64_t id);
 
 int64_t count_groups();
 

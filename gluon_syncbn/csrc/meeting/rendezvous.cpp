@@ -25,14 +25,14 @@ Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double 
       timeout_seconds_(timeout_seconds),
       advice_(std::move(advice)) {}
 
-Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contribution, uint64_t key) {
+Rendezvous::Gathered Rendezvous::all_gather(size_t rank, std::vector<double> contribution, uint64_t key) {
   std::shared_ptr<Round> round;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::shared_ptr<Round>& entry = rounds_[key];
     if (!entry) {
       entry = std::make_shared<Round>(ranks_.size());
-      entry->number = ++opened_;
+      entry->id = ++opened_;
     }
     round = entry;
     if (round->present[rank]) {
@@ -49,7 +49,7 @@ Rendezvous::Meeting Rendezvous::meet(size_t rank, std::vector<double> contributi
   }
   wait(round, key);
   if (round->state == kFailed) throw RendezvousError(round->error);
-  return {std::shared_ptr<const std::vector<std::vector<double>>>(round, &round->contributions), round->number};
+  return {std::shared_ptr<const Vectors>(round, &round->contributions), round->id};
 }
 
 size_t Rendezvous::open_rounds() const {
@@ -67,7 +67,7 @@ void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
   while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < spin_until) pause();
   if (round->state.load(std::memory_order_acquire) != kGathering) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto waited = wait_patiently(lock, round->changed, round->opened, timeout_seconds_,
+  const auto waited = wait_until(lock, round->changed, round->opened, timeout_seconds_,
                                      [&] { return round->state != kGathering; });
   if (waited) finish(*round, key, kFailed, missing_text(*round, *waited));
 }

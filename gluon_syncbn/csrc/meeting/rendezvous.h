@@ -11,12 +11,12 @@
 //   complete   The last rank has arrived. It takes the round out of the table, so that whoever comes again opens the
 //              next one, and wakes the others. Contributions no longer change; every rank reads them all, without
 //              a lock, and reduces them for itself in rank order: same input, same order, same bits everywhere.
-//   failed     A waiting rank lost its patience, or a rank arrived twice, or the last to arrive found that vectors
+//   failed     A wait ended without the missing rank, or a rank arrived twice, or the last to arrive found that vectors
 //              differ in length. It takes the round out of the table, stores the error, and wakes the others: all of
 //              them throw that text. The next arrival opens a new round, so the next step starts clean.
 //
-// What ends every wait: the last arrival, the end of patience (patience.h: the timeout, or less), or the failure of the
-// round. No wait is without an end, and no lock is held while waiting. A waiting rank looks at the state for some
+// What ends every wait: the last arrival, the timeout or less (waiting.h), or the failure of the round. No wait is without
+// an end, and no lock is held while waiting. A waiting rank looks at the state for some
 // microseconds before it sleeps, because devices of one kind mostly arrive together and to wake a thread costs more than
 // that.
 //
@@ -42,6 +42,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "meeting/statistics.h"
 #include "meeting/waiting.h"
 
 namespace gluon_syncbn {
@@ -54,9 +55,9 @@ class RendezvousError : public std::runtime_error {
 class Rendezvous {
  public:
   // What a rank takes home; valid as long as it is held.
-  struct Meeting {
-    std::shared_ptr<const std::vector<std::vector<double>>> contributions;  // in rank order
-    uint64_t number;                                                        // of this round, from 1
+  struct Gathered {
+    std::shared_ptr<const Vectors> contributions;
+    uint64_t round_id;  // from 1
   };
 
   // `what` is how errors call it, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are the participants'
@@ -65,7 +66,7 @@ class Rendezvous {
 
   // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank
   // of the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
-  Meeting meet(size_t rank, std::vector<double> contribution, uint64_t key = 0);
+  Gathered all_gather(size_t rank, std::vector<double> contribution, uint64_t key = 0);
 
   // Rounds that wait for ranks now.
   size_t open_rounds() const;
@@ -79,10 +80,10 @@ class Rendezvous {
   struct Round {
     explicit Round(size_t ranks) : contributions(ranks), present(ranks, false) {}
 
-    std::vector<std::vector<double>> contributions;
+    Vectors contributions;
     std::vector<bool> present;
     size_t arrived = 0;
-    uint64_t number = 0;
+    uint64_t id = 0;
     Clock::time_point opened = Clock::now();
     std::string error;
     std::atomic<int> state{kGathering};

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "exported.h"
+
 namespace gluon_syncbn {
 namespace {
 
@@ -53,7 +55,7 @@ bool is_handled(const struct sigaction& action) {
 struct Shared {
   std::mutex mutex;
   int watches = 0;
-  Clock::time_point limited;
+  Clock::time_point cut_short_at;
   std::string because;
 };
 Shared& shared() {
@@ -62,6 +64,11 @@ Shared& shared() {
 }
 
 }  // namespace
+
+WaitingTimes& waiting_times() {
+  static auto* times = new WaitingTimes;
+  return *times;
+}
 
 void begin_watch() {
   std::lock_guard<std::mutex> lock(shared().mutex);
@@ -91,9 +98,9 @@ Clock::time_point signalled_at() {
   return Clock::time_point(Clock::duration(signalled.load(std::memory_order_relaxed)));
 }
 
-void limit_patience(std::string because) {
+void cut_waits_short(std::string because) {
   std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().limited = Clock::now();
+  shared().cut_short_at = Clock::now();
   shared().because = std::move(because);
 }
 
@@ -104,14 +111,14 @@ std::string Waited::text(const std::string& whom) const {
          (because.empty() ? "" : ", and no longer because " + because);
 }
 
-std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_seconds) {
+std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - began).count();
   if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
   const auto signal = signalled_at();
-  if (signal >= began && now >= signal + kMoment) return Waited{seconds, "Ctrl-C or SIGTERM came"};
+  if (signal >= began && now >= signal + waiting_times().grace) return Waited{seconds, "Ctrl-C or SIGTERM came"};
   std::lock_guard<std::mutex> lock(shared().mutex);
-  if (!shared().because.empty() && now >= std::max(began, shared().limited) + kMoment) {
+  if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + waiting_times().grace) {
     return Waited{seconds, shared().because};
   }
   return std::nullopt;
@@ -119,12 +126,14 @@ std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_se
 
 }  // namespace gluon_syncbn
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What Python calls (_patience.py)
+// What Python calls (base/library.py)
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
+EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll, double between_failures) {
+  using gluon_syncbn::Seconds;
+  gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll), Seconds(between_failures)};
+}
 
-EXPORTED void gluon_syncbn_limit_patience(const char* because) { gluon_syncbn::limit_patience(because); }
+EXPORTED void gluon_syncbn_cut_waits_short(const char* because) { gluon_syncbn::cut_waits_short(because); }
 
 // One watch more, or one less.
 EXPORTED void gluon_syncbn_watch_signals(int begin) {

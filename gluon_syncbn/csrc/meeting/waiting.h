@@ -1,18 +1,18 @@
-// How long a device waits for the others: the layer's timeout, or less once waiting has lost its sense.
+// How long a device waits for the others: the layer's timeout, or less once the wait can no longer succeed.
 //
-// It has in two cases, and then every wait ends kMoment later, or kMoment after it has begun, whichever is later:
+// There are two such cases. Every wait ends a grace period after them, or after it has begun, whichever is later:
 //
-//   Python says so (limit_patience): the process ends, or a step has been abandoned. It holds for all waits from then
-//   on, until Python takes it back. A moment is left because devices that are on their way may still arrive.
+//   Python says so (cut_waits_short): the process ends, or a step has been abandoned. It holds for all waits from then
+//   on, until Python takes it back. The grace period is for devices that are on their way and may still arrive.
 //
 //   Ctrl-C, or a SIGTERM that the program handles. Python runs its handlers on the main thread and between two of its
 //   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: a
-//   device that has waited for longer than kLook puts a handler before the one that it finds, which notes the time and
-//   calls that one. It ends the waits that had begun by then, and the last of them takes the handler away. A signal that
-//   is ignored, or ends the process anyway, is left alone.
+//   device that has waited for longer than the poll interval puts a handler before the one that it finds, which notes
+//   the time and calls that one. It ends the waits that had begun by then, and the last of them takes the handler away.
+//   A signal that is ignored, or ends the process anyway, is left alone.
 //
-// A waiting device looks every kLook whether its patience has been limited. No one has to wake it for that, least of
-// all a signal handler, which could not.
+// A waiting device looks once per poll interval whether its wait has been cut short. No one has to wake it for that,
+// least of all a signal handler, which could not.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,16 @@ namespace gluon_syncbn {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kMoment{2000};
-constexpr std::chrono::milliseconds kLook{100};
+using Seconds = std::chrono::duration<double>;
 
-// From now on waits end after kMoment, "because" of this; an empty text takes it back.
-void limit_patience(std::string because);
+// Python has the numbers, and says what they are for (meeting/waiting.py). They change while nothing waits.
+struct WaitingTimes {
+  Seconds grace{0}, poll{0}, between_failures{0};
+};
+WaitingTimes& waiting_times();
+
+// From now on waits end after the grace period, "because" of this; an empty text takes it back.
+void cut_waits_short(std::string because);
 
 // Between these two, each called equally often, Ctrl-C and SIGTERM are noticed.
 void begin_watch();
@@ -56,18 +61,17 @@ struct Waited {
 };
 
 // When a wait that began at `began` ends now, and why; nothing if it goes on.
-std::optional<Waited> out_of_patience(Clock::time_point began, double timeout_seconds);
+std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds);
 
-// Waits on `changed`, whose mutex `lock` holds, until `enough()`: then nothing; or until patience ends.
+// Waits on `changed`, whose mutex `lock` holds, until `enough()`: then nothing; or until the wait ends in vain.
 template <typename Enough>
-std::optional<Waited> wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+std::optional<Waited> wait_until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
                                      Clock::time_point began, double timeout_seconds, Enough enough) {
-  using Seconds = std::chrono::duration<double>;
   std::optional<SignalWatch> watch;
   while (!enough()) {
-    if (auto ended = out_of_patience(began, timeout_seconds)) return ended;
-    const Seconds look = std::min<Seconds>(kLook, Seconds(timeout_seconds) - (Clock::now() - began));
-    if (changed.wait_for(lock, look) == std::cv_status::timeout && !watch) watch.emplace();
+    if (auto ended = ended_wait(began, timeout_seconds)) return ended;
+    const Seconds poll = std::min<Seconds>(waiting_times().poll, Seconds(timeout_seconds) - (Clock::now() - began));
+    if (changed.wait_for(lock, poll) == std::cv_status::timeout && !watch) watch.emplace();
   }
   return std::nullopt;
 }

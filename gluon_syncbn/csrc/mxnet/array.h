@@ -43,45 +43,45 @@ class Array {
   void* handle_;
 };
 
-// What forward gets; `after` is there only in some graphs.
+// What forward gets; `order_token` is there only in some graphs.
 struct ForwardArrays {
-  ForwardArrays(void** handles, bool follows)
+  ForwardArrays(void** handles, bool has_order_token)
       : data(handles[0]),
         gamma(handles[1]),
         beta(handles[2]),
-        after(follows ? handles[3] : nullptr),
-        out(handles[3 + follows]),
-        saved(handles[4 + follows]),
-        running_mean(handles[5 + follows]),
-        running_var(handles[6 + follows]) {}
+        order_token(has_order_token ? handles[3] : nullptr),
+        out(handles[3 + has_order_token]),
+        saved(handles[4 + has_order_token]),
+        running_mean(handles[5 + has_order_token]),
+        running_var(handles[6 + has_order_token]) {}
 
-  const Array data, gamma, beta, after;
+  const Array data, gamma, beta, order_token;
   const Array out, saved;
   const Array running_mean, running_var;
 };
 
 // What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states.
 struct BackwardArrays {
-  BackwardArrays(void** handles, bool follows)
+  BackwardArrays(void** handles, bool has_order_token)
       : d_out(handles[0]),
         d_saved(handles[1]),
         data(handles[2]),
         gamma(handles[3]),
         beta(handles[4]),
-        after(follows ? handles[5] : nullptr),
-        out(handles[5 + follows]),
-        saved(handles[6 + follows]),
-        d_data(handles[7 + follows]),
-        d_gamma(handles[8 + follows]),
-        d_beta(handles[9 + follows]),
-        d_after(follows ? handles[10 + follows] : nullptr),
-        running_mean(handles[10 + 2 * follows]),
-        running_var(handles[11 + 2 * follows]) {}
+        order_token(has_order_token ? handles[5] : nullptr),
+        out(handles[5 + has_order_token]),
+        saved(handles[6 + has_order_token]),
+        d_data(handles[7 + has_order_token]),
+        d_gamma(handles[8 + has_order_token]),
+        d_beta(handles[9 + has_order_token]),
+        d_order_token(has_order_token ? handles[10 + has_order_token] : nullptr),
+        running_mean(handles[10 + 2 * has_order_token]),
+        running_var(handles[11 + 2 * has_order_token]) {}
 
   const Array d_out, d_saved;
-  const Array data, gamma, beta, after;
+  const Array data, gamma, beta, order_token;
   const Array out, saved;
-  const Array d_data, d_gamma, d_beta, d_after;  // the last is never wanted
+  const Array d_data, d_gamma, d_beta, d_order_token;  // the last is never requested
   const Array running_mean, running_var;
 };
 

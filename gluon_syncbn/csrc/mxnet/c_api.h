@@ -1,6 +1,6 @@
 // The few declarations of MXNet's C interface that the operator needs, by hand: no MXNet header is used, and nothing is
-// linked. They are the same from MXNet 1.5.1 to 1.9.1 (include/mxnet/c_api.h). Python hands over the addresses from the
-// libmxnet that it has loaded.
+// linked. They are the same from MXNet 1.5.1 to 1.9.1 (include/mxnet/c_api.h). The functions are looked up in the libmxnet
+// that Python has loaded, whose handle it hands over.
 #pragma once
 
 #include <cstddef>
@@ -32,24 +32,24 @@ typedef int (*CustomOpRun)(int size, void** arrays, int* tags, const int* reques
 typedef int (*CustomOpPropCreator)(const char* op_type, int num_arguments, const char** keys, const char** values,
                                    MXCallbackList* ret);
 
-// What the operator calls; the layout is repeated in native.py. Each returns 0, or another number after leaving the
-// text that last_error returns, but for last_error itself.
+// What the operator calls. Each returns 0, or another number after leaving the text that last_error returns, but for
+// last_error itself.
 struct MXNetFunctions {
-  int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);  // MXCustomOpRegister
-  int (*array_data)(void* array, void** data);                                  // MXNDArrayGetData
-  int (*array_free)(void* array);                                               // MXNDArrayFree
+  int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
+  int (*array_data)(void* array, void** data);
+  int (*array_free)(void* array);
   // The rest is for GPUs.
-  const char* (*last_error)();  // MXGetLastError
+  const char* (*last_error)();
   int (*array_create)(const unsigned* shape, unsigned ndim, int device_type, int device, int delay_alloc, int dtype,
-                      void** array);                                          // MXNDArrayCreateEx
-  int (*array_wait)(void* array);                                             // MXNDArrayWaitToRead
-  int (*array_copy_from_cpu)(void* array, const void* data, size_t size);     // MXNDArraySyncCopyFromCPU, in elements
+                      void** array);
+  int (*array_wait)(void* array);
+  int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
   int (*program_create)(const char* source, int num_options, const char** options, int num_exports,
-                        const char** exports, void** program);                // MXRtcCudaModuleCreate
+                        const char** exports, void** program);
   int (*kernel_create)(void* program, const char* name, int num_args, int* is_ndarray, int* is_const, int* dtypes,
-                       void** kernel);                                        // MXRtcCudaKernelCreate
+                       void** kernel);
   int (*kernel_call)(void* kernel, int device, void** args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared);  // MXRtcCudaKernelCall
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared);
 };
 
 }  // extern "C"
@@ -64,7 +64,7 @@ AnyCallback any(Function function) {
   return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
 }
 
-// Those of the MXNet that the operator was registered with.
+// Those of the MXNet that Python has connected.
 const MXNetFunctions& mxnet();
 
 // The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.

@@ -21,7 +21,7 @@ bool holds_interpreter_lock() {
 
 }  // namespace
 
-int undisturbed(const std::function<int()>& call) {
+int call_off_main_thread(const std::function<int()>& call) {
   if (!is_main_thread() || holds_interpreter_lock()) return call();
   int returned = 0;
   std::exception_ptr thrown;

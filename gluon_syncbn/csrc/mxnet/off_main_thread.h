@@ -13,6 +13,6 @@
 namespace gluon_syncbn {
 
 // What `call` returns or throws, from another thread if this is Python's main thread.
-int undisturbed(const std::function<int()>& call);
+int call_off_main_thread(const std::function<int()>& call);
 
 }  // namespace gluon_syncbn

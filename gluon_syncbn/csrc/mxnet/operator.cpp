@@ -1,16 +1,18 @@
 // The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
-// a training step. This file knows MXNet's C interface and the groups that Python has made; cpu_operator.cpp and
-// gpu_operator.cpp have the order of things:
+// a training step. This file knows MXNet's C interface and the groups that Python has made; cpu/operator.cpp and
+// cuda/operator.cpp have the order of things:
 //
 //   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta, and in some graphs the `saved` of the call that must come before this one (block.py tells
-// why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved` (mean, invstd,
-// count of all devices, number of the forward round, number of the participants; see all_reduce.h for prediction mode). The
-// arrays are dense: native.py keeps oneDNN's layouts away from the operator.
+// Inputs: data, gamma, beta, and in some graphs an order token, the `saved` of the call that must come before this one
+// (block.py tells why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved`
+// (mean, invstd, and ForwardCall of meeting/all_reduce.h). The arrays are dense: backends/native.py keeps oneDNN's
+// layouts away from the operator.
 //
-// A graph names its group in one of two ways. A net's own graph gives the number of one that Python has made for the
+// In the text of graphs the order token is called `after`, and whether there is one `follows`.
+//
+// A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
 // layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
 // the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
 // many devices there are, and takes in those that come.
@@ -32,34 +34,34 @@
 #include <vector>
 
 #include "cuda/program.h"
+#include "exported.h"
+#include "meeting/all_reduce.h"
 #include "meeting/group.h"
-#include "cpu/kernels.h"
 #include "mxnet/c_api.h"
 #include "mxnet/operator.h"
 #include "mxnet/off_main_thread.h"
+#include "tensor.h"
 
 namespace gluon_syncbn {
 namespace {
 
 constexpr const char* kOperator = "gluon_syncbn_native";
 
-MXNetFunctions functions;
-
-// Python's function that makes a group of a description; its number, or -1 after leaving the text of an error.
+// Python's function that makes a group of a description; its id, or -1 after leaving the text of an error.
 using MakeGroup = int64_t (*)(const char* description);
 MakeGroup make_described_group = nullptr;
 
 // The group that the attribute of a graph's node names.
 std::shared_ptr<Group> group_of(const std::string& reference) {
   if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
-  int64_t number = -1;
-  undisturbed([&] {
-    number = make_described_group(reference.c_str());
-    if (number < 0) throw std::invalid_argument(take_error());
+  int64_t id = -1;
+  call_off_main_thread([&] {
+    id = make_described_group(reference.c_str());
+    if (id < 0) throw std::invalid_argument(take_error());
     return 1;
   });
-  std::shared_ptr<Group> group = find_group(number);
-  drop_group(number);  // it lives as long as the node
+  std::shared_ptr<Group> group = find_group(id);
+  drop_group(id);  // it lives as long as the node
   return group;
 }
 
@@ -72,10 +74,10 @@ struct Property {
   std::shared_ptr<Group> group;
   int axis;
   bool relu;
-  bool follows;
+  bool has_order_token;
   void* contexts[kPropertyCallbacks];
 
-  int inputs() const { return follows ? 4 : 3; }
+  int inputs() const { return has_order_token ? 4 : 3; }
 };
 
 constexpr int kOutputs = 2;
@@ -91,12 +93,9 @@ int or_error(const Body& body) {
   }
 }
 
-// MXNet keeps the failure of a custom operator in one slot per process, so two that fail in the same instant can lose
-// one error. So failures leave this far apart, whatever layer they are of: devices that missed the same one, and
-// parallel branches that time out together.
-constexpr std::chrono::milliseconds kBetweenFailures{50};
-
-// Returns when the last failure has been out for so long.
+// Returns when the last failure has been out for a while. MXNet keeps the failure of a custom operator in one slot per
+// process, so two that fail in the same instant can lose one error. So failures leave one after the other, whatever layer
+// they are of: devices that missed the same one, and parallel branches that time out together.
 void wait_for_turn_to_fail() {
   struct LastFailure {
     std::mutex mutex;
@@ -106,7 +105,8 @@ void wait_for_turn_to_fail() {
   Clock::time_point turn;
   {
     std::lock_guard<std::mutex> lock(last->mutex);
-    turn = last->left = std::max(Clock::now(), last->left + kBetweenFailures);
+    const auto apart = std::chrono::duration_cast<Clock::duration>(waiting_times().between_failures);
+    turn = last->left = std::max(Clock::now(), last->left + apart);
   }
   std::this_thread::sleep_until(turn);
 }
@@ -131,7 +131,7 @@ int list_names(char*** names, const char** list) {
 int list_arguments(char*** names, void* state) {
   static const char* list[] = {"data", "gamma", "beta", nullptr};
   static const char* list_and_after[] = {"data", "gamma", "beta", "after", nullptr};
-  return list_names(names, static_cast<const Property*>(state)->follows ? list_and_after : list);
+  return list_names(names, static_cast<const Property*>(state)->has_order_token ? list_and_after : list);
 }
 int list_outputs(char*** names, void*) {
   static const char* list[] = {"out", "saved", nullptr};
@@ -171,7 +171,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
     const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     channels[0] = static_cast<int>(layout.channels);
-    saved[0] = channels[0] < 0 ? -1 : 2 * channels[0] + 3;  // and of `after`; -1 is not known yet
+    saved[0] = channels[0] < 0 ? -1 : 2 * channels[0] + ForwardCall::kSize;  // -1 is not known yet
     const char* names[] = {"gamma", "beta"};
     for (int i = 1; i < 3; ++i) {
       if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
@@ -187,7 +187,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
     ndims[inputs] = ndims[0];
     shapes[inputs] = shapes[0];
     shapes[inputs + 1] = saved;
-    if (property->follows) shapes[inputs - 1] = saved;
+    if (property->has_order_token) shapes[inputs - 1] = saved;
   });
 }
 
@@ -221,7 +221,7 @@ int infer_type(int num, int* dtypes, void* state) {
     }
     dtypes[inputs] = dtypes[0];
     dtypes[inputs + 1] = static_cast<int>(DType::kFloat64);
-    if (property->follows) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
+    if (property->has_order_token) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
     dtypes[1] = dtypes[2] = parameters;
     for (int i = inputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
   });
@@ -264,7 +264,7 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
                                   " is empty. A device without images cannot take part; leave it out with "
                                   "gluon_syncbn.devices(...).");
     }
-    Call call{property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->follows};
+    Call call{property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->has_order_token};
     const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
     Operator* created = (on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call))).release();
     static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
@@ -302,63 +302,45 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 }  // namespace
 
-const MXNetFunctions& mxnet() { return functions; }
-
 }  // namespace gluon_syncbn
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What Python calls (native.py)
+// What Python calls (base/library.py)
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
-// Registers the operator with the MXNet that `functions` belong to; 0, or MXNet's error code. `kernels` is the text of
-// kernels.cu.
-EXPORTED int gluon_syncbn_register(const MXNetFunctions* functions, gluon_syncbn::MakeGroup make_described_group,
-                                   const char* kernels) {
+// Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
+EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group, const char* kernels) {
   gluon_syncbn::GpuProgram::set_source(kernels);
-  gluon_syncbn::functions = *functions;
   gluon_syncbn::make_described_group = make_described_group;
-  return functions->custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
+  return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 
-// Makes the group that graphs name by `number`, open to any `num_devices` if `devices` is null; neighbours synchronize in
-// circles of `group_size`.
-EXPORTED void gluon_syncbn_make_group(int64_t number, const char* name, const char* const* devices, int num_devices,
-                                      int group_size, double timeout_seconds, double momentum, double epsilon,
-                                      int scale, int dtype, const char* advice) {
-  using namespace gluon_syncbn;
-  const std::vector<std::string> names(devices, devices + (devices ? num_devices : 0));
-  auto group = std::make_shared<Group>(name, names, static_cast<size_t>(num_devices), static_cast<size_t>(group_size),
-                                       timeout_seconds, advice);
-  group->momentum = momentum;
-  group->epsilon = epsilon;
-  group->scale = scale != 0;
-  group->dtype = dtype_of(dtype);
-  add_group(number, std::move(group));
+// Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
+EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
+                                      const char* advice) {
+  const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
+  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice));
 }
 
 // Forgets a group; calls that are under way keep it until they are done.
-EXPORTED void gluon_syncbn_drop_group(int64_t number) {
-  gluon_syncbn::drop_group(number);
-}
+EXPORTED void gluon_syncbn_drop_group(int64_t id) { gluon_syncbn::drop_group(id); }
 
-// What the engine runs for its order's sake alone (_writes.py).
+// What the engine runs for its order's sake alone (engine/writes.py).
 EXPORTED void gluon_syncbn_empty_operator(void*, void*) {}
 
 // Groups that are alive; for tests.
 EXPORTED int64_t gluon_syncbn_count_groups() { return gluon_syncbn::count_groups(); }
 
-// Forward rounds of a group in which exactly the devices of list `taking_part` took part.
-EXPORTED int64_t gluon_syncbn_rounds(int64_t number, int64_t taking_part) {
-  return gluon_syncbn::find_group(number)->rounds(taking_part);
+// Forward rounds of a group with exactly this active set.
+EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
+  return gluon_syncbn::find_group(id)->rounds(active_set);
 }
 
-// From now on the devices of list `taking_part` meet, and no others; 0 is everyone. No operator may be running.
-EXPORTED void gluon_syncbn_take_part(int64_t taking_part, const char* const* devices, int num_devices) {
-  gluon_syncbn::Participants& all = gluon_syncbn::participants();
+// From now on these devices meet, and no others; set 0 is everyone. No operator may be running.
+EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices, int num_devices) {
+  gluon_syncbn::ActiveSets& all = gluon_syncbn::active_sets();
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.lists[taking_part] = std::set<std::string>(devices, devices + num_devices);
-  all.current = taking_part;
+  all.members[id] = std::set<std::string>(devices, devices + num_devices);
+  all.current = id;
 }
 
 // Compiles the kernels for GPUs and tries them on this one; 0, or 1 after leaving in `error` why they cannot be used.

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "meeting/group.h"
-#include "cpu/kernels.h"
+#include "tensor.h"
 
 namespace gluon_syncbn {
 
@@ -17,7 +17,7 @@ struct Call {
   Layout layout;
   DType dtype;
   bool relu;
-  bool follows;  // whether there is an input `after`
+  bool has_order_token;  // whether there is an input `after`
 };
 
 class Operator {

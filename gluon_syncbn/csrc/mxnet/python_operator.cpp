@@ -4,7 +4,7 @@
 // throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
 // returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
 //
-// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked undisturbed (undisturbed.h), and
+// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread (off_main_thread.h), and
 // as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can do there is to keep some
 // hundred bytes from being freed.)
 //
@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "exported.h"
 #include "mxnet/c_api.h"
 #include "mxnet/off_main_thread.h"
 
@@ -132,7 +133,7 @@ int backward(int size, void** arrays, int* tags, const int* requests, int is_tra
 
 int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
-  undisturbed([&] {
+  call_off_main_thread([&] {
     return or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims,
                                                   dtypes, ret));
   });
@@ -151,7 +152,7 @@ int list(char*** names, void* state) {
 }
 
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
-  return undisturbed(
+  return call_off_main_thread(
       [&] { return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes)); });
 }
 
@@ -170,7 +171,7 @@ int declare_backward_dependency(const int* out_grad, const int* in_data, const i
 }
 
 int infer_type(int num, int* dtypes, void* state) {
-  return undisturbed(
+  return call_off_main_thread(
       [&] { return or_error(Wrapper::call<CustomOpInferType>(state, kPropertyInferType, num, dtypes)); });
 }
 
@@ -184,7 +185,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   *ret = {1, no_callbacks, no_contexts};
   MXCallbackList made{};
   PropertyWrapper* wrapper = nullptr;
-  undisturbed([&] {
+  call_off_main_thread([&] {
     left_behind.clear();
     or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
     wrapper = new PropertyWrapper(made);
@@ -211,24 +212,23 @@ std::string take_error() {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (native.py)
+// What Python calls (base/library.py)
 
 // Registers, as `op_type`, the operator that Python knows as `name` and makes with `creator`; 0, or MXNet's error code.
-extern "C" __attribute__((visibility("default"))) int gluon_syncbn_wrap_python_operator(
-    const MXNetFunctions* functions, const char* op_type, const char* name, CustomOpPropCreator creator) {
+EXPORTED int gluon_syncbn_wrap_python_operator(const char* op_type, const char* name, CustomOpPropCreator creator) {
   gluon_syncbn::python_creator = creator;
   gluon_syncbn::python_name = name;
-  return functions->custom_op_register(op_type, gluon_syncbn::create_property);
+  return gluon_syncbn::mxnet().custom_op_register(op_type, gluon_syncbn::create_property);
 }
 
 // The text of the error in which the callback that runs on this thread ends. Returns whether it is certain to.
-extern "C" __attribute__((visibility("default"))) int gluon_syncbn_leave_error(const char* text) {
+EXPORTED int gluon_syncbn_leave_error(const char* text) {
   gluon_syncbn::left_behind = text;
   return gluon_syncbn::is_wrapped;
 }
 
 // The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
-extern "C" __attribute__((visibility("default"))) void gluon_syncbn_stop_calling_python() {
+EXPORTED void gluon_syncbn_stop_calling_python() {
   gluon_syncbn::python_is_gone = true;
   while (gluon_syncbn::deletions > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

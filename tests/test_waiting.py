@@ -1,4 +1,4 @@
-"""Waiting ends early where it has lost its sense, and nowhere else: no timeout here is ever reached.
+"""A wait ends early where it can no longer succeed, and nowhere else: no timeout here is ever reached.
 
 test_faults.py has the cases that a net meets; here is what must not change beside them."""
 
@@ -12,7 +12,7 @@ from test_native_rendezvous import Rendezvous as NativeRendezvous
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
-from gluon_syncbn.meeting.waiting import MOMENT
+from gluon_syncbn.meeting.waiting import GRACE_SECONDS
 
 
 class PortableRendezvous:
@@ -26,10 +26,10 @@ class PortableRendezvous:
     def meet(self, rank, values):
         def run():
             try:
-                meeting = self._rendezvous.meet(rank, np.array(values))
+                outcome = self._rendezvous.all_reduce(rank, np.array(values))
             except SyncBatchNormError as error:
                 return str(error)
-            return meeting.number, meeting.result
+            return outcome.round_id, outcome.result
 
         return self._threads.submit(run)
 
@@ -37,41 +37,41 @@ class PortableRendezvous:
 @pytest.fixture(params=[NativeRendezvous, PortableRendezvous], ids=["native", "portable"])
 def rendezvous(request):
     yield request.param(2, float(LONG))
-    waiting.limit("")
+    waiting.cut_short_from_now_on("")
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
-    waiting = rendezvous.meet(0, [1.0])
+    pending = rendezvous.meet(0, [1.0])
     time.sleep(0.5)
-    waiting.limit("of a reason")
+    waiting.cut_short_from_now_on("of a reason")
     started = time.monotonic()
-    text = waiting.result(timeout=HANG)
-    assert time.monotonic() - started > MOMENT - 0.1
+    text = pending.result(timeout=HANG)
+    assert time.monotonic() - started > GRACE_SECONDS - 0.1
     assert text.startswith("here waited ")
     assert " s for 1 of 2 devices, and no longer because of a reason. Arrived: rank 0. Missing: rank 1." in text
 
 
 def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
-    waiting.limit("of a reason")
-    time.sleep(MOMENT)
+    waiting.cut_short_from_now_on("of a reason")
+    time.sleep(GRACE_SECONDS)
     started = time.monotonic()
     assert "because of a reason" in rendezvous.meet(0, [1.0]).result(timeout=HANG)
-    assert time.monotonic() - started > MOMENT - 0.1
+    assert time.monotonic() - started > GRACE_SECONDS - 0.1
 
 
 def test_under_a_limit_those_who_come_still_meet(rendezvous):
-    waiting.limit("of a reason")
+    waiting.cut_short_from_now_on("of a reason")
     first = rendezvous.meet(0, [1.0])
-    time.sleep(MOMENT / 2)
+    time.sleep(GRACE_SECONDS / 2)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
 
 
 def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
     first = rendezvous.meet(0, [1.0])
-    waiting.limit("of a reason")
-    time.sleep(MOMENT / 2)
-    waiting.limit("")
-    time.sleep(MOMENT)
+    waiting.cut_short_from_now_on("of a reason")
+    time.sleep(GRACE_SECONDS / 2)
+    waiting.cut_short_from_now_on("")
+    time.sleep(GRACE_SECONDS)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
 
 
@@ -80,7 +80,7 @@ import os, signal, threading, time
 import oracle
 from harness import *
 from gluon_syncbn import SyncBatchNorm, abandon_step
-from gluon_syncbn.meeting.waiting import MOMENT
+from gluon_syncbn.meeting.waiting import GRACE_SECONDS
 
 devices = cpus(2)
 layer = SyncBatchNorm(in_channels=3, timeout=LONG, prefix='stem_')
@@ -125,7 +125,7 @@ calls = []
 signal.signal(signal.SIGINT, lambda *_: calls.append(time.perf_counter()))
 send(signal.SIGINT, 1.0)
 out = run_one_device()
-assert MOMENT + 0.9 < raises(mx.MXNetError, out.asnumpy)
+assert GRACE_SECONDS + 0.9 < raises(mx.MXNetError, out.asnumpy)
 assert len(calls) == 1
 abandon_step()
 right_step()
@@ -135,17 +135,17 @@ assert len(calls) == 2
     "who ignores Ctrl-C goes on waiting": """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 send(signal.SIGINT, 0.5)
-right_step(late=MOMENT + 2)
+right_step(late=GRACE_SECONDS + 2)
 """,
     "a signal ends no wait that begins later": """
 assert raises(KeyboardInterrupt, lambda: (send(signal.SIGINT, 0), time.sleep(100))) < 50
-right_step(late=MOMENT + 1)
+right_step(late=GRACE_SECONDS + 1)
 """,
     "Ctrl-C is afterwards what it was": """
 for _ in range(2):
     out = run_one_device()
     send(signal.SIGINT, 1.0)
-    assert MOMENT + 0.9 < raises(KeyboardInterrupt, out.asnumpy)
+    assert GRACE_SECONDS + 0.9 < raises(KeyboardInterrupt, out.asnumpy)
     abandon_step()
     right_step()
 assert raises(KeyboardInterrupt, lambda: (send(signal.SIGINT, 0), time.sleep(100))) < 50
@@ -156,7 +156,7 @@ def step():
         with autograd.train_mode():
             layer(mx.nd.array(shards[0], ctx=devices[0]))
         raise ValueError('a bad batch')
-assert MOMENT - 0.1 < raises(ValueError, step)
+assert GRACE_SECONDS - 0.1 < raises(ValueError, step)
 right_step()
 """,
     "an exception where nothing waits costs nothing": """
@@ -164,7 +164,7 @@ def step():
     with autograd.record():
         right_step()
         raise StopIteration
-assert sum(raises(StopIteration, step) for _ in range(10)) < 5 * MOMENT
+assert sum(raises(StopIteration, step) for _ in range(10)) < 5 * GRACE_SECONDS
 """,
 }
 
@@ -179,8 +179,8 @@ def test_in_a_process_of_its_own(backend, case):
 def test_a_limit_of_one_thread_is_not_lifted_by_another():
     """Two threads abandon a step; the one that is ready first leaves the other its limit."""
     layer = PortableRendezvous(2, float(LONG))
-    with waiting.limited("of a reason"):
-        with waiting.limited("of another reason"):
+    with waiting.cut_short("of a reason"):
+        with waiting.cut_short("of another reason"):
             pass
         assert "and no longer because of another reason" in layer.meet(0, [1.0]).result(timeout=HANG)
-    assert waiting._limit[0] == ""
+    assert waiting._cut_short[0] == ""

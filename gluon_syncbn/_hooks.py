@@ -1,0 +1,47 @@
+"""The methods of MXNet's that this package extends, because MXNet has no hook there. All of them, and nothing else.
+
+Each entry of the table names a method and what makes the extended one of it, which does what the original does, and
+then its own. `install_hooks` puts them in place, once, when the package is imported; `remove_hooks` puts back what was
+there. Where a method is extended twice, the later entry is the outer one: it runs the earlier one first.
+"""
+
+from typing import Any, List, Tuple
+
+import mxnet as mx
+from mxnet.gluon import HybridBlock, SymbolBlock
+
+from gluon_syncbn.base.mxnet_private import RecordingScope
+from gluon_syncbn.graphs.calls import following_moves
+from gluon_syncbn.nets.export import exporting_plain_graphs
+from gluon_syncbn.nets.left_plain import warning_of_plain_norms
+from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
+from gluon_syncbn.process.abandon import abandoning_what_raises
+from gluon_syncbn.process.passes import counting_backward, noticing_record
+
+_EXTENSIONS = [
+    (RecordingScope, "__enter__", noticing_record),
+    (RecordingScope, "__exit__", abandoning_what_raises),
+    (RecordingScope, "__exit__", warning_of_plain_norms),
+    (mx.nd.NDArray, "backward", counting_backward),
+    (mx.autograd, "backward", counting_backward),
+    (HybridBlock, "_call_cached_op", following_moves),
+    (HybridBlock, "export", exporting_plain_graphs),
+    (SymbolBlock, "__init__", synchronizing_what_is_marked),
+]
+_originals: List[Tuple[Any, str, Any]] = []
+
+
+def install_hooks() -> None:
+    """Extend the methods. A second call does nothing."""
+    if _originals:
+        return
+    for owner, name, extended in _EXTENSIONS:
+        original = getattr(owner, name)
+        _originals.append((owner, name, original))
+        setattr(owner, name, extended(original))
+
+
+def remove_hooks() -> None:
+    """Undo `install_hooks`."""
+    while _originals:
+        setattr(*_originals.pop())

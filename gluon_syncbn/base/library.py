@@ -1,0 +1,95 @@
+"""The compiled core (``csrc/``) as Python sees it: loads it, and says what its functions take and return.
+
+It uses no Python ABI and does not link to MXNet: it is handed the libmxnet that Python has loaded. Where it is missing,
+`core` is None, `unavailable_reason` says why, and everything runs on the portable back end.
+"""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Optional, Sequence
+
+from gluon_syncbn.base.mxnet_private import LIBMXNET
+
+LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
+
+
+class GroupSpecStruct(ctypes.Structure):
+    """``GroupSpec`` of csrc/meeting/group.h, which says what the fields mean."""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("num_devices", c_int),
+        ("group_size", c_int),
+        ("timeout_seconds", c_double),
+        ("momentum", c_double),
+        ("epsilon", c_double),
+        ("scale", c_int),
+        ("dtype", c_int),
+    ]
+
+
+MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
+_STRINGS = POINTER(c_char_p)
+
+# What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
+_PROTOTYPES = {
+    "connect": (c_int, [c_void_p]),
+    "register": (c_int, [MAKE_GROUP, c_char_p]),
+    "make_group": (None, [c_int64, POINTER(GroupSpecStruct), _STRINGS, c_char_p]),
+    "drop_group": (None, [c_int64]),
+    "count_groups": (c_int64, []),
+    "rounds": (c_int64, [c_int64, c_int64]),
+    "use_active_set": (None, [c_int64, _STRINGS, c_int]),
+    "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
+    "empty_operator": (None, [c_void_p, c_void_p]),
+    "wrap_python_operator": (c_int, [c_char_p, c_char_p, c_void_p]),
+    "leave_error": (c_int, [c_char_p]),
+    "stop_calling_python": (None, []),
+    "set_waiting_times": (None, [c_double, c_double, c_double]),
+    "cut_waits_short": (None, [c_char_p]),
+    "watch_signals": (None, [c_int]),
+    "signalled_at": (c_double, []),
+    "instruction_set": (c_char_p, []),
+}
+
+
+def _load() -> ctypes.CDLL:
+    if not LIBRARY.exists():
+        raise OSError("it was not compiled when the package was installed (pip install needs a C++17 compiler)")
+    library = ctypes.CDLL(str(LIBRARY))
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(library, f"gluon_syncbn_{name}")
+        function.restype, function.argtypes = result, arguments
+    if library.gluon_syncbn_connect(LIBMXNET._handle) != 0:
+        raise OSError("this MXNet lacks a function of its C interface")
+    return library
+
+
+core: Optional[ctypes.CDLL] = None
+unavailable_reason = ""
+try:
+    core = _load()
+except (OSError, AttributeError) as problem:  # not there, or older than this file
+    unavailable_reason = str(problem)
+
+
+def strings(texts: Sequence[str]):
+    """As ``const char* const*``."""
+    return (c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def leave_error(text: str) -> bool:
+    """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
+    return core is not None and bool(core.gluon_syncbn_leave_error(text.encode()))
+
+
+def empty_operator() -> Optional[c_void_p]:
+    """The address of a function that MXNet's engine may run as an operator that does nothing; None if not compiled."""
+    return None if core is None else ctypes.cast(core.gluon_syncbn_empty_operator, c_void_p)
+
+
+def stop_calling_python() -> None:
+    """Before the interpreter ends: MXNet's threads are not to call wrapped operators any more."""
+    if core is not None:
+        core.gluon_syncbn_stop_calling_python()

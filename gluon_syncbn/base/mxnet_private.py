@@ -1,0 +1,147 @@
+"""What this package needs of MXNet that MXNet does not document, in one place. Tried with MXNet 1.6.0 to 1.9.1.
+
+The methods of MXNet's that are extended stand in `gluon_syncbn._hooks`.
+"""
+
+import ctypes
+from typing import Any, Dict, List, Optional, Tuple
+
+import mxnet as mx
+from mxnet.base import _LIB as LIBMXNET
+from mxnet.base import check_call
+from mxnet.gluon import Block, HybridBlock, Parameter, nn
+from mxnet.gluon import block as gluon_block
+from mxnet.gluon.block import _flatten as flatten
+from mxnet.gluon.block import _regroup as regroup
+from mxnet.gluon.nn import basic_layers
+
+__all__ = ["LIBMXNET", "check_call", "flatten", "regroup"]
+
+# The base of all BatchNorm layers; before MXNet 1.8 there was only one.
+PlainBatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
+
+# What ``autograd.record()`` and ``pause()`` return.
+RecordingScope = mx.autograd._RecordingStateScope
+
+
+def is_record(scope: RecordingScope) -> bool:
+    """Whether this is ``autograd.record()``."""
+    return bool(scope._enter_is_record)
+
+
+# Blocks
+
+
+def operator_options(layer: Block) -> Dict[str, Any]:
+    """What a BatchNorm layer hands to its operator: axis, eps, momentum, fix_gamma, use_global_stats. Its own dict."""
+    return layer._kwargs
+
+
+def graph_of(block: HybridBlock) -> Tuple:
+    """The inputs and the symbol of a hybridized block, or of a SymbolBlock; () before the first call."""
+    return block._cached_graph
+
+
+def set_graph(block: HybridBlock, graph: Tuple) -> None:
+    """Of the same kind as `graph_of` returns."""
+    block._cached_graph = graph
+
+
+def drop_graph(block: HybridBlock) -> None:
+    """It is made anew at the next call."""
+    block._clear_cached_op()
+
+
+def is_static(block: HybridBlock) -> bool:
+    """Whether it was hybridized with ``static_alloc`` and ``static_shape``."""
+    flags = dict(block._flags)
+    return bool(flags.get("static_alloc") and flags.get("static_shape"))
+
+
+def is_making_graph(frame) -> bool:
+    """Whether this stack frame is Gluon's own method that makes the graph of a block.
+
+    It has the graph's inputs, new objects each time, in ``symbol_inputs``, and what the block is called with in
+    ``args``.
+    """
+    return frame.f_code.co_name == "_get_graph" and frame.f_globals is vars(gluon_block)
+
+
+def owner_of_graph(frame) -> Optional[HybridBlock]:
+    """The block for which this stack frame makes a graph to be kept, if it does."""
+    is_builder = frame.f_code.co_name == "_build_cache" and frame.f_globals is vars(gluon_block)
+    return frame.f_locals["self"] if is_builder else None
+
+
+def children(block: Block) -> List[Block]:
+    return list(block._children.values())
+
+
+def has_forward_hooks(block: Block) -> bool:
+    return bool(block._forward_hooks or block._forward_pre_hooks)
+
+
+def is_relu(block: Block) -> bool:
+    return type(block) is nn.Activation and block._act_type == "relu"
+
+
+def set_name(block: Block, name: str) -> None:
+    """Also within a ``name_scope()``, whose prefix would come on top."""
+    block._prefix, block._name = name + "_", name
+
+
+def set_parameter(block: Block, attribute: str, parameter: Parameter) -> None:
+    """In place of one that the block has made for itself."""
+    del block._reg_params[attribute]
+    setattr(block, attribute, parameter)
+
+
+def unique_name(name: Optional[str], hint: str) -> str:
+    """As MXNet names a symbol that is made now."""
+    return mx.name.NameManager._current.value.get(name, hint)
+
+
+# Parameters and arrays
+
+
+def contexts_of(parameter: Parameter) -> List[mx.Context]:
+    """In rank order; none before ``initialize``."""
+    initialized = parameter._data is not None or parameter._deferred_init
+    return parameter.list_ctx() if initialized else []
+
+
+def context_list(parameter: Parameter) -> Optional[List[mx.Context]]:
+    """Another object whenever the parameter is initialized, loaded or moved."""
+    return parameter._ctx_list
+
+
+def arrays_of(parameter: Parameter) -> List[mx.nd.NDArray]:
+    """One per context; none before ``initialize``."""
+    return list(parameter._data or ())
+
+
+def has_gradient(parameter: Parameter) -> bool:
+    return parameter.grad_req != "null" and parameter._grad is not None
+
+
+def has_fresh_gradient(array: mx.nd.NDArray) -> bool:
+    """Whether a backward pass has written the gradient of this Parameter's array since Trainer has used it."""
+    return array._fresh_grad
+
+
+def set_fresh_gradient(array: mx.nd.NDArray, is_fresh: bool) -> None:
+    """MXNetError for an array of which autograd does not know."""
+    array._fresh_grad = is_fresh
+
+
+# Custom operators and KVStores
+
+
+def last_registered_operator() -> ctypes.c_void_p:
+    """What makes the custom operator that Python has registered last. MXNet's table keeps it alive."""
+    creators = mx.operator._registry.ref_holder
+    return ctypes.cast(creators[max(creators)], ctypes.c_void_p)
+
+
+def has_optimizer(store: mx.kv.KVStore) -> bool:
+    return store._updater is not None

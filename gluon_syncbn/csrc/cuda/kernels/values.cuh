@@ -1,0 +1,119 @@
+// What a value is stored as (value_t) and computed in (real_t), and how 16 bytes of them are read and written at once.
+
+#if VALUE_TYPE == 1
+typedef double value_t;
+typedef double real_t;
+#elif VALUE_TYPE == 2
+typedef unsigned short value_t;
+typedef float real_t;
+#else
+typedef float value_t;
+typedef float real_t;
+#endif
+typedef long long int64;
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
+
+constexpr int kThreads = THREADS;  // in a block
+constexpr int kUnroll = UNROLL;
+constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
+
+#ifdef __CUDACC__
+// cuda_fp16.h is not there at run time.
+__device__ inline float half_to_float(unsigned short half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+__device__ inline unsigned short float_to_half(float value) {
+  unsigned short half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+
+// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes each.
+__device__ inline uint4 load_pack(const void* from) {
+  uint4 bits;
+  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %4; ld.global.v4.u32 {%0, %1, %2, %3}, [at]; }"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(from));
+  return bits;
+}
+__device__ inline void store_pack(void* to, const uint4& bits) {
+  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %0; st.global.v4.u32 [at], {%1, %2, %3, %4}; }"
+               :
+               : "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
+#endif
+
+__device__ inline real_t widen(value_t value) {
+#if VALUE_TYPE == 2
+  return half_to_float(value);
+#else
+  return value;
+#endif
+}
+
+__device__ inline value_t narrow(real_t value) {
+#if VALUE_TYPE == 2
+  return float_to_half(value);
+#else
+  return value;
+#endif
+}
+
+// One rounding, here and there the same: whether an output was positive must not depend on the pass that asks.
+__device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+__device__ inline double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+// The values of 16 bytes, and back.
+__device__ inline void unpack(const uint4& bits, real_t* values) {
+  const unsigned words[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+#if VALUE_TYPE == 1
+    values[i] = __hiloint2double(static_cast<int>(words[2 * i + 1]), static_cast<int>(words[2 * i]));
+#elif VALUE_TYPE == 2
+    values[i] = half_to_float(static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2))));
+#else
+    values[i] = __uint_as_float(words[i]);
+#endif
+  }
+}
+
+__device__ inline uint4 pack(const real_t* values) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if VALUE_TYPE == 1
+    words[i] = static_cast<unsigned>(i % 2 ? __double2hiint(values[i / 2]) : __double2loint(values[i / 2]));
+#elif VALUE_TYPE == 2
+    words[i] = float_to_half(values[2 * i]) | static_cast<unsigned>(float_to_half(values[2 * i + 1])) << 16;
+#else
+    words[i] = __float_as_uint(values[i]);
+#endif
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// V values at a time: 1 or kPack.
+template <int V>
+struct Access {
+  __device__ static void load(const value_t* from, real_t* to) { unpack(load_pack(from), to); }
+  __device__ static void store(value_t* to, const real_t* from) { store_pack(to, pack(from)); }
+};
+template <>
+struct Access<1> {
+  __device__ static void load(const value_t* from, real_t* to) { *to = widen(*from); }
+  __device__ static void store(value_t* to, const real_t* from) { *to = narrow(*from); }
+};
+
+// Up to kUnroll of them, so that all are under way before the first is used.
+template <int V>
+__device__ inline void load_packs(const value_t* from, int64 stride, int packs, real_t (&to)[kUnroll][V]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (u < packs) Access<V>::load(from + u * stride, to[u]);
+  }
+}

@@ -1,0 +1,41 @@
+#include "meeting/statistics.h"
+
+#include <cstddef>
+
+namespace gluon_syncbn {
+
+std::vector<double> Moments::pack() const {
+  std::vector<double> message;
+  message.reserve(1 + 2 * mean.size());
+  message.push_back(count);
+  message.insert(message.end(), mean.begin(), mean.end());
+  message.insert(message.end(), m2.begin(), m2.end());
+  return message;
+}
+
+Moments merge(const Vectors& packed) {
+  const size_t channels = (packed.front().size() - 1) / 2;
+  Moments merged{0, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
+  for (const std::vector<double>& part : packed) merged.count += part[0];
+  for (const std::vector<double>& part : packed) {
+    const double share = part[0] / merged.count;
+    for (size_t c = 0; c < channels; ++c) merged.mean[c] += part[1 + c] * share;
+  }
+  for (const std::vector<double>& part : packed) {
+    for (size_t c = 0; c < channels; ++c) {
+      const double distance = part[1 + c] - merged.mean[c];
+      merged.m2[c] += part[1 + channels + c] + part[0] * distance * distance;
+    }
+  }
+  return merged;
+}
+
+std::vector<double> add_ranks(const Vectors& vectors) {
+  std::vector<double> total(vectors.front().size(), 0.0);
+  for (const std::vector<double>& vector : vectors) {
+    for (size_t i = 0; i < total.size(); ++i) total[i] += vector[i];
+  }
+  return total;
+}
+
+}  // namespace gluon_syncbn

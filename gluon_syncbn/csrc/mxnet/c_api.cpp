@@ -1,0 +1,39 @@
+#include "mxnet/c_api.h"
+
+#include <dlfcn.h>
+
+#include "exported.h"
+
+namespace gluon_syncbn {
+namespace {
+
+MXNetFunctions functions;
+
+template <typename Function>
+bool find(void* libmxnet, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(libmxnet, name));
+  return function != nullptr;
+}
+
+}  // namespace
+
+const MXNetFunctions& mxnet() { return functions; }
+
+}  // namespace gluon_syncbn
+
+// Looks up in `libmxnet`, a handle of dlopen, what is called there; 0, or 1 if something is missing.
+EXPORTED int gluon_syncbn_connect(void* libmxnet) {
+  using gluon_syncbn::find;
+  MXNetFunctions& f = gluon_syncbn::functions;
+  const bool found = find(libmxnet, "MXCustomOpRegister", f.custom_op_register) &&
+                     find(libmxnet, "MXNDArrayGetData", f.array_data) &&
+                     find(libmxnet, "MXNDArrayFree", f.array_free) &&
+                     find(libmxnet, "MXGetLastError", f.last_error) &&
+                     find(libmxnet, "MXNDArrayCreateEx", f.array_create) &&
+                     find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
+                     find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
+                     find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&
+                     find(libmxnet, "MXRtcCudaKernelCreate", f.kernel_create) &&
+                     find(libmxnet, "MXRtcCudaKernelCall", f.kernel_call);
+  return found ? 0 : 1;
+}

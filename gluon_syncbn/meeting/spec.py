@@ -1,0 +1,188 @@
+"""What describes the group of devices that share one layer's statistics, and what could never work."""
+
+import json
+import math
+import os
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+
+import mxnet as mx
+
+from gluon_syncbn.meeting.transport import check_kvstore
+
+DEFAULT_TIMEOUT = 60.0
+
+
+def default_timeout() -> float:
+    """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
+    return check_timeout(os.environ.get("GLUON_SYNCBN_TIMEOUT", DEFAULT_TIMEOUT), "GLUON_SYNCBN_TIMEOUT")
+
+
+def check_timeout(value, where: str) -> float:
+    """``value`` as seconds; ValueError, starting with ``where``, unless it is a positive finite number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = float("nan")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"{where}: the timeout must be a positive number of seconds, not {value!r}.")
+    return seconds
+
+
+def check_count(value, where: str, option: str, least: int = 1) -> None:
+    """ValueError, starting with ``where``, unless ``value`` is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{where}: {option} must be a positive integer, not {value!r}.")
+
+
+class Options(NamedTuple):
+    """What a layer's user chose of its group."""
+
+    num_devices: Optional[int] = None
+    group_size: Optional[int] = None
+    timeout: Optional[float] = None
+    kvstore: Union[str, mx.kv.KVStore, None] = None
+
+
+class GroupSpec(NamedTuple):
+    """All that describes a group, but for which devices it has.
+
+    A graph that no layer owns carries it as text, which makes the same group in another process. It does not say which
+    devices there are, only how many: 0 if that is not known either, and then the graph cannot train. ``dtype`` is that
+    of parameters and statistics; the last three are as in `nn.BatchNorm`.
+    """
+
+    name: str
+    num_devices: int
+    group_size: Optional[int]
+    timeout: Optional[float]
+    kvstore: Union[str, mx.kv.KVStore, None]
+    dtype: str
+    momentum: float
+    epsilon: float
+    scale: bool
+
+    @classmethod
+    def of(cls, name: str, options: Options, dtype: str, momentum: float, epsilon: float, scale: bool) -> "GroupSpec":
+        num_devices, group_size, timeout, kvstore = options
+        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, float(momentum), float(epsilon), scale)
+
+    @property
+    def where(self) -> str:
+        """How errors begin."""
+        return f"SyncBatchNorm '{self.name}'"
+
+    @property
+    def seconds(self) -> float:
+        """The timeout, or its default."""
+        return default_timeout() if self.timeout is None else self.timeout
+
+    def shared_options(self) -> Dict[str, Any]:
+        """What is alike for all layers that were made with the same options, as a node of a graph tells it."""
+        kvstore = self.kvstore if isinstance(self.kvstore, str) else None
+        counts = {"num_devices": self.num_devices or None, "group_size": self.group_size}
+        return {**counts, "timeout": self.timeout, "kvstore": kvstore, "dtype": self.dtype}
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "GroupSpec":
+        """The group that a text describes; the text may come from any file.
+
+        Raises
+        ------
+        ValueError
+            It describes none, or one that could not work.
+        """
+        try:
+            spec = cls(**json.loads(text))
+        except (TypeError, ValueError) as problem:
+            raise ValueError(f"a SyncBatchNorm node describes its group as {text!r}: {problem}.") from None
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """ValueError for numbers that could not work, whoever wrote them."""
+        where = self.where
+        check_count(self.num_devices, where, "num_devices", least=0)
+        if self.group_size is not None:
+            check_count(self.group_size, where, "group_size")
+        if self.num_devices % (self.group_size or 1):
+            raise ValueError(f"{where}: group_size={self.group_size} does not divide num_devices={self.num_devices}.")
+        if self.timeout is not None:
+            check_timeout(self.timeout, where)
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {self.dtype!r}.")
+        for option, value in (("momentum", self.momentum), ("eps", self.epsilon)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{where}: {option} must be a number, not {value!r}.")
+        if not isinstance(self.scale, bool):
+            raise ValueError(f"{where}: scale must be true or false, not {self.scale!r}.")
+        check_kvstore(self.kvstore, where)
+
+
+class GroupReference(NamedTuple):
+    """A group as a graph names it. ``devices`` are those that are known before they come."""
+
+    text: str
+    spec: GroupSpec
+    devices: Sequence[mx.Context] = ()
+
+
+class LayerGroup(ABC):
+    """The synchronization of one layer over its devices. Lives as long as the layer has these devices."""
+
+    spec: GroupSpec
+    devices: Sequence[mx.Context]
+
+    @property
+    @abstractmethod
+    def reference(self) -> GroupReference:
+        """How a graph, or a call, names this group."""
+
+    @abstractmethod
+    def rounds(self, set_id: int) -> int:
+        """How many forward passes were met by exactly the devices of this active set."""
+
+
+def subgroups(devices: Sequence[mx.Context], group_size: Optional[int]) -> List[List[mx.Context]]:
+    """The devices in groups of this many neighbours, in rank order."""
+    size = group_size or len(devices)
+    return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+
+
+def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
+    """Refuse a group that could never meet.
+
+    Raises
+    ------
+    ValueError
+        A device is given twice, their number is not ``num_devices``, or ``group_size`` does not divide it.
+    RuntimeError
+        MXNet runs on its NaiveEngine, where no device could ever wait for another.
+    """
+    shown = ", ".join(str(device) for device in devices)
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"SyncBatchNorm '{name}': its parameters name one device twice ({shown}).")
+    if options.num_devices is not None and options.num_devices != len(devices):
+        raise ValueError(
+            f"SyncBatchNorm '{name}': num_devices={options.num_devices}, but its parameters live on {len(devices)} "
+            f"({shown}). Initialize the net on the devices that train, or leave num_devices out."
+        )
+    if options.group_size is not None and len(devices) % options.group_size:
+        raise ValueError(
+            f"SyncBatchNorm '{name}': group_size={options.group_size} does not divide its {len(devices)} devices "
+            f"({shown})."
+        )
+    check_engine(name, len(devices))
+
+
+def check_engine(name: str, num_devices: int) -> None:
+    """RuntimeError if MXNet runs on its NaiveEngine, where no device could ever wait for another."""
+    if num_devices > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+        raise RuntimeError(
+            f"SyncBatchNorm '{name}': MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time, so {num_devices} "
+            f"devices could never meet. Unset it, or debug on one device."
+        )

@@ -1,0 +1,42 @@
+"""A ReLU behind a norm in a `nn.HybridSequential` is computed by the norm, in the same pass."""
+
+from collections import Counter
+from typing import List
+
+from mxnet.gluon import Block, nn
+
+from gluon_syncbn.base.mxnet_private import children, has_forward_hooks, is_relu
+from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.nets.walk import blocks_in
+
+
+class FusedReLU(nn.Activation):
+    """A ReLU that the `SyncBatchNorm` before it has taken over: passes its input on."""
+
+    def hybrid_forward(self, F, x):
+        return x
+
+
+def fuse_relus(blocks: List[Block]) -> int:
+    """Let each norm compute the ReLU that always follows it; returns how many did."""
+    places = Counter(id(item) for block in blocks for item in blocks_in(vars(block), set()))
+    fused = 0
+    for block in blocks:
+        if type(block) is not nn.HybridSequential:
+            continue
+        items = children(block)
+        for norm, relu in zip(items, items[1:]):
+            is_pair = type(norm) is SyncBatchNorm and is_relu(relu)
+            is_private = all(places[id(item)] == 1 and not has_forward_hooks(item) for item in (norm, relu))
+            if is_pair and is_private and norm._activation is None:
+                norm._activation = "relu"
+                relu.__class__ = FusedReLU
+                fused += 1
+    return fused
+
+
+def separate_relus(blocks: List[Block]) -> None:
+    """Undo `fuse_relus`; the norms have new options, or are plain again."""
+    for block in blocks:
+        if type(block) is FusedReLU:
+            block.__class__ = nn.Activation

@@ -1,0 +1,32 @@
+"""Finds every block of a net."""
+
+from typing import Iterator, List
+
+from mxnet.gluon import Block
+
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
+
+
+def all_blocks(root: Block) -> List[Block]:
+    """Every block that can be reached from ``root``, once."""
+    if not isinstance(root, Block):
+        raise TypeError(f"expected a Gluon block, not {type(root).__name__}.")
+    found, waiting = {}, [root]
+    while waiting:
+        block = waiting.pop()
+        if id(block) not in found:
+            found[id(block)] = block
+            waiting.extend(reversed(list(blocks_in(vars(block), set()))))
+            if isinstance(block, SynchronizedSymbolBlock):
+                waiting.extend(block.norms())
+    return list(found.values())
+
+
+def blocks_in(value, seen: set) -> Iterator[Block]:
+    """The blocks that an attribute holds: itself, or what lies in nested lists, tuples, sets and dicts."""
+    if isinstance(value, Block):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from blocks_in(item, seen)
