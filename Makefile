@@ -41,6 +41,7 @@ docs: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 wheels: .venv/installed
 	$(BIN)/python .ci/wheels.py

@@ -100,7 +100,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
     package_data={
-        "gluon_syncbn": ["csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.cuh"]
+        "gluon_syncbn": ["py.typed", "csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.cuh"]
     },  # compiled at run time, by MXNet
     ext_modules=[
         Extension(
@@ -145,6 +145,7 @@ setup(
         "test": [
             *EXAMPLES,
             "hypothesis",
+            "mypy==1.14.*",  # the last for Python 3.8
             # NVRTC as MXNet's GPU builds use it, and the newest: the kernels for GPUs are compiled with both.
             "nvidia-cuda-nvrtc",
             "nvidia-cuda-nvrtc-cu11",

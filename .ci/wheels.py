@@ -1,5 +1,7 @@
 """Builds one wheel and tries it with every MXNet that it is meant for (tests/smoke.py); `make wheels` calls this.
 
+MXNet's C interface, which the package declares by hand, is compared with each one's headers.
+
 Interpreters are looked for on the PATH and among pyenv's. One that is not there is reported as NOT RUN.
 """
 
@@ -52,6 +54,8 @@ def smoke(wheel: Path, mxnet: str, python: str, folder: Path) -> str:
     run(python, "-m", "venv", environment)
     in_it = environment / "bin" / "python"
     run(in_it, "-m", "pip", "install", "--quiet", wheel, f"mxnet=={mxnet}")
+    (headers,) = environment.glob("lib/python*/site-packages/mxnet/include")
+    run("g++", "-std=c++17", "-fsyntax-only", f"-I{headers}", ROOT / "tests" / "csrc" / "check_c_api.cpp")
     # Not from the checkout, whose package would be found first.
     return run("env", "-C", folder, "OMP_NUM_THREADS=1", in_it, ROOT / "tests" / "smoke.py").splitlines()[-1]
 

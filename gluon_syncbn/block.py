@@ -153,10 +153,12 @@ class SyncBatchNorm(nn.BatchNorm):
         where = f"SyncBatchNorm '{self.name}'"
         self._options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
         self._requested_backend = backend
+        if backend != "auto":
+            choose(where, backend, [], kvstore)  # one that cannot run here shows at once
         self._activation = activation
-        self._group = self._group_backend = None
+        self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
-        self._last_order_token = None
+        self._last_order_token: Optional[Tuple[Any, Any]] = None
         self._passes = Passes(self)
 
     def _stop_synchronizing(self) -> None:
@@ -165,7 +167,6 @@ class SyncBatchNorm(nn.BatchNorm):
         for name in (
             "_options",
             "_group",
-            "_group_backend",
             "_group_lock",
             "_last_order_token",
             "_passes",
@@ -190,7 +191,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        state = {**self.__dict__, "_group": None, "_group_backend": None, "_last_order_token": None}
+        state = {**self.__dict__, "_group": None, "_last_order_token": None}
         del state["_group_lock"], state["_passes"]
         return state
 
@@ -292,8 +293,9 @@ class SyncBatchNorm(nn.BatchNorm):
         the one before. Elsewhere the engine orders them by the running statistics.
         """
         last = self._last_order_token
-        is_known = trace is not None and trace.is_static and last is not None and last[0] is trace.symbol
-        return last[1] if is_known else None
+        if trace is None or not trace.is_static or last is None or last[0] is not trace.symbol:
+            return None
+        return last[1]
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
@@ -311,12 +313,12 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _group_on(self, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
-            group = self._group
-            if group is None or (group.devices, group.spec.dtype) != (devices, self._dtype()):
-                self._group_backend = self._choice().backend
-                self._group = group = self._group_backend.make_group(self._spec(len(devices)), devices)
+            now = self._group
+            if now is None or (now[1].devices, now[1].spec.dtype) != (devices, self._dtype()):
+                backend = self._choice().backend
+                self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
                 add_live(self)
-            return self._group_backend, group
+            return now
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
@@ -324,7 +326,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def synchronized_passes(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
-        return 0 if self._group is None else self._group.rounds(set_id)
+        return 0 if self._group is None else self._group[1].rounds(set_id)
 
     def _check_input(self, x, channels: int) -> None:
         """``channels`` are those of the arrays; a Parameter may have no shape, as in GluonCV's pruned networks."""

@@ -68,7 +68,7 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
         synchronize(item, num_devices=num_devices, **options)
-        blocks += item.norms()
+        blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm):

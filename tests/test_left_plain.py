@@ -95,7 +95,7 @@ def test_a_symbol_block_that_is_made_within_a_name_scope():
     assert net[1].name == "net_batchnorm0"  # those layers take no number of the scope's
     net.initialize(ctx=cpus(2))
     assert train(net) == []
-    assert [layer.name for layer in block.norms()] == ["inside"]
+    assert [layer.name for layer in block.hidden_blocks()] == ["inside"]
     with autograd.record():
         output = net(mx.nd.ones((2, 3, 8, 8)))
     with pytest.raises(mx.MXNetError, match="SyncBatchNorm 'inside'"):

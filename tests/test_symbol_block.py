@@ -88,8 +88,8 @@ def test_equals_one_device(origin, around, mode, parameters):
         number = 2 if origin == "made of synchronized nodes" else None
         net = wrap(as_block(make_symbol(gluon_syncbn.symbol.SyncBatchNorm, num_devices=number, timeout=20)))
     inner = net.inner if around else net
-    assert type(inner) is SynchronizedSymbolBlock and len(inner.norms()) == 2
-    assert inner.norms()[0]._options.timeout == 20
+    assert type(inner) is SynchronizedSymbolBlock and len(inner.hidden_blocks()) == 2
+    assert inner.hidden_blocks()[0]._options.timeout == 20
     set_mode(net, mode)
     inner.load_parameters(parameters, ctx=cpus(2))
     (reference.inner if around else reference).load_parameters(parameters, ctx=cpus(1))
@@ -110,7 +110,7 @@ def test_conversion_and_back_keep_the_block(caplog):
     assert "2 BatchNorm layers converted" not in caplog.text  # INFO is off; nothing to warn of
     assert not caplog.records
     convert_sync_batchnorm(net, num_devices=3)
-    assert [layer._options.num_devices for layer in net.norms()] == [3, 3]
+    assert [layer._options.num_devices for layer in net.hidden_blocks()] == [3, 3]
     assert all(before[name] is parameter for name, parameter in net.collect_params().items())
     convert_batchnorm(net)
     assert type(net) is SymbolBlock and net._cached_graph[1].tojson() == graph
@@ -161,14 +161,14 @@ def test_gluoncvs_feature_expander():
     net = model_zoo.get_model(name, **options)
     assert type(net.features) is FeatureExpander
     convert_sync_batchnorm(net, num_devices=2)
-    assert len(net.features.norms()) == 35
+    assert len(net.features.hidden_blocks()) == 35
     convert_batchnorm(net)
     assert type(net.features) is FeatureExpander
     # What gluoncv's train_ssd.py --syncbn does: a layer that is called with a symbol before there are parameters. The
     # additional layers are plain BatchNorm there, and take over the options of the others.
     net = model_zoo.get_model(name, norm_layer=SyncBatchNorm, norm_kwargs={"num_devices": 2}, **options)
-    assert len(net.features.norms()) == 35
-    options = [layer._options.num_devices for layer in net.features.norms()]
+    assert len(net.features.hidden_blocks()) == 35
+    options = [layer._options.num_devices for layer in net.features.hidden_blocks()]
     assert options == [2] * 35
 
 
@@ -208,7 +208,7 @@ def test_nodes_of_one_name_and_nodes_without_parameters(caplog):
     other = mx.sym.BatchNorm(data, *[mx.sym.var(f"o_{name}") for name in ("gamma", "beta", "mean", "var")], name="n")
     net = SymbolBlock([first, second, other], data)
     convert_sync_batchnorm(net, timeout=20)
-    assert len(net.norms()) == 2 and net.count_nodes() == 3 and not caplog.records
+    assert len(net.hidden_blocks()) == 2 and net.count_nodes() == 3 and not caplog.records
     net.initialize(ctx=cpus(2))
     net.collect_params()["n_gamma"].set_data(mx.nd.ones(3))
     net.collect_params()["n_mean"].set_data(mx.nd.zeros(3))
@@ -226,5 +226,5 @@ def test_nodes_of_one_name_and_nodes_without_parameters(caplog):
     computed = mx.sym.BatchNorm(data, 2 * mx.sym.var("g"), name="c")
     net = SymbolBlock(mx.sym.BatchNorm(computed, name="d"), data)
     convert_sync_batchnorm(net)
-    assert [layer.name for layer in net.norms()] == ["d"]
+    assert [layer.name for layer in net.hidden_blocks()] == ["d"]
     assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text

@@ -9,11 +9,11 @@ import mxnet as mx
 
 from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.native import NativeBackend
+from gluon_syncbn.backends.options import REQUESTS
 from gluon_syncbn.backends.portable import PortableBackend
 
 # 'auto' takes the first that can run.
 BACKENDS: Dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), PortableBackend())}
-REQUESTS = ("auto", *BACKENDS)
 _VARIABLE = "GLUON_SYNCBN_BACKEND"
 _log = logging.getLogger("gluon_syncbn")
 _said = set()

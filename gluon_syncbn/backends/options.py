@@ -2,9 +2,10 @@
 
 from typing import Optional
 
-from gluon_syncbn.backends.choose import REQUESTS, choose
-from gluon_syncbn.meeting.spec import Options, check_count, check_timeout
-from gluon_syncbn.meeting.transport import check_kvstore
+from gluon_syncbn.meeting.spec import Options, check_count, check_kvstore, check_timeout
+
+# What a user may ask for; gluon_syncbn.backends.choose has what stands behind it.
+REQUESTS = ("auto", "native", "portable")
 
 
 def check_options(
@@ -22,8 +23,6 @@ def check_options(
     ------
     ValueError, TypeError
         An option has an impossible value.
-    RuntimeError
-        ``backend='native'`` where it cannot run.
     """
     for option, value in (("num_devices", num_devices), ("group_size", group_size)):
         if value is not None:
@@ -35,6 +34,4 @@ def check_options(
     if activation not in (None, "relu"):
         raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
     check_kvstore(kvstore, where)
-    if backend != "auto":
-        choose(where, backend, [], kvstore)
     return Options(num_devices, group_size, timeout, kvstore)

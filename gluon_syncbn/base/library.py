@@ -1,15 +1,18 @@
-"""The compiled core (``csrc/``) as Python sees it: loads it, and says what its functions take and return.
+"""The compiled core (``csrc/``) and MXNet's own library, as Python calls them.
 
-It uses no Python ABI and does not link to MXNet: it is handed the libmxnet that Python has loaded. Where it is missing,
-`core` is None, `unavailable_reason` says why, and everything runs on the portable back end.
+The core uses no Python ABI and does not link to MXNet: it is handed the libmxnet that Python has loaded. Where it is
+missing, `core` is None, `unavailable_reason` says why, and everything runs on the portable back end.
 """
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
-from gluon_syncbn.base.mxnet_private import LIBMXNET
+from mxnet.base import _LIB as LIBMXNET
+from mxnet.base import check_call
+
+__all__ = ["LIBMXNET", "check_call"]
 
 LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
@@ -66,7 +69,7 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-core: Optional[ctypes.CDLL] = None
+core: Any = None  # a ctypes.CDLL
 unavailable_reason = ""
 try:
     core = _load()

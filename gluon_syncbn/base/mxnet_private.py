@@ -7,25 +7,22 @@ import ctypes
 from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet.base import _LIB as LIBMXNET
-from mxnet.base import check_call
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.gluon import block as gluon_block
-from mxnet.gluon.block import _flatten as flatten
-from mxnet.gluon.block import _regroup as regroup
 from mxnet.gluon.nn import basic_layers
-
-__all__ = ["LIBMXNET", "check_call", "flatten", "regroup"]
 
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
 PlainBatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
+
+# Nested lists of arrays to a flat one and the format, and back.
+flatten, regroup = gluon_block._flatten, gluon_block._regroup
 
 # What ``autograd.record()`` and ``pause()`` return.
 RecordingScope = mx.autograd._RecordingStateScope
 
 
-def is_record(scope: RecordingScope) -> bool:
-    """Whether this is ``autograd.record()``."""
+def is_record(scope) -> bool:
+    """Whether this `RecordingScope` is ``autograd.record()``."""
     return bool(scope._enter_is_record)
 
 

@@ -21,7 +21,8 @@ import mxnet as mx
 from mxnet.gluon import Block
 
 from gluon_syncbn.base import library
-from gluon_syncbn.base.mxnet_private import LIBMXNET, arrays_of, check_call
+from gluon_syncbn.base.library import LIBMXNET, check_call
+from gluon_syncbn.base.mxnet_private import arrays_of
 
 # mxnet::Context: the device's type (1 is a CPU) and number. The operator runs on a CPU thread, whatever it waits for.
 _CPU = (ctypes.c_int * 2)(1, 0)

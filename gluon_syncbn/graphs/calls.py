@@ -14,7 +14,7 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 
 import functools
 import weakref
-from typing import Optional
+from typing import Any, Optional
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -23,7 +23,7 @@ from gluon_syncbn.base.mxnet_private import context_list, drop_graph
 from gluon_syncbn.engine.writes import tell_writes
 from gluon_syncbn.process.abandon import begin_forward
 
-_graphs = weakref.WeakKeyDictionary()
+_graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
 
 
 class _Graph:
@@ -31,8 +31,8 @@ class _Graph:
 
     def __init__(self, trace: mx.sym.Symbol):
         self.trace = trace
-        self._contexts = weakref.WeakKeyDictionary()
-        self.written = weakref.WeakSet()  # those whose writing the engine must be told
+        self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
+        self.written: weakref.WeakSet[Block] = weakref.WeakSet()  # those whose writing the engine must be told
 
     def add(self, layer: Block) -> None:
         self._contexts[layer] = context_list(layer.running_mean)

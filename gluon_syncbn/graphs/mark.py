@@ -21,8 +21,8 @@ def mark(spec: GroupSpec, axis: int, relu: bool, is_plain: bool = False) -> Dict
     nobody makes it anew: its layer was on one device.
     """
     told = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale, "relu": relu}
-    told["options"] = spec.shared_options()
-    return {MARK: json.dumps({**told, **({"is_plain": True} if is_plain else {})})}
+    is_plain_too = {"is_plain": True} if is_plain else {}
+    return {MARK: json.dumps({**told, "options": spec.shared_options(), **is_plain_too})}
 
 
 def read_mark(text: str) -> Dict[str, Any]:

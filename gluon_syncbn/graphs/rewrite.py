@@ -207,9 +207,9 @@ class _Names(mx.name.NameManager):
 class _Builder:
     """The new graph while it grows; nodes of the old one are named by their old indices."""
 
-    def __init__(self, graph):
+    def __init__(self, graph: Dict[str, Any]):
         self._graph = graph
-        self._nodes = []
+        self._nodes: List[Dict[str, Any]] = []
         self._places: Dict[int, int] = {}  # of kept nodes, by old index
         self._replaced: Dict[int, Entry] = {}
 

@@ -5,6 +5,7 @@ looked up on the stack: which block owns the graph, the inputs, and whether the 
 """
 
 import sys
+from types import FrameType
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import mxnet as mx
@@ -49,7 +50,8 @@ def find_trace() -> Optional[Trace]:
     static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
     block's first call counts as not static, which is always safe.
     """
-    frame, maker, owner = sys._getframe(), None, None
+    frame: Optional[FrameType] = sys._getframe()
+    maker, owner = None, None
     while frame is not None and owner is None:
         if frame.f_code in _our_makers or is_making_graph(frame):
             maker = frame.f_locals

@@ -39,7 +39,8 @@ def is_known(set_id: float) -> bool:
 
 def includes(device: mx.Context, set_id: int) -> bool:
     """Whether ``device`` is in this set."""
-    return set_id == EVERYONE or device in _sets[set_id]
+    members = _sets[set_id]
+    return members is None or device in members
 
 
 def use(set_id: int) -> None:

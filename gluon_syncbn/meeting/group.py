@@ -17,7 +17,7 @@ from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 from gluon_syncbn.meeting.transport import KVStoreTransport
 
 _ids = itertools.count()
-_groups = weakref.WeakValueDictionary()
+_groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
 
 
 def next_id() -> int:
@@ -47,7 +47,7 @@ class Group(LayerGroup):
 
     def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
         self.spec = spec
-        self.devices = list(devices)
+        self.devices: List[mx.Context] = list(devices)
         self._id = next_id()
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set

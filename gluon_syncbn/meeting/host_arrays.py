@@ -11,7 +11,7 @@ from typing import Tuple
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.base.mxnet_private import LIBMXNET, check_call
+from gluon_syncbn.base.library import LIBMXNET, check_call
 
 # The same library, called without letting go of the interpreter lock: to take it back costs more than the call.
 _LIBMXNET_LOCKED = ctypes.PyDLL(None, handle=LIBMXNET._handle)

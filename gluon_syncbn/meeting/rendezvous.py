@@ -31,7 +31,7 @@ step. Whoever catches the error and goes on must therefore let the stragglers fi
 
 import threading
 import time
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class _Round:
     def __init__(self, round_id: int, size: int):
         self.id = round_id
         self.opened = time.monotonic()
-        self.contributions: List[Optional[np.ndarray]] = [None] * size
+        self.contributions: List[Any] = [None] * size  # np.ndarray, where a rank has come
         self.outcome: Optional[RoundResult] = None
         self.error: Optional[str] = None
 
@@ -99,7 +99,7 @@ class Rendezvous:
         self._timeout = timeout
         self._exchange = exchange
         self._advice = advice
-        self._rounds = {}
+        self._rounds: Dict[int, _Round] = {}
         self._opened = 0
         self._changed = threading.Condition()
 
@@ -126,7 +126,7 @@ class Rendezvous:
                 self._sleep(round_, key)
         if is_leader:
             self._lead(round_)
-        if round_.error is not None:
+        if round_.outcome is None:
             raise SyncBatchNormError(round_.error)
         return round_.outcome
 

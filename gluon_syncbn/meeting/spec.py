@@ -9,7 +9,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import mxnet as mx
 
-from gluon_syncbn.meeting.transport import check_kvstore
+from gluon_syncbn.base.mxnet_private import has_optimizer
+
+_KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
+
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -34,6 +37,33 @@ def check_count(value, where: str, option: str, least: int = 1) -> None:
     """ValueError, starting with ``where``, unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{where}: {option} must be a positive integer, not {value!r}.")
+
+
+def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
+    """Refuse at once what could not reduce within one process, or would update weights with what is pushed.
+
+    Raises
+    ------
+    TypeError
+        ``kvstore`` is neither a name nor a KVStore.
+    ValueError
+        A KVStore of another type than local or device, or one that an optimizer is attached to.
+    """
+    if kvstore is None:
+        return
+    if not isinstance(kvstore, (str, mx.kv.KVStore)):
+        raise TypeError(f"{where}: kvstore must be a name or an mxnet KVStore, not {type(kvstore).__name__}.")
+    kind = kvstore if isinstance(kvstore, str) else kvstore.type
+    if kind not in _KVSTORES:
+        raise ValueError(
+            f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)} "
+            f"(several hosts and NCCL are not built yet)."
+        )
+    if not isinstance(kvstore, str) and has_optimizer(kvstore):
+        raise ValueError(
+            f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
+            f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
+        )
 
 
 class Options(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 class Moments(NamedTuple):
     """How many values per channel, their mean, and their centred sum of squares."""
 
-    count: float
+    count: float  # type: ignore[assignment]  # a tuple has a method of this name
     mean: np.ndarray
     m2: np.ndarray
 

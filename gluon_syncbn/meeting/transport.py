@@ -7,47 +7,17 @@ loses nothing), and the arithmetic that follows is done in rank order, alike for
 
 import threading
 import weakref
-from typing import List, Sequence, Union
+from typing import Dict, List, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.base.mxnet_private import has_optimizer
 from gluon_syncbn.meeting.host_arrays import HostArrays
-
-_KNOWN_TYPES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
 
 def default_kvstore(devices: Sequence[mx.Context]) -> str:
     """``'device'`` where every device is a GPU, so that vectors are added there; ``'local'`` otherwise."""
     return "device" if all(device.device_type == "gpu" for device in devices) else "local"
-
-
-def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
-    """Refuse at once what could not reduce within one process, or would update weights with what is pushed.
-
-    Raises
-    ------
-    TypeError
-        ``kvstore`` is neither a name nor a KVStore.
-    ValueError
-        A KVStore of another type than local or device, or one that an optimizer is attached to.
-    """
-    if kvstore is None:
-        return
-    if not isinstance(kvstore, (str, mx.kv.KVStore)):
-        raise TypeError(f"{where}: kvstore must be a name or an mxnet KVStore, not {type(kvstore).__name__}.")
-    kind = kvstore if isinstance(kvstore, str) else kvstore.type
-    if kind not in _KNOWN_TYPES:
-        raise ValueError(
-            f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KNOWN_TYPES)} "
-            f"(several hosts and NCCL are not built yet)."
-        )
-    if not isinstance(kvstore, str) and has_optimizer(kvstore):
-        raise ValueError(
-            f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
-            f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
-        )
 
 
 class KVStoreTransport:
@@ -65,14 +35,14 @@ class KVStoreTransport:
     _lock = threading.Lock()
     # A store keeps a key for ever, so one that a transport has left behind serves the next on the same devices: by
     # store, then by devices and length.
-    _free_keys = weakref.WeakKeyDictionary()
+    _free_keys: "weakref.WeakKeyDictionary[mx.kv.KVStore, dict]" = weakref.WeakKeyDictionary()
 
     def __init__(self, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore, None] = None):
         self._devices = list(devices)
         self._hosts = [HostArrays(device) for device in devices]
         kvstore = kvstore or default_kvstore(devices)
         self._store = mx.kv.create(kvstore) if isinstance(kvstore, str) else kvstore
-        self._buffers = {}
+        self._buffers: Dict[Tuple[str, int], tuple] = {}
 
     def all_gather(self, key: str, vectors: List[np.ndarray]) -> np.ndarray:
         """Return the float64 matrix of shape (devices, length) whose row d is ``vectors[d]``. Blocks until done.

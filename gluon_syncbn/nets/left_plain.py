@@ -21,7 +21,7 @@ from gluon_syncbn.nets.walk import all_blocks
 from gluon_syncbn.process.passes import take_net_of_scope
 
 _SHOWN = 3
-_seen = weakref.WeakSet()
+_seen: "weakref.WeakSet[Block]" = weakref.WeakSet()
 
 
 def warning_of_plain_norms(leave):

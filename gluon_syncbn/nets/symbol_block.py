@@ -33,8 +33,8 @@ class _Norms:
 class SynchronizedSymbolBlock(SymbolBlock):
     """What a SymbolBlock becomes; made by `synchronize`."""
 
-    def norms(self) -> List[SyncBatchNorm]:
-        """The layers that stand for the nodes."""
+    def hidden_blocks(self) -> List[SyncBatchNorm]:
+        """The layers that stand for the nodes, out of Gluon's sight."""
         return list(self._norms.layers.values())
 
     def is_synchronized(self, norm: Norm) -> bool:

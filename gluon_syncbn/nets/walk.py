@@ -4,8 +4,6 @@ from typing import Iterator, List
 
 from mxnet.gluon import Block
 
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
-
 
 def all_blocks(root: Block) -> List[Block]:
     """Every block that can be reached from ``root``, once."""
@@ -17,8 +15,8 @@ def all_blocks(root: Block) -> List[Block]:
         if id(block) not in found:
             found[id(block)] = block
             waiting.extend(reversed(list(blocks_in(vars(block), set()))))
-            if isinstance(block, SynchronizedSymbolBlock):
-                waiting.extend(block.norms())
+            if hasattr(block, "hidden_blocks"):  # a SynchronizedSymbolBlock
+                waiting.extend(block.hidden_blocks())
     return list(found.values())
 
 

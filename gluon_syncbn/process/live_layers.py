@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from typing import List
+from typing import Any, List
 
-_layers = weakref.WeakSet()
+_layers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lock = threading.Lock()
 
 

@@ -18,13 +18,14 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from types import FrameType
 from typing import List, Optional, Tuple
 
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
 
-_watched = weakref.WeakSet()
+_watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
 _notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
@@ -122,7 +123,8 @@ def take_net_of_scope() -> Optional[mx.gluon.Block]:
 
 def _outermost_block() -> Optional[mx.gluon.Block]:
     """Of the blocks that are being called now."""
-    frame, found = sys._getframe(), None
+    frame: Optional[FrameType] = sys._getframe()
+    found = None
     while frame is not None:
         if frame.f_code is mx.gluon.Block.__call__.__code__:
             found = frame.f_locals["self"]

@@ -15,8 +15,21 @@ struct MXCallbackList {
   void** contexts;
 };
 
-// enum CustomOpPropCallbacks, by position in MXCallbackList; each ends with its context. All return 1, or 0 if they
-// fail.
+// enum CustomOpCallbacks and CustomOpPropCallbacks: positions in MXCallbackList.
+enum { kOperatorDelete, kOperatorForward, kOperatorBackward, kOperatorCallbacks };
+enum {
+  kPropertyDelete,
+  kPropertyListArguments,
+  kPropertyListOutputs,
+  kPropertyListStates,
+  kPropertyInferShape,
+  kPropertyBackwardDependency,
+  kPropertyCreateOperator,
+  kPropertyInferType,
+  kPropertyCallbacks  // more would be about sparse arrays
+};
+
+// The callbacks; each ends with its context. All return 1, or 0 if they fail.
 typedef int (*CustomOpDelete)(void* state);
 typedef int (*CustomOpList)(char*** names, void* state);
 typedef int (*CustomOpInferShape)(int num, int* ndims, int** shapes, void* state);
@@ -26,7 +39,7 @@ typedef int (*CustomOpCreate)(const char* device, int num_inputs, unsigned** sha
                               const int* dtypes, MXCallbackList* ret, void* state);
 typedef int (*CustomOpInferType)(int num, int* dtypes, void* state);
 
-// enum CustomOpCallbacks: delete, forward, backward. `arrays` are NDArray handles that the callee frees.
+// Forward and backward. `arrays` are NDArray handles that the callee frees.
 typedef int (*CustomOpRun)(int size, void** arrays, int* tags, const int* requests, int is_train, void* state);
 
 typedef int (*CustomOpPropCreator)(const char* op_type, int num_arguments, const char** keys, const char** values,
@@ -71,6 +84,8 @@ const MXNetFunctions& mxnet();
 std::string take_error();
 
 }  // namespace gluon_syncbn
+
+// What is here is compared with the headers of each MXNet by tests/csrc/check_c_api.cpp.
 
 // Kinds of devices (include/mxnet/base.h, Context::DeviceType), and types of numbers that are not activations
 // (mshadow/base.h).

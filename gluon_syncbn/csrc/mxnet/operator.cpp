@@ -68,8 +68,6 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Its properties: what a graph knows before shapes are known
 
-constexpr int kPropertyCallbacks = 8;
-
 struct Property {
   std::shared_ptr<Group> group;
   int axis;
@@ -267,8 +265,8 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
     Call call{property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->has_order_token};
     const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
     Operator* created = (on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call))).release();
-    static AnyCallback callbacks[] = {any(delete_operator), any(run_forward), any(run_backward)};
-    ret->num_callbacks = 3;
+    static AnyCallback callbacks[kOperatorCallbacks] = {any(delete_operator), any(run_forward), any(run_backward)};
+    ret->num_callbacks = kOperatorCallbacks;
     ret->callbacks = callbacks;
     ret->contexts = created->contexts;
   });

@@ -77,20 +77,6 @@ struct Wrapper {
   std::vector<void*> contexts;
 };
 
-// Positions in MXNet's lists (include/mxnet/c_api.h, CustomOpCallbacks and CustomOpPropCallbacks).
-enum { kOperatorDelete, kOperatorForward, kOperatorBackward };
-enum {
-  kPropertyDelete,
-  kPropertyListArguments,
-  kPropertyListOutputs,
-  kPropertyListStates,
-  kPropertyInferShape,
-  kPropertyBackwardDependency,
-  kPropertyCreateOperator,
-  kPropertyInferType,
-  kPropertyCallbacks  // more would be about sparse arrays
-};
-
 // What the property's lists say, asked once.
 struct PropertyWrapper : Wrapper {
   explicit PropertyWrapper(const MXCallbackList& list) : Wrapper(list) {

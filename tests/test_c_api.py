@@ -1,0 +1,37 @@
+"""What csrc/mxnet/c_api.h declares by hand is what MXNet says in its headers; `make wheels` asks those of other versions."""
+
+import os
+import subprocess
+
+import mxnet as mx
+from harness import HANG, ROOT
+
+CHECK = os.path.join(ROOT, "tests", "csrc", "check_c_api.cpp")
+OURS = os.path.join(ROOT, "gluon_syncbn", "csrc", "mxnet", "c_api.h")
+
+
+def compile_check(file):
+    headers = os.path.join(os.path.dirname(mx.__file__), "include")
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{headers}", file]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=HANG)
+
+
+def test_it_is_what_the_headers_say():
+    done = compile_check(CHECK)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_difference_would_be_seen(tmp_path):
+    with open(CHECK, encoding="utf-8") as lines, open(OURS, encoding="utf-8") as ours:
+        text, declared = lines.read(), ours.read()
+    wrong = declared.replace("const int* requests, int is_train", "const int* requests, long is_train")
+    wrong = wrong.replace("kPinned = 3", "kPinned = 5")
+    (tmp_path / "c_api.h").write_text(wrong)
+    (tmp_path / "check.cpp").write_text(
+        text.replace("../../gluon_syncbn/csrc/mxnet/c_api.h", "c_api.h").replace(
+            "../../gluon_syncbn", f"{ROOT}/gluon_syncbn"
+        )
+    )
+    words = compile_check(str(tmp_path / "check.cpp")).stderr
+    assert "static assertion failed: CustomOpFBFunc" in words and "kCPUPinned" in words
+    assert words.count("static assertion failed") == 2
