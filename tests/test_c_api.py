@@ -1,4 +1,4 @@
-"""What csrc/mxnet/c_api.h declares by hand is what MXNet says in its headers; `make wheels` asks those of other versions."""
+"""csrc/mxnet/c_api.h, written by hand, is what MXNet says in its headers; `make wheels` asks other versions."""
 
 import os
 import subprocess

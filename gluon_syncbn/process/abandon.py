@@ -3,7 +3,7 @@
 When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
 what it has brought would meet the second device's next step. So such a step is given up: whoever waits is released with
 an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the
-beginning of a step if the one before broke off between the ``backward()`` of two devices (`_passes`).
+beginning of a step if the one before broke off between the ```backward()`` of two devices.
 """
 
 import functools
