@@ -10,7 +10,6 @@ mxnet-cu117 wants, and that neither the package nor these tests use, are stubs (
 """
 
 import argparse
-import ctypes
 import os
 import subprocess
 import sys
@@ -24,15 +23,6 @@ HOME = ROOT / "build" / "gpu"
 MXNET = "mxnet-cu117==1.9.1"
 NVIDIA = ["nvidia-cuda-nvrtc-cu11", "nvidia-cuda-runtime-cu11"]
 TESTING = ["numpy<1.24", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "requests", "graphviz"]
-
-
-def has_gpu() -> bool:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def install() -> tuple:
@@ -56,8 +46,9 @@ def install() -> tuple:
 
 def test(site: Path, words) -> int:
     from stand_in.libraries import build_stand_in, build_stubs
+    from steps import count_gpus
 
-    real = has_gpu()
+    real = count_gpus() > 0
     folder = HOME / ("stubs" if real else "stand_in")
     libmxnet = site / "mxnet" / "libmxnet.so"
     build_stubs(folder, libmxnet)

@@ -88,7 +88,7 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
 
 
 def convert_batchnorm(block: Block) -> Block:
-    """The way back: every `SyncBatchNorm` of a net becomes the plain BatchNorm that it was, for deployment.
+    """Make every `SyncBatchNorm` of a net the plain BatchNorm that it was, for deployment.
 
     A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`. Parameters stay the same objects; cached graphs are
     dropped. For ``export`` it is not needed, since that writes plain BatchNorm nodes anyway.

@@ -60,7 +60,9 @@ print('ON', native.instruction_set(), digest())
 
 
 def test_without_the_switch_the_newest_is_taken():
-    done = run_python("from gluon_syncbn import native; print('ON', native.instruction_set())", **{VARIABLE: ""})
+    done = run_python(
+        "from gluon_syncbn.backends import native; print('ON', native.instruction_set())", **{VARIABLE: ""}
+    )
     assert done.stdout.split("ON ")[1].split() == [newest()]
 
 

@@ -16,7 +16,10 @@ RENDEZVOUS = [
     os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"),
     *(os.path.join(CSRC, name) for name in ("meeting/rendezvous.cpp", "meeting/waiting.cpp")),
 ]
-KERNELS = [os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"), os.path.join(CSRC, "cpu/kernels.cpp")]
+KERNELS = [
+    os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"),
+    *(os.path.join(CSRC, name) for name in ("cpu/kernels.cpp", "meeting/statistics.cpp")),
+]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread", "-pthread"]
 # What is built, how, the program's argument, and what it says if all is well.

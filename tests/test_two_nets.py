@@ -80,7 +80,7 @@ import gc, os
 import psutil
 from harness import *
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.backends import native
+from gluon_syncbn.base import library
 devices = cpus(2)
 shards = random_shards([(1, 8, 3, 3)] * 2)
 
@@ -97,7 +97,7 @@ def once():
 def resident():
     gc.collect()
     mx.nd.waitall()
-    return psutil.Process().memory_info().rss, len(os.listdir('/proc/self/task')), native.count_groups()
+    return psutil.Process().memory_info().rss, len(os.listdir('/proc/self/task')), library.core.gluon_syncbn_count_groups()
 
 for number in range(1, 501):
     once()

@@ -281,7 +281,7 @@ def sanitizer(tool: str) -> Callable[[Run, float], List[str]]:
             "--values",
             20_000,
             "--seconds",
-            int(seconds * 0.6),
+            int(seconds * 0.4),
             "--exact-memory",
         ]
         return [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "tests/check_kernels.py", *told]

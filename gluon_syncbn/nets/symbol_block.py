@@ -131,7 +131,7 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 
 
 def restore(block: SynchronizedSymbolBlock) -> None:
-    """The way back."""
+    """Undo `synchronize`."""
     block.__class__ = block.__dict__.pop("_converted_from")
     del block._norms, block._order_tokens
     drop_graph(block)
