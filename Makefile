@@ -6,6 +6,8 @@ PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 pyt
 BIN := .venv/bin
 # Several CPU devices on a few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
+# The core compiles without a warning, or not at all.
+export GLUON_SYNCBN_STRICT := 1
 # How many tests run at a time. Each has several devices, and most start processes of their own.
 WORKERS ?= 3
 # The slow ones are taken over from a worker that has too many of them.
@@ -59,7 +61,7 @@ gpu: .venv/installed
 	touch $@
 
 # A change in csrc compiles what has changed. A library that failed to compile is gone, not old.
-.venv/installed: .venv/dependencies $(wildcard gluon_syncbn/csrc/* gluon_syncbn/csrc/*/* gluon_syncbn/csrc/*/*/*)
+.venv/installed: .venv/dependencies $(shell find gluon_syncbn/csrc -type f)
 	@if find gluon_syncbn/csrc -newer .venv/dependencies | grep -q .; then \
 	rm -f gluon_syncbn/*.so && $(BIN)/python setup.py --quiet build_ext --inplace; fi
 	touch $@

@@ -24,6 +24,8 @@ EXAMPLES = [
 ]
 SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
+# For those who develop (Makefile): another compiler's new warnings must not cost a user the compiled core.
+STRICT = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("GLUON_SYNCBN_STRICT") else []
 
 
 class BuildLibrary(build_ext):
@@ -119,6 +121,7 @@ setup(
                 "-ffp-contract=off",
                 "-fno-math-errno",
                 "-fno-trapping-math",
+                *STRICT,
             ],
             extra_link_args=["-fopenmp", "-ldl"],
         )

@@ -5,7 +5,7 @@ from harness import MODES, run_python
 
 CODE = """
 import sys
-sys.argv[1:] = ['--backend', {backend!r}, '--mode', {mode!r}, '--seconds', '8']
+sys.argv[1:] = ['--backend', {backend!r}, '--mode', {mode!r}, '--seconds', '5']
 import chaos
 chaos.main()
 """

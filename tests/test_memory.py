@@ -53,7 +53,7 @@ import os
 def resident():
     return psutil.Process().memory_info().rss, len(os.listdir('/proc/self/task'))
 
-for number in range(1, 101):
+for number in range(1, {steps} + 1):
     step()
     if number >= 20 and number % 20 == 0:
         print('MEMORY', *resident())
@@ -69,8 +69,8 @@ LATE_THREADS = 2
 BYTES_PER_STEP = 24 << 10
 
 
-def check(code, backend):
-    done = run_python(code + MEASURE, GLUON_SYNCBN_BACKEND=backend)
+def check(code, backend, steps=100):
+    done = run_python(code + MEASURE.format(steps=steps), GLUON_SYNCBN_BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("MEMORY")]
     memory, threads = np.array(lines, dtype=int).T
@@ -80,7 +80,7 @@ def check(code, backend):
 
 
 def test_the_example(backend):
-    check(DETECTOR, backend)
+    check(DETECTOR, backend, steps=60)
 
 
 @pytest.mark.parametrize("mode", ["imperative", "hybridize", "static"])

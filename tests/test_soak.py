@@ -7,17 +7,18 @@ import os
 import subprocess
 import sys
 
-from harness import HANG, ROOT
+from harness import HANG, ROOT, lean_environment
 
 
 def run(script, backend, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, "GLUON_SYNCBN_BACKEND": backend}
+    environment = {**lean_environment(), "GLUON_SYNCBN_BACKEND": backend}
     command = [sys.executable, os.path.join(ROOT, "benchmarks", script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
 
 
 def test_memory_and_threads(backend):
-    done = run("long_run.py", backend, "--steps", "1000")
+    steps = {"native": 1000, "portable": 500}[backend]
+    done = run("long_run.py", backend, "--steps", str(steps))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 1000: " in done.stdout
+    assert f"step {steps}: " in done.stdout
     assert f"back end {backend}: memory grew by" in done.stdout
