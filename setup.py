@@ -43,13 +43,14 @@ class BuildLibrary(build_ext):
         return []
 
     def run(self):
+        self._is_inplace = self.inplace  # which setuptools takes back while it builds
         try:
             super().run()
         except Exception as problem:
             self._say_portable(problem)
 
     def build_extension(self, ext):
-        if self.inplace:  # the loop of those who develop; what others install is compiled in the usual way
+        if self._is_inplace:  # the loop of those who develop; what others install is compiled in the usual way
             self.compiler.compile = self._compile_what_changed
         try:
             super().build_extension(ext)
