@@ -250,12 +250,11 @@ def train(options) -> list:
         trainer.load_states(str(states))
         random.seed(options.seed + len(history))
         np.random.seed(options.seed + len(history))
-    to_come = options.epochs - len(history)
     while len(history) < options.epochs:
         started = time.perf_counter()
         label = f"epoch {len(history) + 1}/{options.epochs}"
+        to_come = options.epochs - len(history)
         loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label, to_come)
-        to_come = 0
         seconds = time.perf_counter() - started
         net.save_parameters(str(parameters))
         trainer.save_states(str(states))

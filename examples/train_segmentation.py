@@ -145,7 +145,7 @@ def train(options) -> list:
     history = []
     for epoch in range(1, options.epochs + 1):
         started = time.perf_counter()
-        label, to_come = f"epoch {epoch}/{options.epochs}", options.epochs if epoch == 1 else 0
+        label, to_come = f"epoch {epoch}/{options.epochs}", options.epochs - epoch + 1
         loss = train_epoch(loss_of, train_loader, trainer, options.devices, label, to_come)
         seconds = time.perf_counter() - started
         net.save_parameters(parameters)

@@ -47,11 +47,11 @@ def make_trainer(net, lr: float, steps: int) -> gluon.Trainer:
     return gluon.Trainer(net.collect_params(), "adam", {"learning_rate": lr, "lr_scheduler": schedule})
 
 
-def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int = 0) -> float:
+def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int) -> float:
     """One pass over the training images; returns the mean loss per image.
 
     ``loss_of`` gets a device's part of each array of a batch, and returns the sum of its images' losses, one number.
-    ``epochs_to_come``, this one included, are those whose time is told after some steps.
+    Tells after some steps how long ``epochs_to_come`` will take, this one included.
     """
     total, images, waiting, stamps = 0.0, 0, [], []
     with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
@@ -68,7 +68,7 @@ def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: i
                 bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
             bar.update(size)
             stamps.append(time.perf_counter())
-            if epochs_to_come and len(stamps) == TIMED:
+            if len(stamps) == TIMED:
                 seconds = (stamps[-1] - stamps[SETTLED]) / (TIMED - 1 - SETTLED) * len(loader) * epochs_to_come
                 bar.write(f"the first steps say: {max(seconds / 60, 1):.0f} min for {epochs_to_come} epochs")
     for step in waiting:
