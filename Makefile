@@ -21,7 +21,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest $(SPREAD)
 
 # Lint, and the tests that start no process: for the loop at the desk.
-QUICK := convert freezing fused_relu groups left_plain modes moves native_kernels native_rendezvous numpy_interface oracle \
+QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels native_rendezvous numpy_interface oracle \
 	rendezvous statistics symbol_block threads transport unfinished_step
 check: lint
 	$(BIN)/python -m pytest $(SPREAD) $(QUICK:%=tests/test_%.py)
