@@ -19,6 +19,7 @@ from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, subgroups
 from gluon_syncbn.process.abandon import begin_forward
+from gluon_syncbn.process.launchers import warn_of_several_processes
 from gluon_syncbn.process.live_layers import add_live, remove_live
 from gluon_syncbn.process.passes import Passes
 from gluon_syncbn.symbol import checked_spec, make_node, plain_node
@@ -152,6 +153,7 @@ class SyncBatchNorm(nn.BatchNorm):
         """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
         where = f"SyncBatchNorm '{self.name}'"
         self._options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
+        warn_of_several_processes(where)
         self._requested_backend = backend
         if backend != "auto":
             choose(where, backend, [], kvstore)  # one that cannot run here shows at once

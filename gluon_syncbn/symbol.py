@@ -18,6 +18,7 @@ from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine
+from gluon_syncbn.process.launchers import warn_of_several_processes
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
@@ -215,6 +216,7 @@ def checked_spec(spec: GroupSpec) -> GroupSpec:
 def make_node(inputs, backend: str, axis: int, relu: bool, node: Node, use_global_stats: bool = False):
     """The last node of a synchronized layer that no layer object owns, and its order token."""
     spec = node.spec
+    warn_of_several_processes(spec.where)
     if use_global_stats or spec.num_devices == 1 or spec.group_size == 1:
         options = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)
