@@ -57,8 +57,8 @@ def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
     if kind not in _KVSTORES:
         raise ValueError(
             f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)} "
-            f"(several processes and NCCL are not built). A distributed KVStore would not do for statistics: its server "
-            f"may apply the optimizer to them, rounds them to float32, and does not notice a worker that is gone."
+            f"(several processes and NCCL are not built). A distributed KVStore would not do: its server "
+            f"may apply the optimizer to statistics, rounds them to float32, and does not notice a worker that is gone."
         )
     if not isinstance(kvstore, str) and has_optimizer(kvstore):
         raise ValueError(
