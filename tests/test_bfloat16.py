@@ -189,7 +189,7 @@ def test_a_net_that_is_a_symbol_inside(count, mode):
     inputs = feed("cast inside", shards, cpus(count))
     with autograd.record():
         outputs = [net(item) for item in inputs]
-    (layer,) = net.block.norms()
+    (layer,) = net.block.hidden_blocks()
     affine = [item.data(mx.cpu(0)).asnumpy() for item in (layer.gamma, layer.beta)]
     expected = oracle.batch_norm([np.maximum(shard, 0) for shard in shards], *affine)
     assert oracle.distance([high(item) for item in outputs], expected.outputs) < 1.01 * ROUNDING

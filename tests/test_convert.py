@@ -140,7 +140,7 @@ def test_warns_of_a_symbol_whose_statistics_are_outputs(caplog):
     convert_sync_batchnorm(net)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in warning and "stay unsynchronized" in warning
-    assert [layer.name for layer in net.norms()] == ["first"]
+    assert [layer.name for layer in net.hidden_blocks()] == ["first"]
 
 
 def test_export_after_converting_back_needs_nothing_of_ours(tmp_path):

@@ -84,11 +84,11 @@ def test_a_symbol_block(backend):
         mx.sym.Convolution(data, kernel=(1, 1), num_filter=3, name="conv"), name="bn", fix_gamma=False
     )
     block = gluon_syncbn.convert_sync_batchnorm(gluon.SymbolBlock(out, data), backend=backend)
-    (norm,) = block.norms()
+    (norm,) = block.hidden_blocks()
     assert repr(norm).startswith("SyncBatchNorm(axis=1,") and repr(norm).endswith("in_channels=None)")
     block.initialize(ctx=DEVICES)
     made = copy.deepcopy(block)
-    (other,) = made.norms()
+    (other,) = made.hidden_blocks()
     assert other is not norm and other.running_mean is made.params["bn_moving_mean"]
     run(block)
     for name, parameter in block.params.items():
