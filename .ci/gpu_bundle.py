@@ -131,7 +131,7 @@ def rehearse(folder: Path, out: Path, home: Path, libraries: Path, words) -> int
     """Run ``folder`` as on the day, but for the GPU; returns what run.sh returns."""
     from stand_in.libraries import build_stand_in
 
-    python = json.loads((folder / "bundle.json").read_text())["python"]
+    python = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["python"]
     interpreter = find_python(python)
     if interpreter is None:
         print(f"NOT RUN: no Python {python} with venv was found")

@@ -40,7 +40,7 @@ def milliseconds(values: list) -> float:
 
 
 def machine() -> str:
-    with open("/proc/cpuinfo") as lines:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return (
         f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, MXNet {mx.__version__}; "

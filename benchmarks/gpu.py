@@ -205,7 +205,7 @@ def compare_all(gpu, torch, arguments) -> None:
                 say(result)
                 results.append(result)
                 if arguments.json:  # each time anew: what comes later may not be reached
-                    with open(arguments.json, "w") as output:
+                    with open(arguments.json, "w", encoding="utf-8") as output:
                         json.dump({"device": gpu.description, "results": results}, output)
 
 

@@ -78,7 +78,7 @@ def main() -> int:
     print(f"{machine()}; gluon_syncbn {gluon_syncbn.__version__}; {SHAPE} each")
     results = [measure(group, arguments.rounds) for group in arguments.devices]
     if arguments.json:
-        with open(arguments.json, "w") as output:
+        with open(arguments.json, "w", encoding="utf-8") as output:
             json.dump({"machine": machine(), "shape": SHAPE, "results": results}, output)
     return 0
 

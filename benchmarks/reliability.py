@@ -41,7 +41,7 @@ def outcomes(fault: str, layer: str) -> list:
             for mode, process in running.items():
                 if mode in seen:
                     continue
-                code, output = process.poll(), files[mode].read_text()
+                code, output = process.poll(), files[mode].read_text(encoding="utf-8")
                 if "BEGIN" in output:
                     begun.setdefault(mode, now)
                 seconds = now - begun.get(mode, now)

@@ -334,10 +334,10 @@ def run(name: str, seconds: float):
 
 def write_table(log: Path, table: Path) -> None:
     """The table, with the rows of the log in place of what it had of the same networks."""
-    text = table.read_text() if table.exists() else ""
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
     head, _, body = text.partition("<!-- table -->")
     rows = {line.split("|")[1].strip(): line for line in body.splitlines() if line.count("|") == 9}
-    results = [json.loads(line) for line in log.read_text().splitlines()]
+    results = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     rows.update({result["name"]: _row(result) for result in results})
     lines = []
     for title in ("classification", "detection", "segmentation", "pose"):
@@ -351,7 +351,7 @@ def write_table(log: Path, table: Path) -> None:
         if missing:
             lines += ["", f"Not run yet ({len(missing)}): {', '.join(missing)}."]
         lines.append("")
-    table.write_text(head + "<!-- table -->\n\n" + "\n".join(lines))
+    table.write_text(head + "<!-- table -->\n\n" + "\n".join(lines), encoding="utf-8")
 
 
 def _row(result) -> str:
@@ -380,7 +380,9 @@ def main() -> None:
         print(MARKER + json.dumps(compare(options.one, options.size, options.dtype, always_both=False)), flush=True)
         return
     done = (
-        {json.loads(line)["name"] for line in options.log.read_text().splitlines()} if options.log.exists() else set()
+        {json.loads(line)["name"] for line in options.log.read_text(encoding="utf-8").splitlines()}
+        if options.log.exists()
+        else set()
     )
     for name in names():
         if name in done or not re.search(options.only, name):

@@ -38,12 +38,12 @@ RUNS = {
 def run(name: str, seed: int, epochs: int, output: Path) -> list:
     folder = output / f"{name}-{seed}"
     history = folder / "history.json"
-    if not history.exists() or len(json.loads(history.read_text())) < epochs:
+    if not history.exists() or len(json.loads(history.read_text(encoding="utf-8"))) < epochs:
         script = Path(__file__).with_name("train_detection.py")
         arguments = [*RUNS[name][1], "--seed", str(seed), "--epochs", str(epochs), "--output", str(folder)]
         print(f"{name}, seed {seed}", flush=True)
         subprocess.run([sys.executable, str(script), *arguments], check=True)
-    return json.loads(history.read_text())
+    return json.loads(history.read_text(encoding="utf-8"))
 
 
 def spread(values) -> float:

@@ -79,7 +79,7 @@ def write_digits_voc(root: Path, train: int = 1200, test: int = 200, seed: int =
 
 
 def _count_lines(path: Path) -> int:
-    return len(path.read_text().splitlines()) if path.exists() else -1
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else -1
 
 
 def _part(photograph: np.ndarray, name: str) -> np.ndarray:

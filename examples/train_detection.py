@@ -244,7 +244,7 @@ def train(options) -> list:
 
     history = []
     if options.resume and log.exists():
-        history = json.loads(log.read_text())
+        history = json.loads(log.read_text(encoding="utf-8"))
         net.load_parameters(str(parameters), ctx=options.devices)
         plain.load_parameters(str(parameters), ctx=options.devices[0])
         trainer.load_states(str(states))

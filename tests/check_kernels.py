@@ -75,7 +75,7 @@ def main(words=None) -> int:
     done = check(gpu, arguments.cases, arguments.values, arguments.seconds)
     print(f"right on {done} random cases, and the same bits twice")
     if arguments.json:
-        with open(arguments.json, "w") as output:
+        with open(arguments.json, "w", encoding="utf-8") as output:
             json.dump({"device": gpu.description, "cases": done, "values": arguments.values}, output)
     return 0
 

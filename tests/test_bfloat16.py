@@ -261,7 +261,7 @@ def test_an_exported_net_is_plain(count, tmp_path):
         outputs = [net(item) for item in inputs]
     autograd.backward(outputs)
     net.export(str(tmp_path / "net"))
-    nodes = json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]
+    nodes = json.loads((tmp_path / "net-symbol.json").read_text(encoding="utf-8"))["nodes"]
     # MXNet leaves out the casts of amp, but not one whose result is an output.
     assert [node["op"] for node in nodes if node["op"] not in ("null", "amp_cast")] == ["BatchNorm"]
     plain = mx.gluon.SymbolBlock.imports(

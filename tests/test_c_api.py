@@ -26,11 +26,12 @@ def test_a_difference_would_be_seen(tmp_path):
         text, declared = lines.read(), ours.read()
     wrong = declared.replace("const int* requests, int is_train", "const int* requests, long is_train")
     wrong = wrong.replace("kPinned = 3", "kPinned = 5")
-    (tmp_path / "c_api.h").write_text(wrong)
+    (tmp_path / "c_api.h").write_text(wrong, encoding="utf-8")
     (tmp_path / "check.cpp").write_text(
         text.replace("../../gluon_syncbn/csrc/mxnet/c_api.h", "c_api.h").replace(
             "../../gluon_syncbn", f"{ROOT}/gluon_syncbn"
-        )
+        ),
+        encoding="utf-8",
     )
     words = compile_check(str(tmp_path / "check.cpp")).stderr
     assert "static assertion failed: CustomOpFBFunc" in words and "kCPUPinned" in words

@@ -156,7 +156,7 @@ def test_export_after_converting_back_needs_nothing_of_ours(tmp_path):
     net.hybridize()
     np.testing.assert_array_equal(net(x).asnumpy(), expected)
     net.export(str(tmp_path / "net"))
-    assert "Custom" not in (tmp_path / "net-symbol.json").read_text()
+    assert "Custom" not in (tmp_path / "net-symbol.json").read_text(encoding="utf-8")
 
 
 class DoubledBatchNorm(nn.BatchNorm):

@@ -38,7 +38,7 @@ def trained(request):
 
 
 def operators(file):
-    return [node["op"] for node in json.loads(file.read_text())["nodes"]]
+    return [node["op"] for node in json.loads(file.read_text(encoding="utf-8"))["nodes"]]
 
 
 def test_export_is_plain_and_equal_to_the_last_bit(trained, tmp_path):

@@ -122,7 +122,7 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
         assert "img/s, loss=" in done.stderr
     if norm == "syncbn":
         assert "epoch 1:" not in done.stdout  # resumed, not repeated
-    history = json.loads((output / "history.json").read_text())
+    history = json.loads((output / "history.json").read_text(encoding="utf-8"))
     assert len(history) == epochs
     assert all(np.isfinite(entry["loss"]) and 0 <= entry["map"] <= 1 for entry in history)
     for name in ("curve.png", "detections.png"):
@@ -136,7 +136,7 @@ def test_segmentation_trains_and_leaves_its_files(tmp_path):
     done = run_python(code.format(arguments=[*options, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch 1: loss" in done.stdout and "img/s, loss=" in done.stderr
-    (entry,) = json.loads((tmp_path / "run" / "history.json").read_text())
+    (entry,) = json.loads((tmp_path / "run" / "history.json").read_text(encoding="utf-8"))
     assert np.isfinite(entry["loss"]) and 0 <= entry["miou"] <= 1
     assert np.asarray(Image.open(tmp_path / "run" / "masks.png")).std() > 5
 
@@ -146,8 +146,8 @@ def test_reads_a_real_pascal_voc_tree(tree, tmp_path):
     root = tmp_path / "VOCdevkit"
     shutil.copytree(tree, root)
     for file, name in zip(root.rglob("*.xml"), itertools.cycle(["dog", "cat", "car"])):
-        file.write_text(re.sub(r"<name>\w+<", f"<name>{name}<", file.read_text()))
+        file.write_text(re.sub(r"<name>\w+<", f"<name>{name}<", file.read_text(encoding="utf-8")), encoding="utf-8")
     arguments = ["--dataset", "voc", "--root", str(root), "--devices", "cpu:2", "--epochs", "1"]
     done = run_python(CODE.format(arguments=[*arguments, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads((tmp_path / "run" / "history.json").read_text())) == 1
+    assert len(json.loads((tmp_path / "run" / "history.json").read_text(encoding="utf-8"))) == 1

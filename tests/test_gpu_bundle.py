@@ -36,7 +36,7 @@ def measured_by(program, environment, file, *words):
     command = [sys.executable, os.path.join(ROOT, program), "--json", str(file), *words]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(file.read_text())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_what_is_measured(results):
 def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     file, page = tmp_path / "results.json", tmp_path / "page.md"
     file.write_text(json.dumps(results))
-    page.write_text("# GPUs\n\n<!-- numbers -->\nold\n<!-- end of numbers -->\n\nmore\n")
+    page.write_text("# GPUs\n\n<!-- numbers -->\nold\n<!-- end of numbers -->\n\nmore\n", encoding="utf-8")
     for _ in range(2):
         assert gpu_table.main([str(file), "--page", str(page)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
     assert "old" not in text and text.count("### NVIDIA H200") == 1
     assert "| kernels | ok: right on 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
@@ -106,11 +106,11 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
 
 def test_numbers_of_a_stand_in_are_not_for_the_page(results, tmp_path, capsys):
     file, page = tmp_path / "results.json", tmp_path / "page.md"
-    page.write_text("<!-- numbers -->\n<!-- end of numbers -->\n")
+    page.write_text("<!-- numbers -->\n<!-- end of numbers -->\n", encoding="utf-8")
     file.write_text(json.dumps({**results, "machine": {**results["machine"], "stands_in": True}}))
     assert gpu_table.main([str(file), "--page", str(page)]) == 1
     assert "not of a GPU" in capsys.readouterr().err
-    assert page.read_text() == "<!-- numbers -->\n<!-- end of numbers -->\n"
+    assert page.read_text(encoding="utf-8") == "<!-- numbers -->\n<!-- end of numbers -->\n"
 
 
 def test_the_documentation_has_the_place():
@@ -169,7 +169,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
     monkeypatch.setattr(steps, "STEPS", [steps.Step(name, "", 12, 12, needs, command) for name, command, needs in made])
     monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out")])
     assert steps.main() == 1
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     ended = {step["name"]: step["ended"] for step in results["steps"]}
     assert ended.pop("needs_mxnet").startswith("not started: this folder was made for Python 2.7, and ")
     assert ended == {
@@ -183,11 +183,11 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
     }
     assert results["measures"] == [1, 2] and "breaks_off" not in results
     assert results["steps"][-1]["last_line"] == "unpacked"
-    assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text()
+    assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text(encoding="utf-8")
     assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < 1_000_000
-    child = int((tmp_path / "out" / "hangs.txt").read_text().split("CHILD ")[1])
+    child = int((tmp_path / "out" / "hangs.txt").read_text(encoding="utf-8").split("CHILD ")[1])
     status = Path(f"/proc/{child}/stat")
-    assert not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert not status.exists() or status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     assert "fails: FAILED with status 7" in capsys.readouterr().out
 
 
@@ -196,7 +196,7 @@ def test_when_no_time_is_left_that_is_said(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "TOTAL", {False: 5, True: 5})
     monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--short"])
     assert steps.main() == 1
-    (step,) = json.loads((tmp_path / "out" / "results.json").read_text())["steps"]
+    (step,) = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["steps"]
     assert step["ended"] == "no time left"
 
 
@@ -217,7 +217,7 @@ def test_machine_code_is_blanked_and_nothing_else(tmp_path):
     """
     lines = ";".join(line.strip() for line in container.strip().splitlines())
     section = f'__asm__(".section .nv_fatbin, \\"a\\"; .balign 8; {lines}; {lines}; .previous");'
-    source.write_text(section + "\nint seven() { return 7; }\n")
+    source.write_text(section + "\nint seven() { return 7; }\n", encoding="utf-8")
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     before = library.read_bytes()
     assert fatbin.blank(library) == 80

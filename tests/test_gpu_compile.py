@@ -75,5 +75,5 @@ def test_a_warning_names_file_and_line(compilers, monkeypatch):
     monkeypatch.setattr(gpu_kernels, "SOURCE", broken)
     log = compile_kernels(compilers["11"], gpu_kernels.options("float32"))[1]
     path = gpu_kernels.CSRC / "cuda" / "kernels" / "fill_nan.cuh"
-    (number,) = (i for i, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(line))
+    (number,) = (i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.startswith(line))
     assert f"kernels/fill_nan.cuh({number}): warning" in log

@@ -14,7 +14,7 @@ VARIABLE = "GLUON_SYNCBN_MAX_CPU_ISA"
 
 
 def newest() -> str:
-    with open("/proc/cpuinfo") as lines:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
         found = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
     return max((name for name in SETS if set(FEATURES[name]) <= set(found)), key=SETS.index)
 

@@ -85,7 +85,7 @@ def test_an_exported_net_and_a_symbol_block(around, numpy_interface, tmp_path):
 
     step(net)
     net.export(prefix)
-    assert "Custom" not in (tmp_path / "net-symbol.json").read_text()
+    assert "Custom" not in (tmp_path / "net-symbol.json").read_text(encoding="utf-8")
     block = mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=devices)
     x = mnp.ones((1, 3, 6, 6))
     np.testing.assert_allclose(block(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-6)

@@ -184,7 +184,7 @@ def test_imports_and_exports(tmp_path, parameters):
     x = mx.nd.array(shards[0])
     expected = net(x).asnumpy()
     net.export(prefix)
-    operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
+    operators = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text(encoding="utf-8"))["nodes"]]
     assert operators.count("BatchNorm") == 2 and "Custom" not in operators
     again = SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=cpus(2))
     np.testing.assert_allclose(again(x).asnumpy(), expected, rtol=1e-5, atol=1e-6)

@@ -52,7 +52,10 @@ class Run:
         self.python = self.work / "venv" / "bin" / "python"
         self.gpus = count_gpus()
         self.nvrtc = find_nvrtc()
-        self.results = {"machine": describe_machine(self), "bundle": json.loads((HERE / "bundle.json").read_text())}
+        self.results = {
+            "machine": describe_machine(self),
+            "bundle": json.loads((HERE / "bundle.json").read_text(encoding="utf-8")),
+        }
         self.results.update(short=short, steps=[])
         self._deadline = time.monotonic() + TOTAL[short]
         self._mxnet: Optional[concurrent.futures.Future] = None
@@ -114,14 +117,14 @@ class Run:
         measured = self.work / f"{step.name}.json"
         # It may not be there, or not be whole.
         with contextlib.suppress(OSError, ValueError):
-            self.results[step.name] = json.loads(measured.read_text())
+            self.results[step.name] = json.loads(measured.read_text(encoding="utf-8"))
         self.save()
 
     def _run(self, step: Step, deadline: float):
         text = self.out / f"{step.name}.txt"
         command = [str(word) for word in step.command(self, deadline - time.monotonic())]
         environment = self.environment(step.needs_mxnet)
-        with open(text, "w") as output:
+        with open(text, "w", encoding="utf-8") as output:
             output.write(f"$ {' '.join(command)}\n")
             output.flush()
             process = subprocess.Popen(
@@ -190,7 +193,7 @@ def nvrtc_version(path: str):
 
 
 def describe_machine(run: Run) -> Dict[str, object]:
-    with open("/proc/cpuinfo") as lines:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     query = "name,driver_version,memory.total,compute_cap,clocks.max.sm,clocks.max.memory"
     return {

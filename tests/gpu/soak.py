@@ -134,7 +134,7 @@ def main() -> int:
             print(", ".join(f"{key} {value}" for key, value in told[-1].items()), flush=True)
     print(f"RIGHT: {steps} steps on {', '.join(map(str, devices))}, each with the bits of the first")
     if arguments.json:
-        with open(arguments.json, "w") as output:
+        with open(arguments.json, "w", encoding="utf-8") as output:
             json.dump({"devices": [str(device) for device in devices], "steps": steps, "told": told[-40:]}, output)
     return 0
 

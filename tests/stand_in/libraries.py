@@ -76,11 +76,11 @@ def _stub(name: str) -> str:
 
 def _build(folder: Path, library: str, names: list, sources=(), flags=(), text=_STUBS, make=_stub) -> None:
     """``library``, of ``sources`` and, for each name that they lack, of what ``make`` says, behind ``text``."""
-    there = "".join(Path(source).read_text() for source in sources)
+    there = "".join(Path(source).read_text(encoding="utf-8") for source in sources)
     missing = [name for name in names if not re.search(rf"\b{name}\(", there)]
     with tempfile.TemporaryDirectory() as temporary:
         made, versions = Path(temporary) / "made.cpp", Path(temporary) / "versions"
-        made.write_text(text + "\n".join(map(make, missing)) + "\n")
+        made.write_text(text + "\n".join(map(make, missing)) + "\n", encoding="utf-8")
         versions.write_text(f"{library} {{ global: *; }};\n")
         versioned = [] if library in ("libcuda.so.1", "libnccl.so.2") else [f"-Wl,--version-script={versions}"]
         output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
