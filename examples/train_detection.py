@@ -42,7 +42,7 @@ ANCHORS_PER_CELL, OBJECTNESS = 3, 4  # the layout of gluoncv's YOLOv3 output: x,
 def parse_arguments(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
