@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="pack it in less time, and larger")
     parser.add_argument("--rehearse", type=Path, nargs=2, metavar=("FOLDER", "OUT"), help="try one without a GPU")
     arguments, words = parser.parse_known_args()
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(ROOT / ".ci" / "bundle")]
     site, wheel = install()
     if arguments.bundle:
         gpu_bundle.make(arguments.bundle.resolve(), wheel, site, arguments.python, arguments.quick)
