@@ -43,7 +43,7 @@ def test_a_driver_that_does_not_know_the_compilers_language():
 
 
 def test_kernels_that_do_not_compile_show_the_compilers_log():
-    broken = "import pathlib\npathlib.Path.read_bytes = lambda self: b'this is not CUDA'\n"
+    broken = "import pathlib\npathlib.Path.read_text = lambda self, encoding: 'this is not CUDA'\n"
     said = run(broken + LAYER)
     assert "BACK END portable" in said
     assert "the CUDA kernels could not be compiled at run time" in said and "source.cu(1): error:" in said
