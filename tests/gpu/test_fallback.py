@@ -46,7 +46,7 @@ def test_kernels_that_do_not_compile_show_the_compilers_log():
     broken = "import pathlib\npathlib.Path.read_text = lambda self, encoding: 'this is not CUDA'\n"
     said = run(broken + LAYER)
     assert "BACK END portable" in said
-    assert "the CUDA kernels could not be compiled at run time" in said and "source.cu(1): error:" in said
+    assert "the CUDA kernels could not be compiled at run time" in said and "kernels.cu(1): error:" in said
 
 
 def test_the_doctor_knows(capfd):
