@@ -11,11 +11,10 @@ from typing import List, Optional
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, graph_of, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.rewrite import Graph
 from gluon_syncbn.nets.fused_relu import fuse_relus, separate_relus
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph, restore, synchronize
 from gluon_syncbn.nets.walk import all_blocks
 
 _log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ def _can_convert(block: Block) -> bool:
 def _is_convertible_symbol(block: Block) -> bool:
     """Whether ``block`` is a SymbolBlock with BatchNorm nodes, and does not synchronize yet."""
     is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
-    return is_plain and type(block).forward is SymbolBlock.forward and bool(Graph(graph_of(block)[1]).norms())
+    return is_plain and type(block).forward is SymbolBlock.forward and bool(parsed_graph(block).norms())
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
@@ -172,9 +171,8 @@ def _warn_of_others(blocks: List[Block]) -> None:
     """Say which BatchNorm of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            is_synchronized = isinstance(block, SynchronizedSymbolBlock)
-            graph = block.parsed_graph() if is_synchronized else Graph(graph_of(block)[1])
-            converted = block.count_nodes() if is_synchronized else 0
+            graph = parsed_graph(block)
+            converted = block.count_nodes() if isinstance(block, SynchronizedSymbolBlock) else 0
             count = graph.count_others() + len(graph.norms()) - converted
             if count:
                 _log.warning(

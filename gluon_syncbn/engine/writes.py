@@ -5,7 +5,7 @@ running statistics as only read. Two things go wrong then. Whoever reads them ne
 or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an update was lost. And
 while the outputs of one call are in use, the next call of the net runs in memory of its own, and nothing orders the
 two: a layer would meet the second call of one device with the first of another, which is wrong, or meet one device
-twice, which is an error. (`SyncBatchNorm.call_before` orders several calls of a layer within one graph.)
+twice, which is an error. (`SyncBatchNorm.order_token_before` orders several calls of a layer within one graph.)
 
 So behind each call of such a net in training mode, an empty operator that "writes" the running statistics of all its
 layers on that device is given to the engine. It waits for what the call does with them, and whoever reads them, the

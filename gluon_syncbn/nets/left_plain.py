@@ -13,10 +13,9 @@ from typing import List
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.rewrite import Graph
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph
 from gluon_syncbn.nets.walk import all_blocks
 from gluon_syncbn.process.passes import take_net_of_scope
 
@@ -59,8 +58,7 @@ def _plain_norms(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
         is_synchronized = isinstance(block, SynchronizedSymbolBlock)
-        graph = block.parsed_graph() if is_synchronized else Graph(graph_of(block)[1])
-        norms = [norm for norm in graph.norms() if not norm.use_global_stats]
+        norms = [norm for norm in parsed_graph(block).norms() if not norm.use_global_stats]
         return [norm.name for norm in norms if not (is_synchronized and block.is_synchronized(norm))]
     is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
     return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []

@@ -45,10 +45,6 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """How many nodes synchronize."""
         return sum(map(self.is_synchronized, self._norms.graph.norms()))
 
-    def parsed_graph(self) -> Graph:
-        """The block's symbol."""
-        return self._norms.graph
-
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
             return super().forward(x, *args)
@@ -92,6 +88,11 @@ class SynchronizedSymbolBlock(SymbolBlock):
             return layer.as_node(inputs, trace, norm.name, {inputs[0].name: known.get(norm.data)}, norm.hidden, after)
 
         return self._norms.graph.rewrite(make, before)
+
+
+def parsed_graph(block: SymbolBlock) -> Graph:
+    """The block's symbol; one that synchronizes keeps it."""
+    return block._norms.graph if isinstance(block, SynchronizedSymbolBlock) else Graph(graph_of(block)[1])
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
