@@ -161,6 +161,11 @@ def convert_symbol(
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
     """A copy of a symbol with plain ``BatchNorm`` in place of synchronized nodes, which loads without this package."""
+    return without_synchronized_nodes(Graph(sym))
+
+
+def without_synchronized_nodes(graph: Graph) -> mx.sym.Symbol:
+    """The same of a symbol that is parsed already."""
 
     def make(norm: Norm, inputs, _):
         if norm.options is None and norm.operator != "_contrib_SyncBatchNorm":
@@ -169,7 +174,7 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
         options["use_global_stats"] = norm.use_global_stats
         return plain_node(inputs, norm.name, norm.relu, norm.hidden, **options), None
 
-    return Graph(sym).rewrite(make)[0]
+    return graph.rewrite(make)[0]
 
 
 def load(file: str, backend: str = "auto") -> mx.sym.Symbol:

@@ -19,7 +19,7 @@ from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.mark import is_marked
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.graphs.trace import Trace, find_trace, makes_graphs
-from gluon_syncbn.symbol import plain_symbol
+from gluon_syncbn.symbol import without_synchronized_nodes
 
 
 class _Norms:
@@ -105,12 +105,12 @@ def synchronize(block: SymbolBlock, **options) -> None:
     ValueError
         The others have different ones.
     """
-    data, out = graph_of(block)
+    data, graph = graph_of(block)[0], parsed_graph(block)
     # A gamma that is computed, say, has no Parameter.
-    norms = [norm for norm in Graph(out).norms() if all(name in block.params for name in norm.parameters)]
+    norms = [norm for norm in graph.norms() if all(name in block.params for name in norm.parameters)]
     told = options or _common_options(block, norms)
     layers = {_key(norm): _layer_of(block, norm, options or norm.options or told) for norm in norms}
-    plain = plain_symbol(out)
+    plain = without_synchronized_nodes(graph)
     set_graph(block, (data, plain))
     block._norms = _Norms(Graph(plain), layers)
     block._order_tokens = None, {}
