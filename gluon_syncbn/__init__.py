@@ -10,6 +10,8 @@ from gluon_syncbn._hooks import install_hooks  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
+from gluon_syncbn.job.default import init_process_group  # noqa: E402
+from gluon_syncbn.job.process_group import ProcessGroup  # noqa: E402
 from gluon_syncbn.meeting.rendezvous import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.process.abandon import abandon_step  # noqa: E402
 from gluon_syncbn.process.lifecycle import watch_exits_and_forks  # noqa: E402
@@ -20,6 +22,7 @@ install_hooks()
 
 __version__ = "0.1.0"
 __all__ = [
+    "ProcessGroup",
     "SyncBatchNorm",
     "SyncBatchNormError",
     "abandon_step",
@@ -28,6 +31,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "devices",
     "freeze_statistics",
+    "init_process_group",
     "install",
     "plain_symbol",
     "symbol",

@@ -1,17 +1,24 @@
 """`devices`: a step on some of the devices only."""
 
 import contextlib
-from typing import Iterator, Optional, Sequence, Set, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import mxnet as mx
+import numpy as np
 from mxnet.gluon import Block
 
 from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.job.default import find
+from gluon_syncbn.job.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.link import seconds_for_processes
+from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.process.abandon import abandon_step
 from gluon_syncbn.process.live_layers import live_layers
 from gluon_syncbn.process.passes import forget_passes
+
+_WHERE = "gluon_syncbn.devices"
 
 
 @contextlib.contextmanager
@@ -22,6 +29,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     process, hybridized or not, and for backward passes of what was run in the block, wherever they are called. Entering
     and leaving waits for all pending work. On leaving, devices that did not take part are given the new running
     statistics, so that they are the same everywhere again.
+
+    In a job of several processes all of them enter and leave the block, each with its own devices; a process without
+    images gives an empty list, and the others do not wait for it.
 
     Parameters
     ----------
@@ -35,11 +45,13 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     Raises
     ------
     ValueError
-        No device, or one given twice.
+        No device (in no process, if there are several), or one given twice.
     TypeError
         Something else than contexts, or ``net`` is not a Gluon block.
     MXNetError
         An operator has failed, in the block or in work that was pending before it.
+    SyncBatchNormError
+        A process did not come, or one without devices cannot be left out.
 
     Examples
     --------
@@ -58,7 +70,8 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     mx.nd.waitall()
     if net is not None:
         _clear_gradients(net, chosen)
-    before, set_id = active_set.current(), active_set.id_of(chosen)
+    ranks = _active_ranks(chosen)
+    before, set_id = active_set.current(), active_set.id_of(chosen, ranks)
     rounds = {layer: layer.synchronized_passes(set_id) for layer in live_layers()}
     _put_in_force(set_id)
     try:
@@ -72,6 +85,24 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     for layer in live_layers():
         if layer.synchronized_passes(set_id) > rounds.get(layer, 0):
             _spread_statistics(layer, chosen)
+    for group, active in ranks.items():
+        if len(active) < group.size:
+            _spread_to_processes(group, active)
+
+
+def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
+    """By group of processes: those that have devices now."""
+    groups = {layer.process_group() for layer in live_layers()} | {find(None, _WHERE)}
+    ranks = {}
+    for group in sorted(filter(None, groups), key=lambda item: item.number):
+        processes = processes_of(group)
+        counts = processes.gather_numbers(_WHERE, [len(chosen)], seconds_for_processes(None))[:, 0]
+        ranks[group] = [int(rank) for rank in counts.nonzero()[0]]
+        if ranks[group] and len(ranks[group]) < group.size:
+            processes.add_subset(_WHERE, tuple(ranks[group]))
+    if not chosen and not any(ranks.values()):
+        raise ValueError(f"{_WHERE}: the list of devices is empty; at least one must take part.")
+    return ranks
 
 
 def _put_in_force(set_id: int) -> None:
@@ -86,8 +117,6 @@ def _check(ctx_list) -> Set[mx.Context]:
         if not isinstance(item, mx.Context):
             raise TypeError(f"gluon_syncbn.devices: expected contexts such as mx.gpu(0), not {item!r}.")
     shown = ", ".join(str(item) for item in listed)
-    if not listed:
-        raise ValueError("gluon_syncbn.devices: the list of devices is empty; at least one must take part.")
     if len(set(listed)) != len(listed):
         raise ValueError(f"gluon_syncbn.devices: one device is given twice ({shown}).")
     return set(listed)
@@ -114,3 +143,22 @@ def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
             if active and device not in chosen:
                 for parameter in (layer.running_mean, layer.running_var):
                     parameter.data(active[0]).copyto(parameter.data(device))
+
+
+def _spread_to_processes(group: ProcessGroup, active: Sequence[int]) -> None:
+    """From a process that took part to those of its group that did not, the statistics of all layers."""
+    layers = [layer for layer in live_layers() if layer.process_group() is group and layer.place() is not None]
+    layers.sort(key=lambda layer: layer.place().key)
+    statistics = [parameter for layer in layers for parameter in (layer.running_mean, layer.running_var)]
+    mine = [parameter.data(parameter.list_ctx()[0]).asnumpy().astype(np.float64) for parameter in statistics]
+    rows = processes_of(group).gather_numbers(_WHERE, np.concatenate([[0.0], *mine]), seconds_for_processes(None))
+    if group.rank in active:
+        return
+    begin = 1
+    for layer in layers:
+        source = next((rank for rank in layer.peers() if rank in active), None)
+        for parameter in (layer.running_mean, layer.running_var):
+            end = begin + parameter.shape[0]
+            if source is not None:
+                parameter.set_data(mx.nd.array(rows[source, begin:end], dtype=parameter.dtype))
+            begin = end

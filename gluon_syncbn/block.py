@@ -2,10 +2,10 @@
 
 import copy
 import threading
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
-from mxnet.gluon import nn
+from mxnet.gluon import Block, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, widened
 from gluon_syncbn.backends.choose import Choice, choose
@@ -15,13 +15,17 @@ from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.graphs.calls import declare_writes, remember
 from gluon_syncbn.graphs.mark import mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
+from gluon_syncbn.job.default import find
+from gluon_syncbn.job.process_group import ProcessGroup, ProcessGroupLike
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
+from gluon_syncbn.meeting.link import describe, subsets_of
+from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, subgroups
 from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.launchers import warn_of_several_processes
 from gluon_syncbn.process.live_layers import add_live, remove_live
 from gluon_syncbn.process.passes import Passes
+from gluon_syncbn.process.positions import place_of
 from gluon_syncbn.symbol import checked_spec, make_node, plain_node
 
 
@@ -74,6 +78,10 @@ class SyncBatchNorm(nn.BatchNorm):
         wherever MXNet does. 'auto' takes the first that can run here; see the property ``backend``.
     activation : {'relu'}, optional
         Return max(out, 0), computed in the same pass where the back end can.
+    process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet, optional
+        The processes to synchronize with, as in `gluon_syncbn.init_process_group`; by default what that, or the
+        environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. ``group_size`` then counts the
+        devices of all processes in rank order, and ``num_devices`` those of this process.
     kvstore : str or mx.kv.KVStore, optional
         For the portable back end. Carries the per-channel vectors: 'local' (default with a CPU context) or 'device'
         (default on GPUs), or a store made with ``mx.kv.create`` that has no optimizer.
@@ -129,6 +137,7 @@ class SyncBatchNorm(nn.BatchNorm):
         backend: str = "auto",
         activation: Optional[str] = None,
         kvstore: Union[str, mx.kv.KVStore, None] = None,
+        process_group: Optional[ProcessGroupLike] = None,
         **kwargs,
     ):
         super().__init__(
@@ -145,18 +154,26 @@ class SyncBatchNorm(nn.BatchNorm):
             in_channels=in_channels,
             **kwargs,
         )
-        self._synchronize(num_devices, group_size, timeout, backend, activation, kvstore)
+        self._synchronize(num_devices, group_size, timeout, backend, activation, kvstore, process_group)
 
     def _synchronize(
-        self, num_devices=None, group_size=None, timeout=None, backend="auto", activation=None, kvstore=None
+        self,
+        num_devices=None,
+        group_size=None,
+        timeout=None,
+        backend="auto",
+        activation=None,
+        kvstore=None,
+        process_group=None,
     ) -> None:
         """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
         where = f"SyncBatchNorm '{self.name}'"
-        self._options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore)
-        warn_of_several_processes(where)
+        options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore, process_group)
+        find(options.process_group, where)  # one that cannot connect shows at once
+        self._options = options
         self._requested_backend = backend
         if backend != "auto":
-            choose(where, backend, [], kvstore)  # one that cannot run here shows at once
+            choose(where, backend, [], options.kvstore)  # one that cannot run here shows at once
         self._activation = activation
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
@@ -233,7 +250,7 @@ class SyncBatchNorm(nn.BatchNorm):
         devices = self._devices()
         if devices:
             check_devices(self.name, devices, self._options)
-        if len(devices) <= 1 or self._never_synchronizes() or not mx.autograd.is_training():
+        if self._is_alone(devices) or self._never_synchronizes() or not mx.autograd.is_training():
             x, lowered = widened(mx.nd, x, {})
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
             return lowered(mx.nd.relu(out) if self._activation else out)
@@ -251,14 +268,15 @@ class SyncBatchNorm(nn.BatchNorm):
         devices, relu = self._devices(), self._activation is not None
         if trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
-        if trace is None and len(devices) == 1 and not (self._options.num_devices == 1 or self._never_synchronizes()):
+        is_for_one = self._options.num_devices == 1 and self._is_alone(devices)
+        if trace is None and len(devices) == 1 and not (is_for_one or self._never_synchronizes()):
             # The parameters are on one device, where base weights are loaded, and most move before they train. So this
             # tells what it is, and a SymbolBlock, or `symbol.load`, makes a layer of it.
             told = mark(self._spec(self._options.num_devices), self._kwargs["axis"], relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
         if devices:
             check_devices(self.name, devices, self._options)
-        if len(devices) == 1 or self._never_synchronizes():
+        if (devices and self._is_alone(devices)) or self._never_synchronizes():
             x, lowered = widened(mx.sym, inputs[0], dtypes)
             return lowered(plain_node([x, *inputs[1:]], name, relu, hidden, **self._kwargs)), None
         if trace is None or not devices:
@@ -270,11 +288,17 @@ class SyncBatchNorm(nn.BatchNorm):
         node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
         return self._on_backend(mx.sym, inputs, node)
 
+    def _is_alone(self, devices: Sequence[mx.Context]) -> bool:
+        """Whether there is no device to meet, here or in another process; true where no device is known."""
+        return len(devices) <= 1 and (not devices or self.process_group() is None)
+
     def _never_synchronizes(self) -> bool:
         return self._options.group_size == 1 or self._kwargs["use_global_stats"]
 
     def _on_backend(self, F, arrays, node: Optional[Node] = None):
         backend, group = self._group_on(self._devices())
+        if mx.autograd.is_training():
+            self.take_place()
         relu = self._activation is not None
         return backend.normalize(F, arrays, group.reference, self._kwargs["axis"], relu, node)
 
@@ -324,7 +348,38 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
-        return subgroups(self._devices(), self._options.group_size)
+        link = None if self._group is None else self._group[1].link
+        first = 0 if link is None else link.first_device
+        return list(subgroups(self._devices(), self._options.group_size, first).values())
+
+    def process_group(self) -> Optional[ProcessGroup]:
+        """The processes that the layer synchronizes with; None if there are none."""
+        return find(self._options.process_group, f"SyncBatchNorm '{self.name}'")
+
+    def peers(self) -> Sequence[int]:
+        """Their ranks, where they share its statistics."""
+        link = None if self._group is None else self._group[1].link
+        return [] if link is None else link.peers()
+
+    def place(self) -> Optional[Place]:
+        """Where it stands in its net, once it has trained with other processes."""
+        link = None if self._group is None else self._group[1].link
+        return None if link is None else link.place
+
+    def take_place(self) -> None:
+        """Find out where the layer stands in the net that is being called to train, if other processes must know."""
+        if self._group is None:
+            return
+        link, spec = self._group[1].link, self._group[1].spec
+        if link is not None and link.place is None:
+            link.place = place_of(self, SyncBatchNorm.describe)._replace(subsets=subsets_of(spec, link.size))
+
+    @staticmethod
+    def describe(block: Block) -> str:
+        """What must be the same in all processes; nothing for what does not synchronize."""
+        if not isinstance(block, SyncBatchNorm) or block._never_synchronizes():
+            return ""
+        return describe(block._spec(len(block._devices())), block.running_mean.shape[0])
 
     def synchronized_passes(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""

@@ -12,10 +12,10 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
+from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.nets.fused_relu import fuse_relus, separate_relus
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph, restore, synchronize
-from gluon_syncbn.nets.walk import all_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
         The net; it is changed in place.
     num_devices : int, optional
         As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``activation``,
-        ``kvstore``.
+        ``kvstore``, ``process_group``.
     fuse_relu : bool, default True
         Where a `nn.HybridSequential` holds a norm and a ReLU behind it, compute both in one pass: the norm takes the
         activation over, and the ReLU passes its input on. Left alone where that could be seen: if one of the two hangs

@@ -5,6 +5,13 @@ The script is not changed and sees its own arguments, as in ``python script.py .
 
     python -m gluon_syncbn.run train_ssd.py --network resnet50_v1 --gpus 0,1,2,3 --syncbn
 
+In a job of several processes, started by ``horovodrun`` or ``mpirun``, layers synchronize over all of them::
+
+    horovodrun -np 4 python -m gluon_syncbn.run train_faster_rcnn.py --horovod --norm-layer syncbn
+
+``GLUON_SYNCBN_PROCESS_GROUP`` says through what ('horovod', 'mpi') or that they should not ('none'); by default MPI
+where ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.
+
 Without a GPU it says on stderr what such a script takes of memory, and what bounds that.
 """
 
@@ -14,6 +21,8 @@ import sys
 
 from gluon_syncbn._install import install
 from gluon_syncbn.engine.cpu_resources import may_have_gpus
+from gluon_syncbn.job.default import VARIABLE, init_process_group, name_of_engine
+from gluon_syncbn.job.launchers import job_of_launcher
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
 USAGE = "usage: python -m gluon_syncbn.run [-m] script_or_module [arguments ...]"
@@ -37,6 +46,7 @@ def main() -> None:
             f"it to 1024 for two devices (docs/migration.md).",
             file=sys.stderr,
         )
+    _connect_processes()
     install()
     sys.argv = arguments
     if is_module:
@@ -45,6 +55,20 @@ def main() -> None:
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _connect_processes() -> None:
+    """Choose what connects the processes of a job, before the script makes layers."""
+    job = job_of_launcher()
+    if job is None:
+        return
+    name = os.environ.setdefault(VARIABLE, "auto")
+    if name == "auto":
+        name = os.environ[VARIABLE] = name_of_engine()
+    if name == "mpi":
+        init_process_group(name)  # while all processes are here
+    if name != "none" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")) == "0":
+        print(f"gluon_syncbn.run: layers synchronize over {job.size} processes, through {name}.", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from gluon_syncbn.backends.interface import Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
 from gluon_syncbn.graphs.rewrite import Graph, Norm
+from gluon_syncbn.meeting.link import count_processes
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine
-from gluon_syncbn.process.launchers import warn_of_several_processes
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
@@ -40,6 +40,7 @@ def SyncBatchNorm(
     backend: str = "auto",
     activation: Optional[str] = None,
     kvstore: Optional[str] = None,
+    process_group: Optional[str] = None,
     dtype: str = "float32",
     name: Optional[str] = None,
     attr: Optional[Dict[str, str]] = None,
@@ -63,8 +64,8 @@ def SyncBatchNorm(
         it the symbol can be used in prediction only; training it is an error.
     group_size, timeout, backend, activation :
         As in `gluon_syncbn.SyncBatchNorm`. 'auto' takes 'native' where it is compiled and MXNet sees no GPU.
-    kvstore : str, optional
-        As there, by name.
+    kvstore, process_group : str, optional
+        As there, by name. In a job of several processes ``num_devices`` counts those of one.
     dtype : {'float32', 'float64'}
         Of parameters and statistics.
     name : str, optional
@@ -89,7 +90,7 @@ def SyncBatchNorm(
         # For its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
         options = check_options(
-            f"SyncBatchNorm '{name}'", num_devices, group_size, timeout, backend, activation, kvstore
+            f"SyncBatchNorm '{name}'", num_devices, group_size, timeout, backend, activation, kvstore, process_group
         )
         spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
         relu = activation is not None
@@ -104,6 +105,7 @@ def convert_symbol(
     timeout: Optional[float] = None,
     backend: str = "auto",
     kvstore: Optional[str] = None,
+    process_group: Optional[str] = None,
     dtype: str = "float32",
 ) -> mx.sym.Symbol:
     """A copy of a symbol in which every Batch Normalization synchronizes.
@@ -118,7 +120,7 @@ def convert_symbol(
         For example from ``mx.model.load_checkpoint``.
     num_devices : int
         How many devices will train it: ``len(context)`` of the Module.
-    group_size, timeout, backend, kvstore, dtype :
+    group_size, timeout, backend, kvstore, process_group, dtype :
         As in `SyncBatchNorm`.
 
     Returns
@@ -150,6 +152,7 @@ def convert_symbol(
             f"which synchronized ones do not give."
         )
     chosen = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout, "kvstore": kvstore}
+    chosen = {**chosen, "process_group": process_group}
 
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
@@ -211,8 +214,12 @@ def _make_again(norm: Norm, inputs, after, backend: str, dtype: str, chosen: Dic
 
 def checked_spec(spec: GroupSpec) -> GroupSpec:
     """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents."""
-    if spec.kvstore is not None and not isinstance(spec.kvstore, str):
-        raise TypeError(f"{spec.where}: a symbol can be saved, so kvstore must be a name, not a KVStore.")
+    for option in ("kvstore", "process_group"):
+        value = getattr(spec, option)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(
+                f"{spec.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
+            )
     check_engine(spec.name, spec.num_devices)
     spec.check()
     return spec
@@ -221,8 +228,8 @@ def checked_spec(spec: GroupSpec) -> GroupSpec:
 def make_node(inputs, backend: str, axis: int, relu: bool, node: Node, use_global_stats: bool = False):
     """The last node of a synchronized layer that no layer object owns, and its order token."""
     spec = node.spec
-    warn_of_several_processes(spec.where)
-    if use_global_stats or spec.num_devices == 1 or spec.group_size == 1:
+    is_alone = spec.num_devices == 1 and count_processes(spec.process_group, spec.where) == 1
+    if use_global_stats or is_alone or spec.group_size == 1:
         options = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)
         options["use_global_stats"] = use_global_stats

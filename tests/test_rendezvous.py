@@ -12,7 +12,11 @@ from harness import HANG, LONG
 from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
 
 
-def make(size, timeout=float(LONG), exchange=np.stack):
+def stacked(contributions, key):
+    return np.stack(contributions)
+
+
+def make(size, timeout=float(LONG), exchange=stacked):
     return Rendezvous("layer 'a': forward pass", [f"cpu({i})" for i in range(size)], timeout, exchange)
 
 
@@ -113,7 +117,7 @@ def test_vectors_of_different_lengths():
 
 
 def test_an_error_in_the_exchange_reaches_everyone():
-    def broken(contributions):
+    def broken(contributions, key):
         raise OSError("no route")
 
     outcomes = all_meet(make(3, exchange=broken), 3)
@@ -125,7 +129,7 @@ def test_an_error_in_the_exchange_reaches_everyone():
 def test_an_exchange_that_does_not_return_releases_the_others():
     release = threading.Event()
 
-    def stuck(contributions):
+    def stuck(contributions, key):
         release.wait(HANG)
         return np.stack(contributions)
 

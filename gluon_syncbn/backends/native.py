@@ -25,18 +25,23 @@ import ctypes
 import functools
 import os
 import weakref
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
+import numpy as np
 
 from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.meeting.group import next_id, usual_reasons
+from gluon_syncbn.meeting.link import Link, link_of
+from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
 
 _OPERATOR = "gluon_syncbn_native"
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
+_ALL = 2**31 - 1  # devices in a group
+_links: Dict[int, Link] = {}  # by id of the group; those of processes that are alone have none
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 
 
@@ -52,12 +57,19 @@ def _make_described_group(text: bytes) -> int:
         return -1
 
 
-def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> None:
-    """Have the operator make a group; without ``devices`` it is open to any."""
+def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> Optional[Link]:
+    """Have the operator make a group; without ``devices`` it is open to any. Returns what links it to other
+    processes."""
+    link = link_of(spec)
+    if link is not None:
+        _links[group_id] = link
     struct = library.GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices,
-        group_size=spec.group_size or spec.num_devices,
+        group_size=spec.group_size or _ALL,
+        first_device=link.first_device if link else 0,
+        num_processes=link.size if link else 1,
+        exchange_seconds=link.seconds if link else 0,
         timeout_seconds=spec.seconds,
         momentum=spec.momentum,
         epsilon=spec.epsilon,
@@ -66,12 +78,40 @@ def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Co
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
+    return link
+
+
+@library.EXCHANGE
+def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id, vector, size: int, rows) -> int:
+    """Called by the last device to arrive, on its thread: fills ``rows`` and says how many there are."""
+    try:
+        link, direction = _links[group_id], FORWARD if is_forward else BACKWARD
+        mine = np.ctypeslib.as_array(vector, (size,)).copy()
+        gathered, round_id[0] = link.exchange(direction, chunk, set_id, round_id[0], mine)
+        np.ctypeslib.as_array(rows, gathered.shape)[:] = gathered
+        return len(gathered)
+    except Exception as problem:
+        library.leave_error(str(problem))
+        return -1
+
+
+@library.FAIL
+def _fail(group_id: int, text: bytes) -> None:
+    """Called where a device did not come."""
+    _links[group_id].fail(text.decode())
+
+
+@library.DROP_LINK
+def _drop_link(group_id: int) -> None:
+    """Called when nothing uses the group any more."""
+    _links.pop(group_id, None)
 
 
 def _register() -> str:
     """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
+    library.core.gluon_syncbn_link_processes(_exchange, _fail, _drop_link)
     refused = library.core.gluon_syncbn_register(_make_described_group, cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 
@@ -112,7 +152,7 @@ class NativeGroup(LayerGroup):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
         self._id = next_id()
-        _make_group(self._id, spec, self.devices)
+        self.link = _make_group(self._id, spec, self.devices)
         weakref.finalize(self, library.core.gluon_syncbn_drop_group, self._id).atexit = False
 
     @property

@@ -2,6 +2,8 @@
 
 from typing import Optional
 
+from gluon_syncbn.job.default import check_process_group
+from gluon_syncbn.job.process_group import ProcessGroupLike
 from gluon_syncbn.meeting.spec import Options, check_count, check_kvstore, check_timeout
 
 # What a user may ask for; gluon_syncbn.backends.choose has what stands behind it.
@@ -16,6 +18,7 @@ def check_options(
     backend: str = "auto",
     activation: Optional[str] = None,
     kvstore=None,
+    process_group: Optional[ProcessGroupLike] = None,
 ) -> Options:
     """The options of a group, or an error whose text starts with ``where``.
 
@@ -33,5 +36,8 @@ def check_options(
         raise ValueError(f"{where}: backend must be one of {', '.join(REQUESTS)}, not {backend!r}.")
     if activation not in (None, "relu"):
         raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
+    if kvstore == "horovod" and process_group in (None, "horovod"):  # MXNet's own name for it
+        kvstore, process_group = None, "horovod"
     check_kvstore(kvstore, where)
-    return Options(num_devices, group_size, timeout, kvstore)
+    check_process_group(process_group, where)
+    return Options(num_devices, group_size, timeout, kvstore, process_group)

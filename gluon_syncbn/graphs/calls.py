@@ -32,6 +32,7 @@ class _Graph:
     def __init__(self, trace: mx.sym.Symbol):
         self.trace = trace
         self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
+        self._is_placed = False
         self.written: weakref.WeakSet[Block] = weakref.WeakSet()  # those whose writing the engine must be told
 
     def add(self, layer: Block) -> None:
@@ -39,6 +40,11 @@ class _Graph:
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
+        if not self._is_placed and mx.autograd.is_training():
+            self._is_placed = True
+            for layer in list(self._contexts):
+                if hasattr(layer, "_passes"):
+                    layer.take_place()
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)

@@ -4,13 +4,15 @@ import itertools
 import threading
 import time
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.engine.cpu_resources import settings_in_force
 from gluon_syncbn.meeting import active_set, waiting
+from gluon_syncbn.meeting.link import Link, link_of
+from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup, subgroups
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
@@ -33,6 +35,31 @@ class Membership(NamedTuple):
     backward: Rendezvous
 
 
+class _Exchanges:
+    """What the leader of a round does: gathers what its process brought, and exchanges that with the others."""
+
+    def __init__(self, transport: KVStoreTransport, key: str, link: Optional[Link], chunk: int, set_id: int):
+        self._transport = transport
+        self._key = key
+        self._link = link
+        self._chunk = chunk
+        self._set_id = set_id
+
+    def moments(self, vectors: List[np.ndarray], _: int) -> Tuple[Moments, Optional[int]]:
+        """Of all, and the number of the round across processes, if there are others."""
+        moments = merge(self._transport.all_gather(f"{self._key}/{FORWARD}", vectors))
+        if self._link is None:
+            return moments, None
+        rows, round_id = self._link.exchange(FORWARD, self._chunk, self._set_id, 0, moments.pack())
+        return merge(rows), round_id
+
+    def sums(self, vectors: List[np.ndarray], round_id: int) -> np.ndarray:
+        sums = add_ranks(self._transport.all_gather(f"{self._key}/{BACKWARD}", vectors))
+        if self._link is None:
+            return sums
+        return add_ranks(self._link.exchange(BACKWARD, self._chunk, self._set_id, round_id, sums)[0])
+
+
 class Group(LayerGroup):
     """The synchronization of one layer over its devices.
 
@@ -48,6 +75,7 @@ class Group(LayerGroup):
     def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
+        self.link = link_of(spec)
         self._id = next_id()
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
@@ -65,38 +93,31 @@ class Group(LayerGroup):
 
     def _make_members(self, set_id: int) -> Dict[mx.Context, Membership]:
         members = {}
-        for neighbours in subgroups(self.devices, self.spec.group_size):
+        first = 0 if self.link is None else self.link.first_device
+        for chunk, neighbours in subgroups(self.devices, self.spec.group_size, first).items():
             devices = [device for device in neighbours if active_set.includes(device, set_id)]
             if not devices:
                 continue
             transport = KVStoreTransport(devices, self.spec.kvstore)
             key = f"{self.spec.name}{self._id}/{set_id}/{devices[0]}"
-            forward = self._rendezvous("forward", devices, key, transport, merge)
-            backward = self._rendezvous("backward", devices, key, transport, add_ranks)
+            exchanges = _Exchanges(transport, key, self.link, chunk, set_id)
+            forward = self._rendezvous(FORWARD, devices, exchanges.moments)
+            backward = self._rendezvous(BACKWARD, devices, exchanges.sums)
             for rank, device in enumerate(devices):
                 members[device] = Membership(rank, forward, backward)
         return members
 
-    def _rendezvous(
-        self,
-        direction: str,
-        devices: List[mx.Context],
-        key: str,
-        transport: KVStoreTransport,
-        reduce: Callable[[np.ndarray], Any],
-    ) -> Rendezvous:
-        return Rendezvous(
-            f"{self.spec.where}: {direction} pass",
-            [str(device) for device in devices],
-            self.spec.seconds,
-            lambda vectors: reduce(transport.all_gather(f"{key}/{direction}", vectors)),
-            usual_reasons,
-        )
+    def _rendezvous(self, direction: str, devices: List[mx.Context], exchange: Callable) -> Rendezvous:
+        more = {} if self.link is None else {"exchange_timeout": self.link.seconds, "on_failure": self.link.fail}
+        names = [str(device) for device in devices]
+        what = f"{self.spec.where}: {direction} pass"
+        return Rendezvous(what, names, self.spec.seconds, exchange, usual_reasons, **more)
 
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int]:
         """The moments of the whole mini-batch, and the id of this forward round."""
         member = self._membership_of(device, set_id)
-        return member.forward.all_reduce(member.rank, local.pack())
+        (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
+        return moments, round_id if number is None else number
 
     def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
         """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""

@@ -10,16 +10,19 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
+from gluon_syncbn.job.default import check_process_group, find
+from gluon_syncbn.job.process_group import ProcessGroupLike
 
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
 
 DEFAULT_TIMEOUT = 60.0
+TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 
 
 def default_timeout() -> float:
     """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
-    return check_timeout(os.environ.get("GLUON_SYNCBN_TIMEOUT", DEFAULT_TIMEOUT), "GLUON_SYNCBN_TIMEOUT")
+    return check_timeout(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), TIMEOUT_VARIABLE)
 
 
 def check_timeout(value, where: str) -> float:
@@ -54,17 +57,28 @@ def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
     if not isinstance(kvstore, (str, mx.kv.KVStore)):
         raise TypeError(f"{where}: kvstore must be a name or an mxnet KVStore, not {type(kvstore).__name__}.")
     kind = kvstore if isinstance(kvstore, str) else kvstore.type
-    if kind not in _KVSTORES:
+    if kind == "nccl":
+        _check_nccl(where)
+    elif kind not in _KVSTORES:
         raise ValueError(
-            f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)} "
-            f"(several processes and NCCL are not built). A distributed KVStore would not do: its server "
-            f"may apply the optimizer to statistics, rounds them to float32, and does not notice a worker that is gone."
+            f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)}. For several "
+            f"processes there are process_group='horovod' and process_group='mpi'. A distributed KVStore would not do: its server may "
+            f"apply the optimizer to statistics, rounds them to float32, and does not notice a worker that is gone."
         )
     if not isinstance(kvstore, str) and has_optimizer(kvstore):
         raise ValueError(
             f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
             f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
         )
+
+
+def _check_nccl(where: str) -> None:
+    """ValueError unless MXNet can make such a store here."""
+    try:
+        mx.kv.create("nccl")
+    except mx.MXNetError as problem:
+        reason = str(problem).strip().splitlines()[-1]
+        raise ValueError(f"{where}: kvstore 'nccl' cannot be made here ({reason}); use 'device'.") from None
 
 
 class Options(NamedTuple):
@@ -74,6 +88,7 @@ class Options(NamedTuple):
     group_size: Optional[int] = None
     timeout: Optional[float] = None
     kvstore: Union[str, mx.kv.KVStore, None] = None
+    process_group: Optional[ProcessGroupLike] = None
 
 
 class GroupSpec(NamedTuple):
@@ -93,11 +108,13 @@ class GroupSpec(NamedTuple):
     momentum: float
     epsilon: float
     scale: bool
+    process_group: Optional[ProcessGroupLike] = None  # last, for texts of graphs that do not have it
 
     @classmethod
     def of(cls, name: str, options: Options, dtype: str, momentum: float, epsilon: float, scale: bool) -> "GroupSpec":
-        num_devices, group_size, timeout, kvstore = options
-        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, float(momentum), float(epsilon), scale)
+        num_devices, group_size, timeout, kvstore, processes = options
+        numbers = float(momentum), float(epsilon)
+        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, *numbers, scale, processes)
 
     @property
     def where(self) -> str:
@@ -111,9 +128,10 @@ class GroupSpec(NamedTuple):
 
     def shared_options(self) -> Dict[str, Any]:
         """What is alike for all layers that were made with the same options, as a node of a graph tells it."""
-        kvstore = self.kvstore if isinstance(self.kvstore, str) else None
+        told = {name: getattr(self, name) for name in ("kvstore", "process_group")}
+        named = {name: value for name, value in told.items() if isinstance(value, str)}
         counts = {"num_devices": self.num_devices or None, "group_size": self.group_size}
-        return {**counts, "timeout": self.timeout, "kvstore": kvstore, "dtype": self.dtype}
+        return {**counts, "timeout": self.timeout, "dtype": self.dtype, **named}
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -140,8 +158,8 @@ class GroupSpec(NamedTuple):
         check_count(self.num_devices, where, "num_devices", least=0)
         if self.group_size is not None:
             check_count(self.group_size, where, "group_size")
-        if self.num_devices % (self.group_size or 1):
-            raise ValueError(f"{where}: group_size={self.group_size} does not divide num_devices={self.num_devices}.")
+        if self.group_size is not None:
+            check_group_size(self.group_size, self.num_devices, self.process_group, where)
         if self.timeout is not None:
             check_timeout(self.timeout, where)
         if self.dtype not in ("float32", "float64"):
@@ -152,6 +170,7 @@ class GroupSpec(NamedTuple):
         if not isinstance(self.scale, bool):
             raise ValueError(f"{where}: scale must be true or false, not {self.scale!r}.")
         check_kvstore(self.kvstore, where)
+        check_process_group(self.process_group, where)
 
 
 class GroupReference(NamedTuple):
@@ -167,6 +186,7 @@ class LayerGroup(ABC):
 
     spec: GroupSpec
     devices: Sequence[mx.Context]
+    link: Any  # a `gluon_syncbn.meeting.link.Link` in a job of several processes, else None
 
     @property
     @abstractmethod
@@ -178,10 +198,23 @@ class LayerGroup(ABC):
         """How many forward passes were met by exactly the devices of this active set."""
 
 
-def subgroups(devices: Sequence[mx.Context], group_size: Optional[int]) -> List[List[mx.Context]]:
-    """The devices in groups of this many neighbours, in rank order."""
-    size = group_size or len(devices)
-    return [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+def subgroups(devices: Sequence[mx.Context], group_size: Optional[int], first: int = 0) -> Dict[int, List[mx.Context]]:
+    """The devices in groups of this many neighbours, in rank order, by number of the group.
+
+    ``first`` is the number of the first of them among those of all processes.
+    """
+    groups: Dict[int, List[mx.Context]] = {}
+    for number, device in enumerate(devices, first):
+        groups.setdefault(number // group_size if group_size else 0, []).append(device)
+    return groups
+
+
+def check_group_size(group_size: int, num_devices: int, process_group, where: str) -> None:
+    """ValueError, starting with ``where``, unless it divides the devices of all processes."""
+    group = find(process_group, where)
+    total = num_devices if group is None else num_devices * group.size
+    if total % group_size:
+        raise ValueError(f"{where}: group_size={group_size} does not divide its {total} devices.")
 
 
 def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
@@ -202,11 +235,8 @@ def check_devices(name: str, devices: Sequence[mx.Context], options: Options) ->
             f"SyncBatchNorm '{name}': num_devices={options.num_devices}, but its parameters live on {len(devices)} "
             f"({shown}). Initialize the net on the devices that train, or leave num_devices out."
         )
-    if options.group_size is not None and len(devices) % options.group_size:
-        raise ValueError(
-            f"SyncBatchNorm '{name}': group_size={options.group_size} does not divide its {len(devices)} devices "
-            f"({shown})."
-        )
+    if options.group_size is not None:
+        check_group_size(options.group_size, len(devices), options.process_group, f"SyncBatchNorm '{name}'")
     check_engine(name, len(devices))
 
 

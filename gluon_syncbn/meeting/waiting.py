@@ -63,24 +63,41 @@ def cut_short_from_now_on(because: str) -> None:
         library.core.gluon_syncbn_cut_waits_short(because.encode())
 
 
+class Wait:
+    """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
+
+    def __init__(self, seconds: float):
+        self.began = time.monotonic()
+        self._timeout = seconds
+        self._is_watching = False
+
+    def __enter__(self) -> "Wait":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._is_watching:
+            library.core.gluon_syncbn_watch_signals(0)
+
+    def ended(self) -> Optional[Waited]:
+        """How long it was, and why it ends now; None while it goes on."""
+        if library.core is not None and not self._is_watching and time.monotonic() > self.began + POLL_SECONDS:
+            library.core.gluon_syncbn_watch_signals(1)
+            self._is_watching = True
+        return _ended(self.began, self._timeout)
+
+
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
     """Wait on ``changed``, which is held, until ``enough()``: then None; or until the wait ends in vain.
 
     ``began`` is on the clock of `time.monotonic`.
     """
-    watching = False
-    try:
+    with Wait(timeout) as this:
+        this.began = began
         while not enough():
-            ended = _ended(began, timeout)
+            ended = this.ended()
             if ended is not None:
                 return ended
-            notified = changed.wait(min(POLL_SECONDS, began + timeout - time.monotonic()))
-            if library.core is not None and not notified and not watching:
-                library.core.gluon_syncbn_watch_signals(1)
-                watching = True
-    finally:
-        if watching:
-            library.core.gluon_syncbn_watch_signals(0)
+            changed.wait(min(POLL_SECONDS, began + timeout - time.monotonic()))
     return None
 
 

@@ -6,8 +6,8 @@ from typing import List
 from mxnet.gluon import Block, nn
 
 from gluon_syncbn.base.mxnet_private import children, has_forward_hooks, is_relu
+from gluon_syncbn.base.walk import blocks_in
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.nets.walk import blocks_in
 
 
 class FusedReLU(nn.Activation):

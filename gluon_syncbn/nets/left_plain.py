@@ -14,9 +14,9 @@ from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
+from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph
-from gluon_syncbn.nets.walk import all_blocks
 from gluon_syncbn.process.passes import take_net_of_scope
 
 _SHOWN = 3

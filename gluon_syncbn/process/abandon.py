@@ -13,6 +13,7 @@ import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import is_record
 from gluon_syncbn.meeting import waiting
+from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
 from gluon_syncbn.process.passes import forget_passes
@@ -42,6 +43,7 @@ def abandon_step() -> None:
     """
     with waiting.cut_short("the step was abandoned"):
         finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
+    abandon_on_all_processes()
     forget_passes()
 
 

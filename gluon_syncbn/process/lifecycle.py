@@ -26,6 +26,7 @@ from typing import Optional, Set
 import mxnet as mx
 
 from gluon_syncbn.base.library import stop_calling_python
+from gluon_syncbn.job.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.process.fork import after_fork_in_child, before_fork
 from gluon_syncbn.process.live_layers import live_layers
@@ -57,6 +58,7 @@ def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
 def _at_exit() -> None:
     waiting.cut_short_from_now_on("the process ends")
     finish_pending_work("When the process ended")
+    leave_processes()
     stop_calling_python()
 
 

@@ -57,7 +57,7 @@ class Passes:
         """Python starts a recorded forward pass in training mode on ``device``."""
         is_first = getattr(_scope, "has_begun", False)
         if is_first:
-            _scope.has_begun, _scope.net = False, _outermost_block()
+            _scope.has_begun, _scope.net = False, outermost_block()
         if not self._is_watched(is_first):
             return
         devices = [array.context for array in self.arrays()]
@@ -121,7 +121,7 @@ def take_net_of_scope() -> Optional[mx.gluon.Block]:
     return net
 
 
-def _outermost_block() -> Optional[mx.gluon.Block]:
+def outermost_block() -> Optional[mx.gluon.Block]:
     """Of the blocks that are being called now."""
     frame: Optional[FrameType] = sys._getframe()
     found = None

@@ -97,14 +97,31 @@ void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mu
 }
 
 void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {
-  for (size_t start = 0; start < devices_.size(); start += group_size_) {
-    std::vector<std::string> names;
-    for (size_t i = start; i < std::min(start + group_size_, devices_.size()); ++i) {
-      if (active_sets().includes(devices_[i], active_set)) names.push_back(devices_[i]);
+  std::map<size_t, std::vector<std::string>> neighbours;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    if (active_sets().includes(devices_[i], active_set)) {
+      neighbours[(first_device_ + i) / group_size_].push_back(devices_[i]);
     }
-    const auto subgroup = std::make_shared<Subgroup>(name, names, timeout_, advice_);
+  }
+  for (const auto& [number, names] : neighbours) {
+    const auto subgroup =
+        std::make_shared<Subgroup>(name, names, timeout_, advice_, exchange_of(true, number, active_set),
+                                   exchange_of(false, number, active_set));
     for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, subgroup};
   }
+}
+
+Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
+  if (!link_.exchange) return {};
+  const auto exchange = [this, is_forward, subgroup, active_set](const Vectors& contributions, uint64_t key,
+                                                                 uint64_t& round_id) {
+    uint64_t number = is_forward ? 0 : key;
+    Vectors rows = link_.exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
+                                  is_forward ? merge(contributions).pack() : add_ranks(contributions));
+    if (is_forward) round_id = number;
+    return rows;
+  };
+  return {exchange, link_.fail, exchange_seconds_};
 }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {
@@ -125,8 +142,12 @@ std::shared_ptr<Group> find_group(int64_t id) {
 }
 
 void drop_group(int64_t id) {
+  std::shared_ptr<Group> last;  // perhaps; it goes when the lock is free
   std::lock_guard<std::mutex> lock(groups_mutex());
-  groups().erase(id);
+  const auto found = groups().find(id);
+  if (found == groups().end()) return;
+  last = std::move(found->second);
+  groups().erase(found);
 }
 
 int64_t count_groups() {

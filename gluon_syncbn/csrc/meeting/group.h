@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,7 +22,10 @@ namespace gluon_syncbn {
 struct GroupSpec {
   const char* name;  // the layer's
   int num_devices;
-  int group_size;  // of neighbours that synchronize among themselves
+  int group_size;  // of neighbours that synchronize among themselves, in all processes
+  int first_device;  // the number of this process's first one among those of all processes
+  int num_processes;
+  double exchange_seconds;  // how long processes wait for each other
   double timeout_seconds;
   double momentum;
   double epsilon;
@@ -44,9 +48,10 @@ ActiveSets& active_sets();
 
 // Devices of one layer that synchronize among themselves.
 struct Subgroup {
-  Subgroup(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice)
-      : forward("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice),
-        backward("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice) {}
+  Subgroup(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice,
+           Exchange moments, Exchange sums)
+      : forward("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice, std::move(moments)),
+        backward("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice, std::move(sums)) {}
 
   Rendezvous forward;
   Rendezvous backward;
@@ -57,11 +62,22 @@ struct Membership {
   std::shared_ptr<Subgroup> subgroup;
 };
 
+// How a group reaches the other processes of a job.
+struct Link {
+  // Of one vector per process: brings ours, and returns those of all that meet in this subgroup, in rank order. Of
+  // forward passes it sets the number of the round, which backward passes give. Throws RendezvousError.
+  std::function<Vectors(bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
+                        const std::vector<double>& vector)>
+      exchange;
+  std::function<void(const std::string& error)> fail;
+  std::function<void()> drop;  // the group is gone
+};
+
 class Group {
  public:
   // Of `devices`; or, if there are none, open to the first `spec.num_devices` that come. `advice` ends errors about
-  // missing devices.
-  Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice)
+  // missing devices. The link is for a spec of several processes.
+  Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, Link link)
       : name(spec.name),
         momentum(spec.momentum),
         epsilon(spec.epsilon),
@@ -70,8 +86,16 @@ class Group {
         devices_(std::move(devices)),
         num_devices_(static_cast<size_t>(spec.num_devices)),
         group_size_(static_cast<size_t>(spec.group_size)),
+        first_device_(static_cast<size_t>(spec.first_device)),
         timeout_(spec.timeout_seconds),
-        advice_(std::move(advice)) {}
+        exchange_seconds_(spec.exchange_seconds),
+        advice_(std::move(advice)),
+        link_(std::move(link)) {}
+  ~Group() {
+    if (link_.drop) link_.drop();
+  }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
   const std::string name;
   const double momentum;
@@ -91,11 +115,17 @@ class Group {
 
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
+  // Of what the devices of this process brought, merged to one vector.
+  Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
+
   std::vector<std::string> devices_;
   const size_t num_devices_;
   const size_t group_size_;
+  const size_t first_device_;
   const double timeout_;
+  const double exchange_seconds_;
   const std::string advice_;
+  const Link link_;
   std::mutex mutex_;
   std::condition_variable complete_;
   std::map<int64_t, std::map<std::string, Membership>> members_;  // by active set, then by device

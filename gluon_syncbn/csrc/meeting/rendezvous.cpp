@@ -19,14 +19,17 @@ inline void pause() {
 
 }  // namespace
 
-Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice)
+Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
+                       Exchange exchange)
     : what_(std::move(what)),
       ranks_(std::move(ranks)),
       timeout_seconds_(timeout_seconds),
-      advice_(std::move(advice)) {}
+      advice_(std::move(advice)),
+      exchange_(std::move(exchange)) {}
 
 Rendezvous::Gathered Rendezvous::all_gather(size_t rank, std::vector<double> contribution, uint64_t key) {
   std::shared_ptr<Round> round;
+  bool leads = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::shared_ptr<Round>& entry = rounds_[key];
@@ -36,18 +39,30 @@ Rendezvous::Gathered Rendezvous::all_gather(size_t rank, std::vector<double> con
     }
     round = entry;
     if (round->present[rank]) {
-      finish(*round, key, kFailed, twice_text(*round, rank));
+      fail(*round, key, twice_text(*round, rank));
     } else {
       round->contributions[rank] = std::move(contribution);
       round->present[rank] = true;
       round->arrived += 1;
       if (round->arrived == ranks_.size()) {
         const std::string error = different_lengths_text(*round);
-        finish(*round, key, error.empty() ? kComplete : kFailed, error);
+        leads = error.empty() && exchange_.exchange;
+        if (!error.empty()) {
+          fail(*round, key, error);
+        } else if (leads) {
+          round->state.store(kExchanging, std::memory_order_release);
+          rounds_.erase(key);
+        } else {
+          finish(*round, key, kComplete, "");
+        }
       }
     }
   }
-  wait(round, key);
+  if (leads) {
+    lead(*round, key);
+  } else {
+    wait(round, key);
+  }
   if (round->state == kFailed) throw RendezvousError(round->error);
   return {std::shared_ptr<const Vectors>(round, &round->contributions), round->id};
 }
@@ -62,21 +77,51 @@ uint64_t Rendezvous::rounds() const {
   return opened_;
 }
 
+void Rendezvous::lead(Round& round, uint64_t key) {
+  Vectors rows;
+  uint64_t id = round.id;
+  std::string error;
+  try {
+    rows = exchange_.exchange(round.contributions, key, id);
+  } catch (const std::exception& problem) {
+    error = problem.what();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (round.is_over()) return;  // the others have given it up
+  if (error.empty()) {
+    round.contributions = std::move(rows);
+    round.id = id;
+  }
+  finish(round, key, error.empty() ? kComplete : kFailed, error);
+}
+
 void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
   const auto spin_until = Clock::now() + kSpin;
-  while (round->state.load(std::memory_order_acquire) == kGathering && Clock::now() < spin_until) pause();
-  if (round->state.load(std::memory_order_acquire) != kGathering) return;
+  while (!round->is_over() && Clock::now() < spin_until) pause();
+  if (round->is_over()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto waited = wait_until(lock, round->changed, round->opened, timeout_seconds_,
                                      [&] { return round->state != kGathering; });
-  if (waited) finish(*round, key, kFailed, missing_text(*round, *waited));
+  if (waited) return fail(*round, key, missing_text(*round, *waited));
+  const auto guard = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        Seconds(exchange_.timeout_seconds) + 2 * waiting_times().grace);
+  if (!round->changed.wait_until(lock, guard, [&] { return round->is_over(); })) {
+    finish(*round, key, kFailed, what_ + ": all devices arrived, but the exchange between processes did not return.");
+  }
+}
+
+void Rendezvous::fail(Round& round, uint64_t key, std::string error) {
+  if (exchange_.fail) exchange_.fail(error);
+  finish(round, key, kFailed, std::move(error));
 }
 
 void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {
   round.error = std::move(error);
   round.state.store(state, std::memory_order_release);
   round.changed.notify_all();
-  rounds_.erase(key);  // last: it may hold the only reference but ours
+  const auto entry = rounds_.find(key);
+  // Last: it may hold the only reference but ours.
+  if (entry != rounds_.end() && entry->second.get() == &round) rounds_.erase(entry);
 }
 
 std::string Rendezvous::names(const Round& round, bool present) const {

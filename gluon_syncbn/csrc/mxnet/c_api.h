@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <stdexcept>
 #include <string>
 
@@ -82,6 +83,9 @@ const MXNetFunctions& mxnet();
 
 // The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
 std::string take_error();
+
+// Runs `call`, which is Python's, unless the interpreter has ended or is about to.
+void while_python_lives(const std::function<void()>& call);
 
 }  // namespace gluon_syncbn
 

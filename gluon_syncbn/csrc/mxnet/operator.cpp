@@ -65,6 +65,35 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
   return group;
 }
 
+// Python's functions that connect groups with other processes (backends/native.py).
+using ExchangeRows = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* round_id,
+                             const double* vector, int64_t size, double* rows);
+using Fail = void (*)(int64_t group, const char* error);
+using DropLink = void (*)(int64_t group);
+ExchangeRows exchange_rows = nullptr;
+Fail fail = nullptr;
+DropLink drop_link = nullptr;
+
+Link link_of(int64_t id, size_t num_processes) {
+  if (num_processes == 1) return {};
+  const auto exchange = [id, num_processes](bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
+                                            const std::vector<double>& vector) {
+    std::vector<double> flat(num_processes * vector.size());
+    auto number = static_cast<int64_t>(round_id);
+    const int count = exchange_rows(id, is_forward, subgroup, active_set, &number, vector.data(),
+                                    static_cast<int64_t>(vector.size()), flat.data());
+    if (count < 0) throw RendezvousError(take_error());
+    round_id = static_cast<uint64_t>(number);
+    Vectors rows;
+    for (int i = 0; i < count; ++i) {
+      const auto begin = flat.begin() + static_cast<std::ptrdiff_t>(vector.size()) * i;
+      rows.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(vector.size()));
+    }
+    return rows;
+  };
+  return {exchange, [id](const std::string& error) { fail(id, error.c_str()); }, [id] { while_python_lives([id] { drop_link(id); }); }};
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Its properties: what a graph knows before shapes are known
 
@@ -312,11 +341,20 @@ EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group,
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 
+// Hands over what connects groups of several processes.
+EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::ExchangeRows exchange, gluon_syncbn::Fail fail,
+                                          gluon_syncbn::DropLink drop) {
+  gluon_syncbn::exchange_rows = exchange;
+  gluon_syncbn::fail = fail;
+  gluon_syncbn::drop_link = drop;
+}
+
 // Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
 EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
                                       const char* advice) {
   const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
-  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice));
+  gluon_syncbn::Link link = gluon_syncbn::link_of(id, static_cast<size_t>(spec->num_processes));
+  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, std::move(link)));
 }
 
 // Forgets a group; calls that are under way keep it until they are done.

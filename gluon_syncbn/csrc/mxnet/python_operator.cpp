@@ -100,9 +100,7 @@ struct PropertyWrapper : Wrapper {
 
 template <typename Kind>
 int remove(void* state) {
-  deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
-  if (!python_is_gone) Wrapper::call<CustomOpDelete>(state, 0);  // delete is the first of either list
-  deletions -= 1;
+  while_python_lives([state] { Wrapper::call<CustomOpDelete>(state, 0); });  // delete is the first of either list
   delete static_cast<Kind*>(state);
   return 1;
 }
@@ -190,6 +188,12 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 }
 
 }  // namespace
+
+void while_python_lives(const std::function<void()>& call) {
+  deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
+  if (!python_is_gone) call();
+  deletions -= 1;
+}
 
 std::string take_error() {
   const std::string text = std::exchange(left_behind, "");

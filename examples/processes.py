@@ -1,0 +1,94 @@
+"""What a training of several processes needs beside the layers: each process's share, gradients, and equal weights.
+
+Started by ``mpirun`` or ``horovodrun``, one process per device. The gradients go through Horovod's own Trainer, or
+through a Trainer that adds them up with MPI.
+"""
+
+import mxnet as mx
+import numpy as np
+from mxnet import gluon
+
+import gluon_syncbn
+
+
+class Alone:
+    """A training in one process."""
+
+    rank, size, local_rank = 0, 1, 0
+
+    def make_trainer(self, parameters, optimizer: str, options: dict) -> gluon.Trainer:
+        return gluon.Trainer(parameters, optimizer, options)
+
+    def broadcast(self, parameters) -> None:
+        """Give all processes the weights of the first."""
+
+    def barrier(self) -> None:
+        """Return when all processes are here."""
+
+
+class WithHorovod(Alone):
+    def __init__(self):
+        import horovod.mxnet as hvd
+
+        hvd.init()
+        self._hvd = hvd
+        self.rank, self.size, self.local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
+        gluon_syncbn.init_process_group("horovod")
+
+    def make_trainer(self, parameters, optimizer, options):
+        return self._hvd.DistributedTrainer(parameters, optimizer, options)
+
+    def broadcast(self, parameters):
+        self._hvd.broadcast_parameters(parameters)
+
+    def barrier(self):
+        self._hvd.allreduce(mx.nd.zeros(1), name="barrier").wait_to_read()
+
+
+class WithMPI(Alone):
+    def __init__(self):
+        from mpi4py import MPI
+
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self.local_rank = self._comm.Split_type(MPI.COMM_TYPE_SHARED).rank
+        gluon_syncbn.init_process_group("mpi")
+
+    def make_trainer(self, parameters, optimizer, options):
+        return MPITrainer(self._comm, parameters, optimizer, options)
+
+    def broadcast(self, parameters):
+        for parameter in parameters.values():
+            values = parameter.data(parameter.list_ctx()[0]).asnumpy()
+            self._comm.Bcast(values)
+            parameter.set_data(mx.nd.array(values, dtype=values.dtype))
+
+    def barrier(self):
+        self._comm.Barrier()
+
+
+class MPITrainer(gluon.Trainer):
+    """A Trainer whose gradients are the mean over processes of the sums over each process's devices."""
+
+    def __init__(self, comm, parameters, optimizer, options):
+        super().__init__(parameters, optimizer, options, kvstore=None)
+        self._comm = comm
+        self._scale /= comm.size
+
+    def _allreduce_grads(self):
+        learning = [parameter for parameter in self._params if parameter.grad_req != "null"]
+        sums = [sum(gradient.asnumpy() for gradient in parameter.list_grad()) for parameter in learning]
+        flat = np.concatenate([array.ravel() for array in sums])
+        total = np.empty_like(flat)
+        self._comm.Allreduce(flat, total)
+        begin = 0
+        for parameter, array in zip(learning, sums):
+            values = total[begin : begin + array.size].reshape(array.shape)
+            for gradient in parameter.list_grad():
+                gradient[:] = values
+            begin += array.size
+
+
+def join(name) -> Alone:
+    """The job that ``--processes`` names; None is a training in one process."""
+    return {None: Alone, "horovod": WithHorovod, "mpi": WithMPI}[name]()

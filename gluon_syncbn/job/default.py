@@ -1,0 +1,169 @@
+"""Which processes a layer synchronizes with: those that it was given, or those that the process has chosen for all."""
+
+import os
+import threading
+import time
+from typing import Any, Dict, Optional
+
+from gluon_syncbn.job.horovod import HorovodProcessGroup
+from gluon_syncbn.job.launchers import job_of_launcher, warn_of_several_processes
+from gluon_syncbn.job.mpi import MPIProcessGroup
+from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup, ProcessGroupLike
+
+# What a name may be; 'none' keeps to the devices of the process.
+NAMES = ("auto", "horovod", "mpi", "none")
+VARIABLE = "GLUON_SYNCBN_PROCESS_GROUP"
+_START_SECONDS = 300.0  # for all processes to come to `init_process_group`
+_NOT_CHOSEN = object()
+_default: Any = _NOT_CHOSEN
+_named: Dict[str, ProcessGroup] = {}  # of all processes, by engine
+_given: Dict[int, Any] = {}  # by id of what a user gave: that, so that it lives, and the group
+_lock = threading.RLock()
+
+
+def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Optional[ProcessGroup]:
+    """From now on layers synchronize over the processes of a job, and not over the devices of this process alone.
+
+    Call it in every process, before the net is made. For scripts that nobody edits there are `gluon_syncbn.run` and the
+    environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, with the same names.
+
+    Parameters
+    ----------
+    process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet
+        'horovod' (after ``hvd.init()``) or 'mpi' for all processes of the job; 'auto' for what started this one, and
+        'mpi' where both are possible, which is faster; 'none' for this process alone. Or some of the processes, as a
+        communicator, which is collective among them, or a process set.
+
+    Returns
+    -------
+    ProcessGroup or None
+        With ``name``, ``rank`` and ``size``; None where this process is alone.
+
+    Raises
+    ------
+    RuntimeError
+        The engine is not installed, or not initialized, or the other processes did not come within 5 minutes.
+    ValueError, TypeError
+        ``process_group`` is something else.
+
+    Examples
+    --------
+    >>> hvd.init()
+    >>> gluon_syncbn.init_process_group("horovod")
+    >>> net.initialize(ctx=mx.gpu(hvd.local_rank()))
+    """
+    global _default
+    with _lock:
+        _default = None  # an error leaves no group
+        _default = find(process_group, "gluon_syncbn.init_process_group")
+        return _default
+
+
+def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[ProcessGroup]:
+    """The processes that a layer with this option synchronizes with; None if it has only this one.
+
+    None as the option is what `init_process_group` or the environment variable chose; warns once, with a text that
+    starts with ``where``, where nothing was chosen in a job of several processes.
+
+    Raises
+    ------
+    RuntimeError, ValueError, TypeError
+        As `init_process_group` documents.
+    """
+    global _default
+    with _lock:
+        if process_group is not None:
+            return _made(process_group, where)
+        if _default is _NOT_CHOSEN:
+            name = os.environ.get(VARIABLE)
+            if not name:
+                warn_of_several_processes(where)
+                return None
+            if name not in NAMES:
+                raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {name!r}.")
+            _default = _made(name, VARIABLE)
+        return _default
+
+
+def check_process_group(process_group: Optional[ProcessGroupLike], where: str) -> None:
+    """ValueError or TypeError, starting with ``where``, for what can be no process group."""
+    if isinstance(process_group, str):
+        if process_group not in NAMES:
+            raise ValueError(f"{where}: process_group must be one of {', '.join(NAMES)}, not {process_group!r}.")
+    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_engine(process_group)):
+        raise TypeError(
+            f"{where}: process_group must be a name, what init_process_group returned, a communicator of mpi4py, or a "
+            f"process set of Horovod, not {type(process_group).__name__}."
+        )
+
+
+def leave_processes() -> None:
+    """This process ends: nobody is to wait for it."""
+    with _lock:
+        for group in [*_named.values(), *(group for _, group in _given.values())]:
+            group.leave()
+
+
+def _is_of_engine(item) -> bool:
+    return _is_process_set(item) or (hasattr(item, "Idup") and hasattr(item, "Isend"))  # a communicator
+
+
+def _is_process_set(item) -> bool:
+    return hasattr(item, "process_set_id") and hasattr(item, "included")
+
+
+def _made(process_group, where: str) -> Optional[ProcessGroup]:
+    check_process_group(process_group, where)
+    if isinstance(process_group, ProcessGroup):
+        return _if_several(process_group)
+    if process_group == "auto":
+        process_group = name_of_engine()
+    if process_group == "none":
+        return None
+    try:
+        if isinstance(process_group, str):
+            if process_group not in _named:
+                _named[process_group] = _of_all(process_group)
+            return _if_several(_named[process_group])
+        if id(process_group) not in _given:
+            _given[id(process_group)] = process_group, _of_some(process_group)
+        return _if_several(_given[id(process_group)][1])
+    except EngineError as problem:
+        raise RuntimeError(f"{where}: {problem}.") from None
+    except MissingProcesses:
+        raise RuntimeError(
+            f"{where}: waited {_START_SECONDS:g} s for the other processes. Every process must call it, or make the "
+            f"same layers."
+        ) from None
+
+
+def _if_several(group: ProcessGroup) -> Optional[ProcessGroup]:
+    return group if group.size > 1 else None
+
+
+def name_of_engine() -> str:
+    """What 'auto' means here."""
+    job = job_of_launcher()
+    if job is None:
+        return "none"
+    if job.launcher == "Horovod":
+        return "horovod"
+    try:
+        import mpi4py.MPI  # noqa: F401
+    except (ImportError, RuntimeError):
+        return "horovod"
+    return "mpi"
+
+
+def _of_all(name: str) -> ProcessGroup:
+    return HorovodProcessGroup() if name == "horovod" else MPIProcessGroup(None, _end_of_start())
+
+
+def _of_some(given) -> ProcessGroup:
+    return HorovodProcessGroup(given) if _is_process_set(given) else MPIProcessGroup(given, _end_of_start())
+
+
+def _end_of_start():
+    """Ends the wait for the others after `_START_SECONDS`."""
+    deadline = time.monotonic() + _START_SECONDS
+    return lambda: "" if time.monotonic() > deadline else None

@@ -1,0 +1,40 @@
+"""Whether this process is one of several of a job, and who started it."""
+
+import os
+import warnings
+from typing import NamedTuple, Optional
+
+# What each launcher tells a process of how many there are. (Slurm's variables are also set where only one was started.)
+_SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
+_has_warned = False
+
+
+class Job(NamedTuple):
+    launcher: str  # 'Horovod' or 'MPI'
+    size: int  # in processes
+
+
+def job_of_launcher() -> Optional[Job]:
+    """The job of several processes that this one belongs to, as its launcher tells; None if it is alone."""
+    for variable, launcher in _SIZES.items():
+        size = os.environ.get(variable, "")
+        if size.isdigit() and int(size) > 1:
+            return Job(launcher, int(size))
+    return None
+
+
+def warn_of_several_processes(where: str) -> None:
+    """Warn (UserWarning), once, where a layer of such a job synchronizes within its process; starts with ``where``."""
+    global _has_warned
+    job = None if _has_warned else job_of_launcher()
+    if job is None:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"{where}: this is one of {job.size} processes of {job.launcher}, and no process group was chosen. Layers "
+        f"synchronize the devices of each process only, so that one process per device is plain Batch "
+        f"Normalization. gluon_syncbn.init_process_group('{job.launcher.lower()}') before the net is made, or the "
+        f"environment variable GLUON_SYNCBN_PROCESS_GROUP={job.launcher.lower()}, makes them synchronize over all "
+        f"processes; 'none' silences this.",
+        stacklevel=5,
+    )

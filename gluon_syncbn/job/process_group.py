@@ -1,0 +1,122 @@
+"""What an engine that connects processes offers: all that the rest of the package knows of it.
+
+A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.job.default`.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+# Called from time to time by who waits: None, or, once the wait is to end, how long it was and why. What it returns
+# goes into `MissingProcesses` as it is.
+Ended = Callable[[], Any]
+
+
+_numbers = itertools.count()
+
+
+class EngineError(RuntimeError):
+    """The engine cannot connect the processes, or does so no more; the text says why."""
+
+
+class MissingProcesses(RuntimeError):
+    """A wait for other processes has ended in vain."""
+
+    def __init__(self, waited: Any, arrived: Optional[Sequence[int]] = None):
+        super().__init__("a process did not come")
+        self.waited = waited
+        self.arrived = arrived  # ranks, or None where the engine cannot tell
+
+
+class ProcessGroup(ABC):
+    """Processes that synchronize with each other. Made by `gluon_syncbn.init_process_group`.
+
+    Attributes
+    ----------
+    name : str
+        Of the engine: 'mpi' or 'horovod'.
+    can_resume : bool
+        Whether the processes can go on together after a step that was given up.
+    rank, size : int
+        The number of this process, from 0, and how many there are.
+    """
+
+    name: str
+    can_resume: bool
+    rank: int
+    size: int
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)  # in the order in which they were made
+
+    @abstractmethod
+    def all_gather(
+        self, key: str, round_id: int, vector: np.ndarray, members: Sequence[int], ended: Ended
+    ) -> np.ndarray:
+        """Bring a vector, and return those of all members. Blocks; several threads may call it for different keys.
+
+        Parameters
+        ----------
+        key : str
+            The same on all processes.
+        round_id : int
+            Which of the rounds under this key; each process brings one vector to each, in any order.
+        vector : np.ndarray
+            float64 of shape (n,), on all processes of the same n.
+        members : sequence of int
+            Ranks that take part, in order, this process among them.
+        ended : callable
+            Ends the wait.
+
+        Returns
+        -------
+        np.ndarray
+            float64 of shape (members, n), in their order.
+
+        Raises
+        ------
+        MissingProcesses
+            The wait has ended.
+        EngineError
+            The processes are not connected any more, a process gave the step up, or vectors differ in length.
+        """
+
+    @abstractmethod
+    def abandon(self, reason: str, highest_round: int) -> None:
+        """This process gives a step up: whoever waits for it need not wait any longer.
+
+        ``highest_round`` is the highest number that it has given a round. It goes on with `resume`, if it can.
+        """
+
+    @abstractmethod
+    def resume(self, ended: Ended) -> int:
+        """Behind `abandon`, return when all processes have called it: the highest round of all.
+
+        Raises
+        ------
+        MissingProcesses, EngineError
+            As in `all_gather`.
+        """
+
+    @abstractmethod
+    def add_subsets(self, subsets: Sequence[Tuple[int, ...]]) -> None:
+        """Let these ranks meet without the others. Collective, with the same list on all processes.
+
+        Raises
+        ------
+        EngineError
+            The engine cannot.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """The process ends: whoever waits for it need not wait any longer."""
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup {self.name!r}: process {self.rank} of {self.size}>"
+
+
+# What a user may give for one: a name, or one that exists, of ours or of the engine's.
+ProcessGroupLike = Union[str, ProcessGroup, Any]

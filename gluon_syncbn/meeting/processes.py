@@ -1,0 +1,254 @@
+"""The meeting of processes: the last device of a process to arrive at a layer brings what all of them have brought.
+
+Who waits for whom ------------------ Within a process the devices of a layer meet in memory (`rendezvous`). The last to
+arrive merges what they brought into one vector, and exchanges it here with those of the other processes, while the
+others of its process sleep. Every process gets one row per process, in rank order, and reduces them alike: the same
+bits everywhere.
+
+A round across processes has a key (which layer of which net, which of its groups, which direction) and a number.
+Forward passes of a layer are numbered as they come, and backward passes have the number of the forward pass that they
+answer. A process is in one of three states:
+
+``open``
+    Rounds are exchanged. Each wait ends when the last process comes; when the timeout, or less (`waiting`), is over;
+    or when a process that is missing has ended or given the step up.
+``failed``
+    A round has failed, here or among the devices of this process. Every further round fails at once, with the same
+    text, until `abandon_step` is called. The other processes learn of it where they wait.
+``resuming``
+    `abandon_step` was called after a failure, or in the middle of a step: some forward passes have had no backward
+    pass. The next round first waits until all processes have done so; then all of them number their rounds from
+    the same number on, so that nothing of the old step can be taken for a part of the new one.
+
+Before a net's first round the processes compare its layers: which there are, and with which channels, dtypes and
+options.
+"""
+
+import socket
+import threading
+import weakref
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import numpy as np
+
+from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.meeting.rendezvous import SyncBatchNormError
+from gluon_syncbn.meeting.waiting import Wait
+
+FORWARD, BACKWARD = "forward", "backward"
+_REASONS = (
+    "Usual reasons: (1) a process has ended, or an exception left its step (see gluon_syncbn.abandon_step); (2) the "
+    "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
+    "was slower than the timeout (timeout=, GLUON_SYNCBN_TIMEOUT; it evaluates, say, while the others train)."
+)
+
+
+class Place(NamedTuple):
+    """Where a layer stands: the same on all processes, whatever names its layers have there.
+
+    ``net`` is what is compared at once, ``key`` names the layer in it, and ``layers`` has a text for each of its
+    layers. ``subsets`` are the ranks that meet without the others, in this process or another.
+    """
+
+    net: str
+    key: str
+    layers: Sequence[str]
+    subsets: Sequence[Tuple[int, ...]]
+
+
+class Processes:
+    """The exchange of all layers with one process group."""
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+        self._hosts: Dict[int, str] = {}
+        self._lock = threading.Lock()  # of the state
+        self._setup = threading.Lock()  # of one thread that resumes, or compares nets
+        self._failure = ""
+        self._is_resuming = False
+        self._rounds: Dict[str, int] = {}  # the last number by key
+        self._floor = 0  # no round has a number below it any more
+        self._pending = 0  # forward passes without their backward pass
+        self._compared: Set[str] = set()  # nets
+
+    def exchange(
+        self,
+        place: Place,
+        chunk: int,
+        direction: str,
+        round_id: int,
+        vector: np.ndarray,
+        members: Sequence[int],
+        seconds: float,
+        where: str,
+    ) -> Tuple[np.ndarray, int]:
+        """The rows of all members, and the number of the round.
+
+        ``chunk`` says which of the layer's groups it is, and ``round_id`` which forward pass a backward pass answers.
+
+        Raises
+        ------
+        SyncBatchNormError
+            Processes did not come, or the layer differs there, or the step has been given up.
+        """
+        what = f"{where}: {direction} pass"
+        try:
+            with Wait(seconds) as wait:
+                self._prepare(place, wait)
+                key = f"{place.key}.{chunk}.{direction}"
+                round_id = self._begin(key, direction, round_id)
+                rows = self.group.all_gather(key, round_id, vector, members, wait.ended)
+        except MissingProcesses as problem:
+            raise self._failed(self._missing_text(what, problem, members)) from None
+        except (EngineError, SyncBatchNormError) as problem:
+            raise self._failed(f"{what}: {problem}.") from None
+        with self._lock:
+            self._pending += 1 if direction == FORWARD else -1
+        return rows, round_id
+
+    def fail(self, text: str) -> None:
+        """A round has failed in this process."""
+        with self._lock:
+            self._failure = self._failure or text
+        if not self.group.can_resume:
+            self.group.abandon(text, 0)
+
+    def abandon(self) -> None:
+        """`abandon_step` was called; nothing is running."""
+        with self._lock:
+            if not self._failure and not self._pending:
+                return
+            text = self._failure or "gluon_syncbn.abandon_step() was called in the middle of a step"
+            self._failure, self._is_resuming = "", True
+            highest = max([self._floor, *self._rounds.values()])
+        self.group.abandon(text, highest)
+
+    def gather_numbers(self, what: str, numbers: Sequence[float], seconds: float) -> np.ndarray:
+        """One row of numbers per process, outside of layers: all processes call it together.
+
+        Raises
+        ------
+        SyncBatchNormError
+            As in `exchange`; the text starts with ``what``.
+        """
+        everyone = range(self.group.size)
+        try:
+            with Wait(seconds) as wait:
+                self._prepare(None, wait)
+                return self._gather(what, np.asarray(numbers, dtype=np.float64), everyone, wait)
+        except MissingProcesses as problem:
+            raise self._failed(self._missing_text(what, problem, everyone)) from None
+        except (EngineError, SyncBatchNormError) as problem:
+            raise self._failed(f"{what}: {problem}.") from None
+
+    def add_subset(self, what: str, members: Tuple[int, ...]) -> None:
+        """Let these ranks meet without the others: all processes call it together. Raises as `gather_numbers`."""
+        try:
+            self.group.add_subsets([members])
+        except EngineError as problem:
+            raise self._failed(f"{what}: {problem}.") from None
+
+    def _failed(self, text: str) -> SyncBatchNormError:
+        self.fail(text)
+        return SyncBatchNormError(text)
+
+    def _prepare(self, place: Optional[Place], wait: Wait) -> None:
+        is_compared = place is None or place.net in self._compared
+        if is_compared and not self._is_resuming and not self._failure:
+            return
+        with self._setup:
+            if self._failure:
+                raise SyncBatchNormError(
+                    f"the step had failed before ({self._failure.rstrip('.')}). Call gluon_syncbn.abandon_step() "
+                    f"before the next step"
+                )
+            if self._is_resuming:
+                highest = self.group.resume(wait.ended)
+                with self._lock:
+                    self._floor, self._pending, self._is_resuming = highest + 1, 0, False
+            if place is not None and place.net not in self._compared:
+                self._compare(place, wait)
+
+    def _begin(self, key: str, direction: str, round_id: int) -> int:
+        with self._lock:
+            if direction == FORWARD:
+                round_id = max(self._rounds.get(key, 0) + 1, self._floor)
+                self._rounds[key] = round_id
+            elif round_id < self._floor:
+                raise SyncBatchNormError("its forward pass belongs to a step that was given up")
+        return round_id
+
+    def _compare(self, place: Place, wait: Wait) -> None:
+        """The net's layers with those of the first process."""
+        mine = "\n".join([socket.gethostname(), *place.layers])
+        texts = self._gather_texts(f"{place.net}.layers", mine, wait)
+        lists = [text.split("\n") for text in texts]
+        self._hosts = {rank: lines[0] for rank, lines in enumerate(lists)}
+        first = lists[0][1:]
+        for rank, lines in enumerate(lists):
+            if len(lines) - 1 != len(first):
+                raise SyncBatchNormError(
+                    f"the nets differ: {self._name(0)} has {len(first)} synchronized layers, {self._name(rank)} has "
+                    f"{len(lines) - 1}. Every process must make the same net"
+                )
+            for number, (theirs, expected) in enumerate(zip(lines[1:], first)):
+                if not _agree(theirs, expected):
+                    raise SyncBatchNormError(
+                        f"layer {number + 1} of {len(first)} differs: {expected} in {self._name(0)}, {theirs} in "
+                        f"{self._name(rank)}. Every process must make the same net"
+                    )
+        self.group.add_subsets(place.subsets)
+        self._compared.add(place.net)
+
+    def _gather_texts(self, key: str, text: str, wait: Wait) -> List[str]:
+        """Of all processes, in rank order."""
+        data = np.frombuffer(text.encode(), dtype=np.uint8)
+        members = range(self.group.size)
+        size = self._gather(f"{key}.size", np.array([data.size], dtype=np.float64), members, wait)[:, 0].astype(int)
+        padded = np.zeros(size.max())
+        padded[: data.size] = data
+        rows = self._gather(f"{key}.text", padded, members, wait)
+        return [row[:length].astype(np.uint8).tobytes().decode() for row, length in zip(rows, size)]
+
+    def _gather(self, key: str, vector: np.ndarray, members: Sequence[int], wait: Wait) -> np.ndarray:
+        return self.group.all_gather(key, self._begin(key, FORWARD, 0), vector, members, wait.ended)
+
+    def _name(self, rank: int) -> str:
+        host = self._hosts.get(rank)
+        return f"process {rank} ({host})" if host else f"process {rank}"
+
+    def _missing_text(self, what: str, problem: MissingProcesses, members: Sequence[int]) -> str:
+        if problem.arrived is None:
+            whom = f"the other {len(members) - 1} processes"
+            return f"{what} {problem.waited.text(whom)}; which of them came is not known. {_REASONS}"
+        arrived = [rank for rank in members if rank in problem.arrived]
+        missing = [rank for rank in members if rank not in problem.arrived]
+        whom = f"{len(missing)} of {len(members)} processes"
+        return (
+            f"{what} {problem.waited.text(whom)}. Arrived: {', '.join(map(self._name, arrived))}. Missing: "
+            f"{', '.join(map(self._name, missing)) or 'none, any more'}. {_REASONS}"
+        )
+
+
+_all: "weakref.WeakKeyDictionary[ProcessGroup, Processes]" = weakref.WeakKeyDictionary()
+_all_lock = threading.Lock()
+
+
+def processes_of(group: ProcessGroup) -> Processes:
+    """The one exchange that all layers with this process group share."""
+    with _all_lock:
+        if group not in _all:
+            _all[group] = Processes(group)
+        return _all[group]
+
+
+def abandon_on_all_processes() -> None:
+    """Whoever waits for this process in the middle of a step need not wait any longer."""
+    for processes in list(_all.values()):
+        processes.abandon()
+
+
+def _agree(theirs: str, expected: str) -> bool:
+    """Whether two texts of a layer are the same but for its name, and as far as both know its channels."""
+    pairs = list(zip(theirs.split(", ")[1:], expected.split(", ")[1:]))
+    return all(a == b or "? channels" in (a, b) for a, b in pairs)

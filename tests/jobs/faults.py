@@ -1,0 +1,142 @@
+"""One fault, done on purpose to one process of a job; the others say what they see.
+
+    mpirun -np 3 python tests/jobs/faults.py mpi FAULT forward|backward native|portable
+
+Each survivor prints ``ERROR rank seconds text`` and exits with 9, or goes on and prints ``RIGHT AFTERWARDS``.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import job
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+
+ENGINE, FAULT, DIRECTION, BACKEND = sys.argv[1:5]
+TIMEOUT = float(os.environ.get("JOB_TIMEOUT", 6))
+VICTIM, GOOD_STEPS = 1, 3
+group = job.join(ENGINE)
+is_victim = group.rank == VICTIM
+device = mx.cpu(0)
+shards = [np.random.RandomState(rank).standard_normal((2, 4, 3, 3)) for rank in range(group.size)]
+
+
+def build(norm, prefix=""):
+    net = nn.HybridSequential()
+    for name in ("first", "second", "third"):
+        net.add(norm(prefix=name + "_", in_channels=4))
+    net.initialize(ctx=device)
+    return net
+
+
+def killed():
+    """It is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped():
+    """It is stopped."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raising():
+    """It ends by an exception."""
+    raise RuntimeError("a bad batch")
+
+
+def ending():
+    """It ends by sys.exit(0), as if its data were over."""
+    sys.exit(0)
+
+
+def absent():
+    """It does not come, and does something else."""
+    time.sleep(600)
+
+
+def interrupted():
+    """Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Passed(Exception):
+    """What `caught` raises and catches."""
+
+
+def caught():
+    """An exception leaves its step; it catches that and begins the next step, and so do the others."""
+    raise Passed
+
+
+def one_step_more():
+    """It runs a step more than the others."""
+
+
+def other_net():
+    """Its net has other layers from the start."""
+
+
+def step(net, fault=None):
+    x = mx.nd.array(shards[group.rank], ctx=device, dtype="float32")
+    x.attach_grad()
+    if fault is not None and DIRECTION == "forward":
+        mx.nd.waitall()
+        fault()
+    with autograd.record():
+        y = net(x)
+        if fault is not None:
+            y.wait_to_read()
+            if FAULT == "caught":
+                fault()
+    if fault is not None:
+        fault()
+    y.backward()
+    return y.asnumpy(), x.grad.asnumpy()
+
+
+def expected():
+    reference = build(lambda **options: nn.BatchNorm(**options))
+    whole = mx.nd.array(np.concatenate(shards), dtype="float32")
+    with autograd.record():
+        return reference(whole).asnumpy()[2 * group.rank : 2 * group.rank + 2]
+
+
+def main():
+    norm = gluon_syncbn.SyncBatchNorm
+    net = build(lambda **options: norm(**options, backend=BACKEND, timeout=TIMEOUT))
+    if FAULT == "other_net" and is_victim:
+        net.add(norm(in_channels=4, backend=BACKEND, timeout=TIMEOUT))
+        net.initialize(ctx=device)
+    fault = globals()[FAULT]
+    began = time.monotonic()
+    try:
+        for _ in range(GOOD_STEPS):
+            step(net)
+        mx.nd.waitall()
+        began = time.monotonic()
+        if FAULT == "one_step_more":
+            for _ in range(1 + is_victim):
+                step(net)
+        else:
+            step(net, fault if is_victim else None)
+    except (mx.MXNetError, Passed) as error:
+        text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
+        job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
+        if FAULT != "caught":
+            sys.exit(9)
+        gluon_syncbn.abandon_step()
+        seen, _ = step(net)
+        assert np.abs(seen - expected()).max() < 1e-4, "WRONG AFTERWARDS"
+        job.say("RIGHT AFTERWARDS", group.rank, f"{time.monotonic() - began:.1f}")
+    job.say("ENDS", group.rank)
+
+
+if __name__ == "__main__":
+    main()

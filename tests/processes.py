@@ -1,0 +1,76 @@
+"""Starts jobs of several processes, as `mpirun` and `horovodrun` do, with a hard limit; and what they run has in
+common."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import List, NamedTuple
+
+import pytest
+from harness import HANG, ROOT, lean_environment
+
+ENGINES = ["mpi", "horovod"]
+_SCRIPTS = os.path.join(ROOT, "tests", "jobs")
+
+
+class Done(NamedTuple):
+    """How a job ended; ``lines`` are what all processes have printed, without the launcher's marks."""
+
+    returncode: int
+    text: str
+
+    @property
+    def lines(self) -> List[str]:
+        return self.text.splitlines()
+
+
+def missing(engine: str) -> str:
+    """Why jobs with this engine cannot run here; empty if they can."""
+    module = {"mpi": "mpi4py", "horovod": "horovod"}[engine]
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    launcher = launch(engine, 1)[0]
+    return "" if os.path.exists(launcher) else f"there is no {launcher}"
+
+
+def need(engine: str) -> None:
+    """Skip the test where the engine is not there; in CI that is a failure."""
+    reason = missing(engine)
+    if reason and os.environ.get("CI_NEEDS_ALL"):
+        pytest.fail(f"NOT RUN: {reason}")
+    elif reason:
+        pytest.skip(f"NOT RUN: {reason}")
+
+
+def launch(engine: str, size: int) -> List[str]:
+    """The command that starts so many processes of what follows."""
+    folder = os.path.dirname(sys.executable)
+    if engine == "mpi":
+        return [os.path.join(folder, "mpirun"), "--map-by", ":OVERSUBSCRIBE", "-np", str(size)]
+    return [os.path.join(folder, "horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"]
+
+
+def environment(**variables) -> dict:
+    """Without scikit-learn, which takes a part of every start (tests/lean)."""
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+    root = {f"{who}_ALLOW_RUN_AS_ROOT{sure}": "1" for who in ("OMPI", "PRTE") for sure in ("", "_CONFIRM")}
+    chosen = {**lean_environment(), **root, "PATH": path, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
+    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], _SCRIPTS])
+    return {**chosen, **{name: str(value) for name, value in variables.items()}}
+
+
+def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, **variables) -> Done:
+    """Run a script of ``tests/jobs`` in so many processes; each is told the engine first."""
+    command = [*launch(engine, size), sys.executable, os.path.join(_SCRIPTS, script), engine, *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(**variables),
+        timeout=limit,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return Done(done.returncode, done.stdout)

@@ -1,0 +1,95 @@
+"""One process of a job is killed, stopped, ends, raises or does not come: the others say so in time, and end."""
+
+import re
+
+import pytest
+from processes import need, run_job
+
+SIZE, VICTIM, TIMEOUT = 3, 1, 6
+# After it the launcher kills whoever is left, so that what the others say may be lost.
+KILLED = {"killed"}
+NAMES = {"forward": "first", "backward": "third"}
+
+
+def waited(direction: str) -> str:
+    return (
+        rf"SyncBatchNorm '{NAMES[direction]}': {direction} pass waited {TIMEOUT} s for 1 of 3 processes. "
+        rf"Arrived: process 0 \(.+\), process 2 \(.+\). Missing: process {VICTIM} \(.+\). Usual reasons: "
+    )
+
+
+def ended(engine: str, direction: str) -> str:
+    how = {
+        "mpi": f"process {VICTIM} has ended",
+        "horovod": f"(another process has ended the job. process {VICTIM}: it has ended|Horovod was shut down: another)",
+    }
+    return f"SyncBatchNorm '{NAMES[direction]}': {direction} pass: {how[engine]}"
+
+
+def gave_up(engine: str, direction: str) -> str:
+    how = {"mpi": f"process {VICTIM} gave the step up", "horovod": "another process has ended the job. process 1: "}
+    return f"SyncBatchNorm '{NAMES[direction]}': {direction} pass: {how[engine]}"
+
+
+FAULTS = [
+    (fault, direction)
+    for fault in ("killed", "stopped", "raising", "ending", "absent", "caught")
+    for direction in ("forward", "backward")
+] + [(fault, "forward") for fault in ("interrupted", "one_step_more", "other_net")]
+SHORT = {
+    ("mpi", "killed", "backward", "native"),
+    ("mpi", "stopped", "forward", "native"),
+    ("mpi", "raising", "backward", "portable"),
+    ("mpi", "absent", "backward", "native"),
+    ("mpi", "caught", "backward", "native"),
+    ("mpi", "caught", "backward", "portable"),
+    ("mpi", "other_net", "forward", "native"),
+    ("horovod", "ending", "forward", "native"),
+    ("horovod", "absent", "backward", "native"),
+    ("horovod", "caught", "backward", "native"),
+}
+ALL = [
+    (engine, *fault, backend) for engine in ("mpi", "horovod") for fault in FAULTS for backend in ("native", "portable")
+]
+
+
+@pytest.mark.parametrize(
+    "engine, fault, direction, backend",
+    [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long]) for case in ALL],
+)
+def test_the_others_say_so_in_time(engine, fault, direction, backend):
+    need(engine)
+    done = run_job(engine, SIZE, "faults.py", fault, direction, backend, JOB_TIMEOUT=TIMEOUT)
+    errors = {
+        int(rank): (float(seconds), text) for rank, seconds, text in re.findall(r"ERROR (\d) (\S+) ?(.*)", done.text)
+    }
+    survivors = set(range(SIZE)) - {VICTIM}
+    assert "terminate called" not in done.text and "WRONG" not in done.text
+    if fault == "caught" and (engine == "mpi" or direction == "forward"):
+        # Before the others' first round of the step nothing is lost: they meet its next step.
+        assert done.returncode == 0 and f"RIGHT AFTERWARDS {VICTIM}" in done.text, done.text
+        assert set(errors) - {VICTIM} == (survivors if direction == "backward" else set()), done.text
+        for rank in set(errors) - {VICTIM}:
+            assert re.search(gave_up(engine, direction), errors[rank][1]) and f"RIGHT AFTERWARDS {rank}" in done.text
+        return
+    assert done.returncode != 0, done.text
+    if fault in KILLED:
+        assert not re.search(r"ENDS \d", done.text), done.text
+        return
+    if fault == "one_step_more":
+        assert set(errors) == {VICTIM} and re.search("has ended", errors[VICTIM][1]), done.text
+        return
+    assert set(errors) >= survivors, done.text
+    for rank in survivors:
+        seconds, text = errors[rank]
+        assert seconds < TIMEOUT + 3, done.text
+        if fault in ("stopped", "absent"):
+            assert re.search(waited(direction), text), text
+        elif fault == "caught":
+            assert re.search(gave_up(engine, direction), text), text
+        elif fault == "other_net":
+            assert re.search(
+                r"the nets differ: process 0 \(.+\) has 3 synchronized layers, process 1 \(.+\) has 4", text
+            )
+        else:
+            assert re.search(ended(engine, direction), text), text

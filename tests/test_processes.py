@@ -1,0 +1,34 @@
+"""Layers synchronize over processes: a step of several processes is a step of one device with the whole batch."""
+
+import pytest
+from harness import MODES
+from processes import ENGINES, need, run_job
+
+SMALL, LARGE = ["layer", "branches"], ["layer", "branches", "resnet18", "detector"]
+ALL = list(MODES)
+# Engine, processes, devices of each, modes, cases.
+JOBS = [
+    ("mpi", 2, 2, ALL, SMALL),
+    ("mpi", 4, 1, ["static"], SMALL),
+    ("mpi", 2, 1, ["static"], ["resnet18"]),
+    ("horovod", 2, 1, ["static", "imperative"], SMALL),
+]
+LONG = [
+    (engine, size, devices, ALL, LARGE if size == 2 or (engine, size, devices) == ("mpi", 4, 1) else SMALL)
+    for engine in ENGINES
+    for size in (2, 3, 4)
+    for devices in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    "engine, size, devices, modes, cases", [*JOBS, *(pytest.param(*job, marks=pytest.mark.long) for job in LONG)]
+)
+def test_a_step_is_that_of_one_device(engine, size, devices, modes, cases, tmp_path):
+    need(engine)
+    done = run_job(engine, size, "numerics.py", devices, ",".join(modes), *cases, JOB_FOLDER=tmp_path)
+    assert done.returncode == 0, done.text
+    for case in cases:
+        for backend in ("native", "portable"):
+            for mode in modes:
+                assert done.text.count(f"RIGHT {case} {backend} {mode}") == size, done.text
