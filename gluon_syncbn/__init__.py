@@ -8,11 +8,11 @@ from gluon_syncbn import symbol  # noqa: E402
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._hooks import install_hooks  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
+from gluon_syncbn.base.errors import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
 from gluon_syncbn.job.default import init_process_group  # noqa: E402
 from gluon_syncbn.job.process_group import ProcessGroup  # noqa: E402
-from gluon_syncbn.meeting.rendezvous import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.process.abandon import abandon_step  # noqa: E402
 from gluon_syncbn.process.lifecycle import watch_exits_and_forks  # noqa: E402
 from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402

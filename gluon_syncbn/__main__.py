@@ -1,15 +1,20 @@
 """``python -m gluon_syncbn``: a doctor's report of this installation, for bug reports and for peace of mind.
 
 Says what is installed, what runs on it and why, tries a synchronized layer on 2 CPU contexts, and names what should be
-changed. Exits with 1 if the layer gave wrong numbers or did not run.
+changed. Exits with 1 if the layer gave wrong numbers or did not run. Started by ``horovodrun`` or ``mpirun``, the
+layer is tried over all processes, and the first of them makes the report::
+
+    horovodrun -np 2 python -m gluon_syncbn
 """
 
+import contextlib
 import os
 import platform
 import statistics
 import sys
 import time
-from typing import List
+from importlib import metadata
+from typing import List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -19,11 +24,16 @@ import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES, settings_in_force
+from gluon_syncbn.job.default import VARIABLE, name_of_engine
 
 _ROUNDS = 200
+_EXCHANGED = 4097  # the message of a layer with 2,048 channels
 
 
 def main() -> int:
+    group = _join()
+    if group is not None and group.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     devices = [mx.cpu(0), mx.cpu(1)]
     choice = choose("python -m gluon_syncbn", "auto", devices, None)
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
@@ -37,10 +47,15 @@ def main() -> int:
     print(f"back end     {choice.name} on CPU: {choice.reason}")
     if mx.context.num_gpus():
         print(f"             {' on GPU: '.join(choose('', 'auto', [mx.gpu(0)], None))}")
+    print(f"processes    {_engines()}")
     warned = _warnings()
     try:
-        milliseconds = _all_reduce(devices)
-        print(f"all-reduce   right on cpu(0), cpu(1); {milliseconds:.2f} ms for a forward and backward pass (median)")
+        milliseconds = _all_reduce(devices, group)
+        where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
+        print(f"all-reduce   right on {where}; {milliseconds:.2f} ms for a forward and backward pass (median)")
+        if group is not None:
+            delay = _exchange(group)
+            print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {group.name}: {delay:.2f} ms (median)")
         status = 0
     except (AssertionError, mx.MXNetError, RuntimeError) as problem:
         print(f"all-reduce   FAILED: {problem}")
@@ -50,6 +65,35 @@ def main() -> int:
     if not warned and status == 0:
         print("all is well")
     return status
+
+
+def _join() -> Optional[gluon_syncbn.ProcessGroup]:
+    """The processes of this job."""
+    name = os.environ.get(VARIABLE) or name_of_engine()
+    if name == "horovod":
+        import horovod.mxnet as hvd
+
+        hvd.init()
+    return gluon_syncbn.init_process_group(name)
+
+
+def _engines() -> str:
+    """What could connect processes."""
+    found = []
+    for package, name in (("mpi4py", "mpi"), ("horovod", "horovod")):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} ({package} {metadata.version(package)})")
+    return ", ".join(found) or "one only: neither mpi4py nor horovod is installed"
+
+
+def _exchange(group: gluon_syncbn.ProcessGroup) -> float:
+    """Milliseconds of one exchange."""
+    vector, seconds = np.zeros(_EXCHANGED), []
+    for number in range(1, _ROUNDS + 1):
+        started = time.perf_counter()
+        group.all_gather("doctor", number, vector, range(group.size), lambda: None)
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(seconds)
 
 
 def _cores() -> int:
@@ -77,13 +121,15 @@ def _warnings() -> List[str]:
     return found
 
 
-def _all_reduce(devices) -> float:
-    """Milliseconds of a step of one small layer on both devices; AssertionError if its numbers are wrong."""
+def _all_reduce(devices, group: Optional[gluon_syncbn.ProcessGroup]) -> float:
+    """Milliseconds of a step of one small layer on all devices; AssertionError if its numbers are wrong."""
     layer = gluon_syncbn.SyncBatchNorm(in_channels=64, timeout=10, prefix="doctor_")
     layer.initialize(ctx=devices)
     layer.hybridize(static_alloc=True, static_shape=True)
-    values = np.random.RandomState(0).standard_normal((4, 64, 2, 2))
-    inputs = [mx.nd.array(part, ctx=device) for part, device in zip(np.split(values, 2), devices)]
+    rank, size = (group.rank, group.size) if group is not None else (0, 1)
+    values = np.random.RandomState(0).standard_normal((4 * size, 64, 2, 2))
+    mine = values[4 * rank : 4 * rank + 4]
+    inputs = [mx.nd.array(part, ctx=device) for part, device in zip(np.split(mine, 2), devices)]
     seconds = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
@@ -94,8 +140,8 @@ def _all_reduce(devices) -> float:
         seconds.append(time.perf_counter() - started)
     mean, var = (function(values, axis=(0, 2, 3), keepdims=True) for function in (np.mean, np.var))
     got = np.concatenate([output.asnumpy() for output in outputs])
-    if not np.allclose(got, (values - mean) / np.sqrt(var + 1e-5), rtol=0, atol=1e-4):
-        raise AssertionError("the output is not the input normalized over both devices")
+    if not np.allclose(got, (mine - mean) / np.sqrt(var + 1e-5), rtol=0, atol=1e-4):
+        raise AssertionError("the output is not the input normalized over all devices")
     return 1e3 * statistics.median(seconds)
 
 

@@ -151,10 +151,11 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int]) -> None:
     layers.sort(key=lambda layer: layer.place().key)
     statistics = [parameter for layer in layers for parameter in (layer.running_mean, layer.running_var)]
     mine = [parameter.data(parameter.list_ctx()[0]).asnumpy().astype(np.float64) for parameter in statistics]
-    rows = processes_of(group).gather_numbers(_WHERE, np.concatenate([[0.0], *mine]), seconds_for_processes(None))
+    numbers = np.concatenate(mine) if mine else np.zeros(0)
+    rows = processes_of(group).catch_up(_WHERE, numbers.tolist(), seconds_for_processes(None))
     if group.rank in active:
         return
-    begin = 1
+    begin = 0
     for layer in layers:
         source = next((rank for rank in layer.peers() if rank in active), None)
         for parameter in (layer.running_mean, layer.running_var):

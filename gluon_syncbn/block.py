@@ -23,6 +23,7 @@ from gluon_syncbn.meeting.link import describe, subsets_of
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, subgroups
 from gluon_syncbn.process.abandon import begin_forward
+from gluon_syncbn.process.lifecycle import end_before_engines
 from gluon_syncbn.process.live_layers import add_live, remove_live
 from gluon_syncbn.process.passes import Passes
 from gluon_syncbn.process.positions import place_of
@@ -249,7 +250,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._check_input(x, gamma.shape[0])
         devices = self._devices()
         if devices:
-            check_devices(self.name, devices, self._options)
+            check_devices(self.name, devices, self._options, self._num_processes())
         if self._is_alone(devices) or self._never_synchronizes() or not mx.autograd.is_training():
             x, lowered = widened(mx.nd, x, {})
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
@@ -275,7 +276,7 @@ class SyncBatchNorm(nn.BatchNorm):
             told = mark(self._spec(self._options.num_devices), self._kwargs["axis"], relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
         if devices:
-            check_devices(self.name, devices, self._options)
+            check_devices(self.name, devices, self._options, self._num_processes())
         if (devices and self._is_alone(devices)) or self._never_synchronizes():
             x, lowered = widened(mx.sym, inputs[0], dtypes)
             return lowered(plain_node([x, *inputs[1:]], name, relu, hidden, **self._kwargs)), None
@@ -344,6 +345,8 @@ class SyncBatchNorm(nn.BatchNorm):
                 backend = self._choice().backend
                 self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
                 add_live(self)
+                if self._group[1].link is not None:
+                    end_before_engines()
             return now
 
     def groups(self) -> List[List[mx.Context]]:
@@ -355,6 +358,10 @@ class SyncBatchNorm(nn.BatchNorm):
     def process_group(self) -> Optional[ProcessGroup]:
         """The processes that the layer synchronizes with; None if there are none."""
         return find(self._options.process_group, f"SyncBatchNorm '{self.name}'")
+
+    def _num_processes(self) -> int:
+        group = self.process_group()
+        return 1 if group is None else group.size
 
     def peers(self) -> Sequence[int]:
         """Their ranks, where they share its statistics."""
@@ -372,14 +379,14 @@ class SyncBatchNorm(nn.BatchNorm):
             return
         link, spec = self._group[1].link, self._group[1].spec
         if link is not None and link.place is None:
-            link.place = place_of(self, SyncBatchNorm.describe)._replace(subsets=subsets_of(spec, link.size))
+            link.place = place_of(self, _description)._replace(subsets=subsets_of(spec, link.size))
 
-    @staticmethod
-    def describe(block: Block) -> str:
-        """What must be the same in all processes; nothing for what does not synchronize."""
-        if not isinstance(block, SyncBatchNorm) or block._never_synchronizes():
+    def description(self) -> str:
+        """What must be the same in all processes; nothing if it does not synchronize."""
+        if self._never_synchronizes():
             return ""
-        return describe(block._spec(len(block._devices())), block.running_mean.shape[0])
+        shape = self.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
+        return describe(self._spec(len(self._devices())), shape[0] if shape else None)
 
     def synchronized_passes(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
@@ -417,3 +424,7 @@ class SyncBatchNorm(nn.BatchNorm):
         else:
             plain = super().__repr__()
         return plain[:-1] + (f", {chosen})" if chosen else ")")
+
+
+def _description(block: Block) -> str:
+    return block.description() if isinstance(block, SyncBatchNorm) else ""

@@ -18,7 +18,7 @@ from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.meeting.link import count_processes
-from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine
+from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, check_group_size
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
@@ -222,6 +222,8 @@ def checked_spec(spec: GroupSpec) -> GroupSpec:
             )
     check_engine(spec.name, spec.num_devices)
     spec.check()
+    num_processes = count_processes(spec.process_group, spec.where)
+    check_group_size(spec.group_size, spec.num_devices, num_processes, spec.where)
     return spec
 
 

@@ -1,7 +1,8 @@
-"""In a job of several processes, which do not synchronize with each other yet, a layer says so once."""
+"""In a job of several processes of which none was chosen to synchronize with the others, a layer says so once."""
 
 import pytest
 from harness import run_python
+from launching import need
 
 LAYERS = """
 import warnings
@@ -11,15 +12,19 @@ for _ in range(2):
     gluon_syncbn.SyncBatchNorm(prefix="stem_")
 gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2)
 """
-WORDS = "SyncBatchNorm 'stem': this is one of {} Synchronized layers synchronize the devices of each process only"
+WORDS = (
+    "SyncBatchNorm 'stem': this is one of {}, and no process group was chosen. Layers synchronize the devices of each "
+    "process only"
+)
 
 
 @pytest.mark.parametrize(
     "variables, told",
     [
-        ({"OMPI_COMM_WORLD_SIZE": 4, "HOROVOD_SIZE": 4}, "4 processes of Horovod."),
-        ({"PMI_SIZE": 2}, "2 processes of MPI."),
+        ({"OMPI_COMM_WORLD_SIZE": 4, "HOROVOD_SIZE": 4}, "4 processes of Horovod"),
+        ({"PMI_SIZE": 2}, "2 processes of MPI"),
         ({"OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": ""}, None),
+        ({"OMPI_COMM_WORLD_SIZE": 4, "GLUON_SYNCBN_PROCESS_GROUP": "none"}, None),
     ],
 )
 def test_it_warns_once_where_there_are_several(variables, told):
@@ -28,3 +33,39 @@ def test_it_warns_once_where_there_are_several(variables, told):
     assert done.stderr.count("this is one of") == (told is not None)
     if told is not None:
         assert WORDS.format(told) in done.stderr and "<string>:6: UserWarning" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (
+            "layer(process_group='horovod')",
+            "RuntimeError: SyncBatchNorm 'stem': Horovod is not initialized: call hvd.init()",
+        ),
+        (
+            "layer(process_group='nccl')",
+            "ValueError: SyncBatchNorm 'stem': process_group must be one of auto, horovod, mpi",
+        ),
+        (
+            "layer(process_group=3)",
+            "TypeError: SyncBatchNorm 'stem': process_group must be a name, what init_process_group",
+        ),
+        ("layer(kvstore='nccl')", "ValueError: SyncBatchNorm 'stem': kvstore 'nccl' cannot be made here"),
+        ("layer(kvstore='dist_sync')", "process_group='horovod' and process_group='mpi'"),
+        ("layer(kvstore='horovod')", "RuntimeError: SyncBatchNorm 'stem': Horovod is not initialized: call hvd.init()"),
+        (
+            "gluon_syncbn.init_process_group('x')",
+            "ValueError: gluon_syncbn.init_process_group: process_group must be one of",
+        ),
+    ],
+)
+def test_what_cannot_connect_is_refused_at_once(code, words):
+    if "horovod" in code:
+        need("horovod")
+    setup = "import gluon_syncbn\ndef layer(**options): gluon_syncbn.SyncBatchNorm(prefix='stem_', **options)\n"
+    assert words in run_python(setup + code).stderr
+
+
+def test_a_wrong_environment_variable_is_named():
+    done = run_python("import gluon_syncbn; gluon_syncbn.SyncBatchNorm()", GLUON_SYNCBN_PROCESS_GROUP="gloo")
+    assert "ValueError: GLUON_SYNCBN_PROCESS_GROUP must be one of auto, horovod, mpi, none, not 'gloo'." in done.stderr

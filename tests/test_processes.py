@@ -2,7 +2,7 @@
 
 import pytest
 from harness import MODES
-from processes import ENGINES, need, run_job
+from launching import ENGINES, need, run_job
 
 SMALL, LARGE = ["layer", "branches"], ["layer", "branches", "resnet18", "detector"]
 ALL = list(MODES)

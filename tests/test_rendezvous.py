@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from harness import HANG, LONG
 
-from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
+from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.meeting.rendezvous import Rendezvous
 
 
 def stacked(contributions, key):

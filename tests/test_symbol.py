@@ -215,7 +215,7 @@ def test_bad_input():
         norm(mx.nd.ones((1, 1)))
     with pytest.raises(ValueError, match="'x': num_devices must be a positive integer"):
         norm(data, num_devices=0, name="x")
-    with pytest.raises(ValueError, match="'x': group_size=2 does not divide num_devices=3"):
+    with pytest.raises(ValueError, match="'x': group_size=2 does not divide its 3 devices"):
         norm(data, num_devices=3, group_size=2, name="x")
     with pytest.raises(ValueError, match="'x': dtype must be"):
         norm(data, num_devices=2, dtype="float16", name="x")
@@ -231,7 +231,7 @@ def test_bad_input():
 
 
 WRONG = {
-    "group_size=2 does not divide num_devices=3": {"num_devices": 3, "group_size": 2},
+    "group_size=2 does not divide its 3 devices": {"num_devices": 3, "group_size": 2},
     "num_devices must be a positive integer, not -2": {"num_devices": -2},
     "num_devices must be a positive integer, not '2'": {"num_devices": "2"},
     "group_size must be a positive integer, not 0": {"group_size": 0},

@@ -2,8 +2,7 @@
 
 from typing import Optional
 
-from gluon_syncbn.job.default import check_process_group
-from gluon_syncbn.job.process_group import ProcessGroupLike
+from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
 from gluon_syncbn.meeting.spec import Options, check_count, check_kvstore, check_timeout
 
 # What a user may ask for; gluon_syncbn.backends.choose has what stands behind it.

@@ -43,11 +43,11 @@ import numpy as np
 from gluon_syncbn.backends.bfloat16 import dtype_name, widened
 from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.base import library
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import Group, find_group
 from gluon_syncbn.meeting.host_arrays import HostArrays
-from gluon_syncbn.meeting.rendezvous import SyncBatchNormError
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.meeting.waiting import SECONDS_BETWEEN_FAILURES
 

@@ -8,10 +8,16 @@ from typing import Any, Dict, Optional
 from gluon_syncbn.job.horovod import HorovodProcessGroup
 from gluon_syncbn.job.launchers import job_of_launcher, warn_of_several_processes
 from gluon_syncbn.job.mpi import MPIProcessGroup
-from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup, ProcessGroupLike
+from gluon_syncbn.job.process_group import (
+    NAMES,
+    EngineError,
+    MissingProcesses,
+    ProcessGroup,
+    ProcessGroupLike,
+    check_process_group,
+    is_process_set,
+)
 
-# What a name may be; 'none' keeps to the devices of the process.
-NAMES = ("auto", "horovod", "mpi", "none")
 VARIABLE = "GLUON_SYNCBN_PROCESS_GROUP"
 _START_SECONDS = 300.0  # for all processes to come to `init_process_group`
 _NOT_CHOSEN = object()
@@ -85,31 +91,11 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
         return _default
 
 
-def check_process_group(process_group: Optional[ProcessGroupLike], where: str) -> None:
-    """ValueError or TypeError, starting with ``where``, for what can be no process group."""
-    if isinstance(process_group, str):
-        if process_group not in NAMES:
-            raise ValueError(f"{where}: process_group must be one of {', '.join(NAMES)}, not {process_group!r}.")
-    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_engine(process_group)):
-        raise TypeError(
-            f"{where}: process_group must be a name, what init_process_group returned, a communicator of mpi4py, or a "
-            f"process set of Horovod, not {type(process_group).__name__}."
-        )
-
-
 def leave_processes() -> None:
     """This process ends: nobody is to wait for it."""
     with _lock:
         for group in [*_named.values(), *(group for _, group in _given.values())]:
             group.leave()
-
-
-def _is_of_engine(item) -> bool:
-    return _is_process_set(item) or (hasattr(item, "Idup") and hasattr(item, "Isend"))  # a communicator
-
-
-def _is_process_set(item) -> bool:
-    return hasattr(item, "process_set_id") and hasattr(item, "included")
 
 
 def _made(process_group, where: str) -> Optional[ProcessGroup]:
@@ -160,7 +146,7 @@ def _of_all(name: str) -> ProcessGroup:
 
 
 def _of_some(given) -> ProcessGroup:
-    return HorovodProcessGroup(given) if _is_process_set(given) else MPIProcessGroup(given, _end_of_start())
+    return HorovodProcessGroup(given) if is_process_set(given) else MPIProcessGroup(given, _end_of_start())
 
 
 def _end_of_start():

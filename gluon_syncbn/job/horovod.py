@@ -54,7 +54,7 @@ class HorovodProcessGroup(ProcessGroup):
     name = "horovod"
     can_resume = False
 
-    def __init__(self, process_set=None):
+    def __init__(self, process_set: Any = None) -> None:
         super().__init__()
         try:
             import horovod.mxnet as hvd

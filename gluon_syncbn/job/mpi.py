@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Sequence, Set, Tuple
 
 import numpy as np
 
-from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.job.process_group import Ended, EngineError, MissingProcesses, ProcessGroup
 
 _TAG = 1
 # The first numbers of a message: which of the three it is, the key (or number of the resume), and the round.
@@ -55,7 +55,7 @@ class MPIProcessGroup(ProcessGroup):
     name = "mpi"
     can_resume = True
 
-    def __init__(self, comm, ended):
+    def __init__(self, comm: Any, ended: Ended) -> None:
         super().__init__()
         try:
             from mpi4py import MPI

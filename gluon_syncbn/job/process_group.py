@@ -120,3 +120,27 @@ class ProcessGroup(ABC):
 
 # What a user may give for one: a name, or one that exists, of ours or of the engine's.
 ProcessGroupLike = Union[str, ProcessGroup, Any]
+
+# What a name may be; 'none' keeps to the devices of the process.
+NAMES = ("auto", "horovod", "mpi", "none")
+
+
+def check_process_group(process_group: Optional[ProcessGroupLike], where: str) -> None:
+    """ValueError or TypeError, starting with ``where``, for what can be no process group."""
+    if isinstance(process_group, str):
+        if process_group not in NAMES:
+            raise ValueError(f"{where}: process_group must be one of {', '.join(NAMES)}, not {process_group!r}.")
+    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_engine(process_group)):
+        raise TypeError(
+            f"{where}: process_group must be a name, what init_process_group returned, a communicator of mpi4py, or a "
+            f"process set of Horovod, not {type(process_group).__name__}."
+        )
+
+
+def _is_of_engine(item) -> bool:
+    return is_process_set(item) or (hasattr(item, "Idup") and hasattr(item, "Isend"))  # a communicator
+
+
+def is_process_set(item) -> bool:
+    """Whether it is one of Horovod's."""
+    return hasattr(item, "process_set_id") and hasattr(item, "included")

@@ -9,11 +9,12 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.engine.cpu_resources import settings_in_force
 from gluon_syncbn.meeting import active_set, waiting
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
-from gluon_syncbn.meeting.rendezvous import Rendezvous, SyncBatchNormError
+from gluon_syncbn.meeting.rendezvous import Rendezvous
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup, subgroups
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 from gluon_syncbn.meeting.transport import KVStoreTransport

@@ -10,7 +10,7 @@ from gluon_syncbn.job.default import find
 from gluon_syncbn.job.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.processes import Place, Processes, processes_of
-from gluon_syncbn.meeting.spec import TIMEOUT_VARIABLE, GroupSpec, default_timeout
+from gluon_syncbn.meeting.spec import TIMEOUT_VARIABLE, GroupSpec, check_group_size, default_timeout
 
 # Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
 DEFAULT_SECONDS = 600.0
@@ -98,8 +98,9 @@ def seconds_for_processes(timeout: Optional[float]) -> float:
 
 
 def link_of(spec: GroupSpec) -> Optional[Link]:
-    """None where the process is alone."""
+    """None where the process is alone. Raises ValueError for a spec whose ``group_size`` cannot be."""
     group = find(spec.process_group, spec.where)
+    check_group_size(spec.group_size, spec.num_devices, 1 if group is None else group.size, spec.where)
     return None if group is None else Link(group, spec)
 
 

@@ -31,8 +31,8 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
-from gluon_syncbn.meeting.rendezvous import SyncBatchNormError
 from gluon_syncbn.meeting.waiting import Wait
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -93,11 +93,13 @@ class Processes:
         """
         what = f"{where}: {direction} pass"
         try:
-            with Wait(seconds) as wait:
+            with Wait(seconds, is_for_processes=True) as wait:
                 self._prepare(place, wait)
                 key = f"{place.key}.{chunk}.{direction}"
                 round_id = self._begin(key, direction, round_id)
-                rows = self.group.all_gather(key, round_id, vector, members, wait.ended)
+                rows = vector[None]
+                if len(members) > 1:
+                    rows = self.group.all_gather(key, round_id, vector, members, wait.ended)
         except MissingProcesses as problem:
             raise self._failed(self._missing_text(what, problem, members)) from None
         except (EngineError, SyncBatchNormError) as problem:
@@ -120,8 +122,20 @@ class Processes:
                 return
             text = self._failure or "gluon_syncbn.abandon_step() was called in the middle of a step"
             self._failure, self._is_resuming = "", True
-            highest = max([self._floor, *self._rounds.values()])
+            highest = self._highest_round()
         self.group.abandon(text, highest)
+
+    def catch_up(self, what: str, numbers: Sequence[float], seconds: float) -> np.ndarray:
+        """As `gather_numbers`, behind rounds in which not all processes took part: all number alike from here on."""
+        with self._lock:
+            mine = [self._highest_round(), *numbers]
+        rows = self.gather_numbers(what, mine, seconds)
+        with self._lock:
+            self._floor = max(self._floor, int(rows[:, 0].max()) + 1)
+        return rows[:, 1:]
+
+    def _highest_round(self) -> int:
+        return max([self._floor, *self._rounds.values()])
 
     def gather_numbers(self, what: str, numbers: Sequence[float], seconds: float) -> np.ndarray:
         """One row of numbers per process, outside of layers: all processes call it together.
@@ -133,7 +147,7 @@ class Processes:
         """
         everyone = range(self.group.size)
         try:
-            with Wait(seconds) as wait:
+            with Wait(seconds, is_for_processes=True) as wait:
                 self._prepare(None, wait)
                 return self._gather(what, np.asarray(numbers, dtype=np.float64), everyone, wait)
         except MissingProcesses as problem:

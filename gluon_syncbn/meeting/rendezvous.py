@@ -35,11 +35,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.meeting import waiting
-
-
-class SyncBatchNormError(RuntimeError):
-    """A synchronized layer could not complete a forward or backward pass on every device of its group."""
 
 
 class RoundResult(NamedTuple):

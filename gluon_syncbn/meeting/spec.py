@@ -10,8 +10,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
-from gluon_syncbn.job.default import check_process_group, find
-from gluon_syncbn.job.process_group import ProcessGroupLike
+from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
 
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
@@ -62,8 +61,9 @@ def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
     elif kind not in _KVSTORES:
         raise ValueError(
             f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)}. For several "
-            f"processes there are process_group='horovod' and process_group='mpi'. A distributed KVStore would not do: its server may "
-            f"apply the optimizer to statistics, rounds them to float32, and does not notice a worker that is gone."
+            f"processes there are process_group='horovod' and process_group='mpi'. A distributed KVStore would not "
+            f"do: its server may apply the optimizer to statistics, rounds them to float32, and does not notice a "
+            f"worker that is gone."
         )
     if not isinstance(kvstore, str) and has_optimizer(kvstore):
         raise ValueError(
@@ -158,8 +158,6 @@ class GroupSpec(NamedTuple):
         check_count(self.num_devices, where, "num_devices", least=0)
         if self.group_size is not None:
             check_count(self.group_size, where, "group_size")
-        if self.group_size is not None:
-            check_group_size(self.group_size, self.num_devices, self.process_group, where)
         if self.timeout is not None:
             check_timeout(self.timeout, where)
         if self.dtype not in ("float32", "float64"):
@@ -209,16 +207,15 @@ def subgroups(devices: Sequence[mx.Context], group_size: Optional[int], first: i
     return groups
 
 
-def check_group_size(group_size: int, num_devices: int, process_group, where: str) -> None:
+def check_group_size(group_size: Optional[int], num_devices: int, num_processes: int, where: str) -> None:
     """ValueError, starting with ``where``, unless it divides the devices of all processes."""
-    group = find(process_group, where)
-    total = num_devices if group is None else num_devices * group.size
-    if total % group_size:
+    total = num_devices * num_processes
+    if group_size is not None and total % group_size:
         raise ValueError(f"{where}: group_size={group_size} does not divide its {total} devices.")
 
 
-def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
-    """Refuse a group that could never meet.
+def check_devices(name: str, devices: Sequence[mx.Context], options: Options, num_processes: int) -> None:
+    """Refuse a group that could never meet; ``devices`` are those of this process.
 
     Raises
     ------
@@ -235,8 +232,7 @@ def check_devices(name: str, devices: Sequence[mx.Context], options: Options) ->
             f"SyncBatchNorm '{name}': num_devices={options.num_devices}, but its parameters live on {len(devices)} "
             f"({shown}). Initialize the net on the devices that train, or leave num_devices out."
         )
-    if options.group_size is not None:
-        check_group_size(options.group_size, len(devices), options.process_group, f"SyncBatchNorm '{name}'")
+    check_group_size(options.group_size, len(devices), num_processes, f"SyncBatchNorm '{name}'")
     check_engine(name, len(devices))
 
 

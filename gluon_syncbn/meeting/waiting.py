@@ -13,12 +13,14 @@ from gluon_syncbn.base import library
 
 # For devices that are on their way when waits are cut short: they may still arrive.
 GRACE_SECONDS = 2.0
+# For processes that have yet to run the last step of one that ends.
+LAST_STEP_SECONDS = 60.0
 # How often a device that waits looks whether its wait has been cut short.
 POLL_SECONDS = 0.1
 # Errors of layers leave at least this far apart, or MXNet could lose one (csrc/mxnet/operator.cpp).
 SECONDS_BETWEEN_FAILURES = 0.05
 
-_cut_short = ("", 0.0)  # because of what, and since when
+_cut_short = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
 _under_way = 0  # how many `cut_short` there are
 _lock = threading.Lock()
 
@@ -55,10 +57,13 @@ def cut_short(because: str) -> Iterator[None]:
                 cut_short_from_now_on("")
 
 
-def cut_short_from_now_on(because: str) -> None:
-    """Waits end after the grace period, "because" of this; an empty text takes it back."""
+def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) -> None:
+    """Waits end after the grace period, "because" of this; an empty text takes it back.
+
+    ``process_grace`` is the grace period of waits for other processes.
+    """
     global _cut_short
-    _cut_short = (because, time.monotonic())
+    _cut_short = (because, time.monotonic(), process_grace)
     if library.core is not None:
         library.core.gluon_syncbn_cut_waits_short(because.encode())
 
@@ -66,8 +71,9 @@ def cut_short_from_now_on(because: str) -> None:
 class Wait:
     """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, is_for_processes: bool = False):
         self.began = time.monotonic()
+        self._is_for_processes = is_for_processes
         self._timeout = seconds
         self._is_watching = False
 
@@ -83,7 +89,7 @@ class Wait:
         if library.core is not None and not self._is_watching and time.monotonic() > self.began + POLL_SECONDS:
             library.core.gluon_syncbn_watch_signals(1)
             self._is_watching = True
-        return _ended(self.began, self._timeout)
+        return _ended(self.began, self._timeout, self._is_for_processes)
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
@@ -101,14 +107,14 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
     return None
 
 
-def _ended(began: float, timeout: float) -> Optional[Waited]:
+def _ended(began: float, timeout: float, is_for_processes: bool) -> Optional[Waited]:
     now = time.monotonic()
     if now >= began + timeout:
         return Waited(timeout, "")
     signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
     if signalled >= began and now >= signalled + GRACE_SECONDS:
         return Waited(now - began, "Ctrl-C or SIGTERM came")
-    because, since = _cut_short
-    if because and now >= max(began, since) + GRACE_SECONDS:
+    because, since, process_grace = _cut_short
+    if because and now >= max(began, since) + (process_grace if is_for_processes else GRACE_SECONDS):
         return Waited(now - began, because)
     return None

@@ -56,10 +56,19 @@ def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
 
 
 def _at_exit() -> None:
-    waiting.cut_short_from_now_on("the process ends")
+    waiting.cut_short_from_now_on("the process ends", waiting.LAST_STEP_SECONDS)
     finish_pending_work("When the process ended")
     leave_processes()
     stop_calling_python()
+
+
+def end_before_engines() -> None:
+    """Wait for pending work at exit before what has been registered until now, Horovod's own end among it.
+
+    It would break the last step off, which scripts do not wait for.
+    """
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def _devices_in_use() -> Set[mx.Context]:

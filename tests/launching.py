@@ -56,7 +56,7 @@ def environment(**variables) -> dict:
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     root = {f"{who}_ALLOW_RUN_AS_ROOT{sure}": "1" for who in ("OMPI", "PRTE") for sure in ("", "_CONFIRM")}
     chosen = {**lean_environment(), **root, "PATH": path, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
-    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], _SCRIPTS])
+    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], _SCRIPTS, os.path.join(ROOT, "examples")])
     return {**chosen, **{name: str(value) for name, value in variables.items()}}
 
 

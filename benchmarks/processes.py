@@ -1,0 +1,160 @@
+"""What synchronizing over processes costs on this machine: one exchange, and a training step.
+
+    OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
+
+An exchange is timed on a thread beside the main one, as an operator runs on, while the main thread waits; with Horovod
+also its own ``allreduce`` of that size from the main thread. A step is that of ResNet-50, forward and backward, with
+2 processes of one device each, and with 2 devices in one process: the two take turns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+MARK = "MEASURED "
+LENGTHS = (129, 513, 4097)
+EXCHANGES, STEPS, WARM_UP = 600, 12, 4
+IMAGES = (4, 3, 128, 128)
+
+
+def launch(engine: str, size: int, *arguments) -> list:
+    """What the first process measured."""
+    folder = os.path.dirname(sys.executable)
+    start = {
+        "mpi": ["mpirun", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)],
+        "horovod": ["horovodrun", "--gloo", "-np", str(size), "-H", f"localhost:{size}"],
+        "none": [],
+    }[engine]
+    variables = {**os.environ, "PATH": folder + os.pathsep + os.environ["PATH"]}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        command = [*start, sys.executable, os.path.abspath(__file__), "--worker", engine, *map(str, arguments)]
+        subprocess.run(command, env=variables, check=True, stdout=output, stderr=subprocess.STDOUT, timeout=1800)
+        output.seek(0)
+        (line,) = [line for line in output if MARK in line]
+    return json.loads(line.split(MARK)[1])
+
+
+def join(engine: str):
+    import gluon_syncbn
+
+    if engine == "horovod":
+        import horovod.mxnet as hvd
+
+        hvd.init()
+    return gluon_syncbn.init_process_group(engine)
+
+
+def on_a_thread(work) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def measure_exchanges(engine: str) -> dict:
+    """Milliseconds by length: median and 90th percentile of an exchange, and Horovod's own."""
+    import mxnet as mx
+    import numpy as np
+
+    group = join(engine)
+    found = {}
+    for length in LENGTHS:
+        vector, seconds = np.full(length, group.rank + 1.0), []
+
+        def exchange(length=length, vector=vector, seconds=seconds):
+            for number in range(1, EXCHANGES + 1):
+                started = time.perf_counter()
+                rows = group.all_gather(f"bench{length}", number, vector, range(group.size), lambda: None)
+                seconds.append(time.perf_counter() - started)
+                assert (rows[:, 0] == np.arange(1, group.size + 1)).all()
+
+        on_a_thread(exchange)
+        found[length] = summary(seconds)
+        if engine == "horovod":
+            import horovod.mxnet as hvd
+
+            array, own = mx.nd.zeros((group.size, length), dtype="float64"), []
+            for _ in range(EXCHANGES):
+                started = time.perf_counter()
+                hvd.allreduce(array, name=f"own{length}", op=hvd.Sum).asnumpy()
+                own.append(time.perf_counter() - started)
+            found[f"{length} by hvd.allreduce on the main thread"] = summary(own)
+    return found
+
+
+def summary(seconds: list) -> list:
+    ordered = sorted(seconds[len(seconds) // 10 :])
+    return [1e3 * statistics.median(ordered), 1e3 * ordered[int(0.9 * len(ordered))]]
+
+
+def measure_steps(engine: str, devices: int) -> list:
+    """Seconds of each step of ResNet-50 on this process's devices."""
+    import mxnet as mx
+    import numpy as np
+    from gluoncv import model_zoo
+    from mxnet import autograd
+
+    import gluon_syncbn
+
+    if engine != "none":
+        join(engine)
+    contexts = [mx.cpu(number) for number in range(devices)]
+    net = model_zoo.get_model("resnet50_v1b", classes=10)
+    gluon_syncbn.convert_sync_batchnorm(net)
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    net.hybridize(static_alloc=True, static_shape=True)
+    inputs = [mx.nd.array(np.random.standard_normal(IMAGES), ctx=context) for context in contexts]
+    seconds = []
+    for _ in range(WARM_UP + STEPS):
+        mx.nd.waitall()
+        started = time.perf_counter()
+        with autograd.record():
+            outputs = [net(item).sum() for item in inputs]
+        autograd.backward(outputs)
+        mx.nd.waitall()
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP:]
+
+
+def work(engine: str, what: str, devices: str = "1") -> None:
+    found = measure_exchanges(engine) if what == "exchange" else measure_steps(engine, int(devices))
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", 0)))
+    if rank == 0:
+        sys.stdout.write(MARK + json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default="mpi,horovod")
+    parser.add_argument("--sizes", default="2,4,8")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the two kinds of a step take turns")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(*options.worker)
+    from common import machine
+
+    print(machine())
+    engines = options.engines.split(",")
+    print("\none exchange, ms: median, 90th percentile")
+    for engine in engines:
+        for size in options.sizes.split(","):
+            for name, (median, ninety) in launch(engine, int(size), "exchange").items():
+                print(f"{engine}, {size} processes, {name} float64: {median:.3f}, {ninety:.3f}", flush=True)
+    print("\nResNet-50, ms a step: 2 devices in one process; 2 processes with one each; ratio of throughput")
+    for engine in engines:
+        pairs = [(launch("none", 1, "step", 2), launch(engine, 2, "step", 1)) for _ in range(options.rounds)]
+        medians = [[1e3 * statistics.median(seconds) for seconds in pair] for pair in pairs]
+        together, apart = (statistics.median(column) for column in zip(*medians))
+        shown = statistics.median(one / other for one, other in medians)
+        print(f"{engine}: {together:.0f}, {apart:.0f}, {shown:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

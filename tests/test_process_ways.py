@@ -1,0 +1,53 @@
+"""Jobs of several processes: groups of devices, last batches, symbols, what one process does alone, equal losses."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from launching import need, run_job
+
+
+def run_way(engine, size, way, *arguments, **variables):
+    need(engine)
+    done = run_job(engine, size, "ways.py", way, *arguments, **variables)
+    assert done.returncode == 0 and done.text.count(f"RIGHT {way}") == size, done.text
+    return done
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_count_the_devices_of_all_processes(size):
+    run_way("mpi", size, "groups")
+
+
+def test_groups_through_process_sets_of_horovod():
+    run_way("horovod", 2, "groups")
+    run_way("horovod", 3, "groups", HOROVOD_DYNAMIC_PROCESS_SETS=1)
+
+
+def test_horovod_says_how_some_processes_can_meet():
+    need("horovod")
+    done = run_job("horovod", 3, "ways.py", "groups")
+    assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.text, done.text
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_a_process_without_images_is_left_out(engine):
+    run_way(engine, 3, "last_batch", HOROVOD_DYNAMIC_PROCESS_SETS=1)
+
+
+@pytest.mark.parametrize("way", ["module", "expander", "alone_in_the_middle"])
+def test_ways_to_train(way, tmp_path):
+    run_way("mpi", 2, way, JOB_FOLDER=tmp_path)
+
+
+def losses(engine, size, devices):
+    found = dict(re.findall(r"LOSSES (\d) (\[.*\])", run_way(engine, size, "losses", devices).text))
+    return np.sum([json.loads(text) for text in found.values()], axis=0)
+
+
+def test_jobs_of_all_shapes_give_the_same_losses():
+    expected = losses("mpi", 1, 4)
+    assert len(expected) == 20 and np.ptp(expected) > 1
+    for engine, size, devices in (("mpi", 2, 2), ("mpi", 4, 1), ("horovod", 4, 1)):
+        np.testing.assert_allclose(losses(engine, size, devices), expected, rtol=1e-7)
