@@ -31,7 +31,7 @@ from gluon_syncbn.symbol import checked_spec, make_node, plain_node
 
 
 class SyncBatchNorm(nn.BatchNorm):
-    r"""Batch Normalization with the statistics of the whole mini-batch, over all devices of a host.
+    r"""Batch Normalization with the statistics of the whole mini-batch, over all devices of a host, or of a job.
 
     With :math:`N` values per channel on all devices together,
 
