@@ -68,13 +68,17 @@ def main() -> int:
 
 
 def _join() -> Optional[gluon_syncbn.ProcessGroup]:
-    """The processes of this job."""
+    """The processes of this job; none if they cannot be connected, after saying why."""
     name = os.environ.get(VARIABLE) or name_of_engine()
-    if name == "horovod":
-        import horovod.mxnet as hvd
+    try:
+        if name == "horovod":
+            import horovod.mxnet as hvd
 
-        hvd.init()
-    return gluon_syncbn.init_process_group(name)
+            hvd.init()
+        return gluon_syncbn.init_process_group(name)
+    except (ImportError, RuntimeError, ValueError) as problem:
+        print(f"warning      this process stands alone: {problem}")
+        return None
 
 
 def _engines() -> str:

@@ -11,7 +11,7 @@ import pytest
 from harness import HANG, ROOT, lean_environment
 
 ENGINES = ["mpi", "horovod"]
-_SCRIPTS = os.path.join(ROOT, "tests", "jobs")
+SCRIPTS = os.path.join(ROOT, "tests", "jobs")
 
 
 class Done(NamedTuple):
@@ -56,13 +56,13 @@ def environment(**variables) -> dict:
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     root = {f"{who}_ALLOW_RUN_AS_ROOT{sure}": "1" for who in ("OMPI", "PRTE") for sure in ("", "_CONFIRM")}
     chosen = {**lean_environment(), **root, "PATH": path, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
-    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], _SCRIPTS, os.path.join(ROOT, "examples")])
+    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], SCRIPTS, os.path.join(ROOT, "examples")])
     return {**chosen, **{name: str(value) for name, value in variables.items()}}
 
 
 def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, **variables) -> Done:
     """Run a script of ``tests/jobs`` in so many processes; each is told the engine first."""
-    command = [*launch(engine, size), sys.executable, os.path.join(_SCRIPTS, script), engine, *map(str, arguments)]
+    command = [*launch(engine, size), sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)]
     done = subprocess.run(
         command,
         cwd=ROOT,

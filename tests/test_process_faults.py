@@ -1,9 +1,16 @@
 """One process of a job is killed, stopped, ends, raises or does not come: the others say so in time, and end."""
 
+import os
+import random
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from launching import need, run_job
+from harness import HANG, ROOT
+from launching import SCRIPTS, environment, launch, need, run_job
 
 SIZE, VICTIM, TIMEOUT = 3, 1, 6
 # After it the launcher kills whoever is left, so that what the others say may be lost.
@@ -93,3 +100,25 @@ def test_the_others_say_so_in_time(engine, fault, direction, backend):
             )
         else:
             assert re.search(ended(engine, direction), text), text
+
+
+@pytest.mark.parametrize(
+    "engine, kills", [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ("mpi", "horovod"))]
+)
+def test_no_survivor_hangs_when_a_process_is_killed_at_any_moment(engine, kills):
+    need(engine)
+    draw = random.Random(0)
+    for _ in range(kills):
+        command = [*launch(engine, SIZE), sys.executable, os.path.join(SCRIPTS, "ways.py"), engine, "train_for_ever"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as running:
+            pids = []
+            while len(pids) < SIZE:
+                line = running.stdout.readline()
+                assert line, "the job ended by itself"
+                pids += [int(pid) for pid in re.findall(r"PID \d (\d+)", line)]
+            time.sleep(draw.uniform(0, 2))
+            os.kill(draw.choice(pids), signal.SIGKILL)
+            assert running.wait(timeout=HANG) != 0
+            running.stdout.read()
+        assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

@@ -51,3 +51,11 @@ def test_jobs_of_all_shapes_give_the_same_losses():
     assert len(expected) == 20 and np.ptp(expected) > 1
     for engine, size, devices in (("mpi", 2, 2), ("mpi", 4, 1), ("horovod", 4, 1)):
         np.testing.assert_allclose(losses(engine, size, devices), expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("engine, steps", [("mpi", 2000), pytest.param("horovod", 2000, marks=pytest.mark.long)])
+def test_memory_and_threads_stay_flat(engine, steps):
+    told = re.findall(r"SOAK \d (\[.*\])", run_way(engine, 2, "soak", steps).text)
+    assert len(told) == 2
+    for (early, threads), (late, threads_late) in map(json.loads, told):
+        assert late < 1.02 * early + 2 and threads_late <= threads + 1, told

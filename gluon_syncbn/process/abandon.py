@@ -32,6 +32,9 @@ def abandon_step() -> None:
     Errors of synchronized layers that no one has read are dropped, others are logged, and the step's outputs are not to
     be used. Parameters and running statistics keep what completed passes have made of them.
 
+    In a job of several processes, those that wait for this one in the step get an error, and call this too; then the
+    next step is right. Through Horovod, which cannot take a step back, the job has ended.
+
     Examples
     --------
     >>> for images, labels in loader:

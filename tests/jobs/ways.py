@@ -201,5 +201,37 @@ def losses():
     job.say("LOSSES", rank, json.dumps(told))
 
 
+def soak():
+    """Memory and threads, while a small net trains for long."""
+    import psutil
+
+    group, process = job.join(ENGINE), psutil.Process()
+    net = nn.HybridSequential()
+    for _ in range(3):
+        net.add(nn.Conv2D(4, 1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))
+    net.initialize(ctx=mx.cpu(0))
+    net.hybridize(static_alloc=True, static_shape=True)
+    x, seen = mx.nd.array(data(group.rank)), []
+    steps = int(sys.argv[3])
+    for step in range(steps):
+        with autograd.record():
+            y = net(x)
+        y.backward()
+        y.wait_to_read()
+        if step + 1 in (steps // 4, steps):
+            mx.nd.waitall()
+            seen.append((process.memory_info().rss / 2**20, process.num_threads()))
+    job.say("SOAK", group.rank, json.dumps(seen))
+
+
+def train_for_ever():
+    """Until something happens to a process; `test_process_faults` kills one."""
+    group = job.join(ENGINE)
+    layer = make([mx.cpu(0)])
+    job.say("PID", group.rank, os.getpid())
+    while True:
+        run(layer, [data(group.rank)], [mx.cpu(0)])
+
+
 globals()[WAY]()
 job.say("RIGHT", WAY)
