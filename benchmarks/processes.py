@@ -61,20 +61,38 @@ def measure_exchanges(engine: str) -> dict:
     import mxnet as mx
     import numpy as np
 
+    from gluon_syncbn.meeting.pairs import reduce_in_pairs
+
     group = join(engine)
+    everyone = range(group.size)
     found = {}
     for length in LENGTHS:
-        vector, seconds = np.full(length, group.rank + 1.0), []
+        vector, seconds, in_pairs = np.full(length, group.rank + 1.0), [], []
 
-        def exchange(length=length, vector=vector, seconds=seconds):
+        def in_rows(number, length=length, vector=vector):
+            return group.all_gather(f"rows{length}", number, vector, everyone, lambda: None).sum(axis=0)
+
+        def by_pairs(number, length=length, vector=vector):
+            def meet(part, brought, partner):
+                pair = sorted((group.rank, partner))
+                return group.all_gather(f"pairs{length}.{part}", number, brought, pair, lambda: None)
+
+            return reduce_in_pairs(vector, group.rank, everyone, lambda rows: rows.sum(axis=0), meet)
+
+        def exchange(seconds=seconds, in_pairs=in_pairs, runs=(in_rows, by_pairs)):
             for number in range(1, EXCHANGES + 1):
-                started = time.perf_counter()
-                rows = group.all_gather(f"bench{length}", number, vector, range(group.size), lambda: None)
-                seconds.append(time.perf_counter() - started)
-                assert (rows[:, 0] == np.arange(1, group.size + 1)).all()
+                for run, times in zip(runs, (seconds, in_pairs)):
+                    if times is in_pairs and not group.meets_in_pairs:
+                        continue
+                    started = time.perf_counter()
+                    total = run(number)
+                    times.append(time.perf_counter() - started)
+                    assert (total == group.size * (group.size + 1) / 2).all()
 
         on_a_thread(exchange)
         found[length] = summary(seconds)
+        if in_pairs:
+            found[f"{length} in pairs"] = summary(in_pairs)
         if engine == "horovod":
             import horovod.mxnet as hvd
 

@@ -25,8 +25,18 @@ LONG = [
     "engine, size, devices, modes, cases", [*JOBS, *(pytest.param(*job, marks=pytest.mark.long) for job in LONG)]
 )
 def test_a_step_is_that_of_one_device(engine, size, devices, modes, cases, tmp_path):
+    check_steps(engine, size, devices, modes, cases, JOB_FOLDER=tmp_path)
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)])
+def test_a_step_in_which_processes_meet_in_pairs_is_the_same(size, tmp_path):
+    """As with more than 8 processes."""
+    check_steps("mpi", size, 1, ["static"], SMALL, JOB_FOLDER=tmp_path, JOB_MOST_ROWS=1)
+
+
+def check_steps(engine, size, devices, modes, cases, **variables):
     need(engine)
-    done = run_job(engine, size, "numerics.py", devices, ",".join(modes), *cases, JOB_FOLDER=tmp_path)
+    done = run_job(engine, size, "numerics.py", devices, ",".join(modes), *cases, **variables)
     assert done.returncode == 0, done.text
     for case in cases:
         for backend in ("native", "portable"):

@@ -25,6 +25,7 @@ _default: Any = _NOT_CHOSEN
 _named: Dict[str, ProcessGroup] = {}  # of all processes, by engine
 _given: Dict[int, Any] = {}  # by id of what a user gave: that, so that it lives, and the group
 _lock = threading.RLock()
+_process = os.getpid()
 
 
 def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Optional[ProcessGroup]:
@@ -92,7 +93,9 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
 
 
 def leave_processes() -> None:
-    """This process ends: nobody is to wait for it."""
+    """This process ends: nobody is to wait for it. A child that was forked is not one of the job's."""
+    if os.getpid() != _process:
+        return
     with _lock:
         for group in [*_named.values(), *(group for _, group in _given.values())]:
             group.leave()

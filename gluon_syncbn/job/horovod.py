@@ -52,6 +52,7 @@ class HorovodProcessGroup(ProcessGroup):
     """
 
     name = "horovod"
+    meets_in_pairs = False
     can_resume = False
 
     def __init__(self, process_set: Any = None) -> None:

@@ -53,6 +53,7 @@ class MPIProcessGroup(ProcessGroup):
     """
 
     name = "mpi"
+    meets_in_pairs = True
     can_resume = True
 
     def __init__(self, comm: Any, ended: Ended) -> None:
@@ -80,9 +81,8 @@ class MPIProcessGroup(ProcessGroup):
         self._unfinished: List[Any] = []  # messages that a process has not taken in, and may never
         self._resumes = 0
         self._highest_given_up = 0
-        self._abandoned: Dict[int, Dict[int, int]] = defaultdict(
-            dict
-        )  # by number of the resume and rank: highest round
+        # By number of the resume, then by rank: the highest round.
+        self._abandoned: Dict[int, Dict[int, int]] = defaultdict(dict)
         self._left: Set[int] = set()
         self._has_lost_some = False  # now; they may come back
 

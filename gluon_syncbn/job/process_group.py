@@ -37,6 +37,8 @@ class ProcessGroup(ABC):
     ----------
     name : str
         Of the engine: 'mpi' or 'horovod'.
+    meets_in_pairs : bool
+        Whether two processes can meet without the others, at no more cost than all together.
     can_resume : bool
         Whether the processes can go on together after a step that was given up.
     rank, size : int
@@ -44,6 +46,7 @@ class ProcessGroup(ABC):
     """
 
     name: str
+    meets_in_pairs: bool
     can_resume: bool
     rank: int
     size: int

@@ -33,9 +33,13 @@ import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.meeting.pairs import reduce_in_pairs
+from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
 
 FORWARD, BACKWARD = "forward", "backward"
+# More processes than these meet in pairs, where the engine can (benchmarks/processes.py).
+MOST_ROWS = 8
 _REASONS = (
     "Usual reasons: (1) a process has ended, or an exception left its step (see gluon_syncbn.abandon_step); (2) the "
     "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
@@ -82,7 +86,7 @@ class Processes:
         seconds: float,
         where: str,
     ) -> Tuple[np.ndarray, int]:
-        """The rows of all members, and the number of the round.
+        """The rows of all members, or one row that they add up to, and the number of the round.
 
         ``chunk`` says which of the layer's groups it is, and ``round_id`` which forward pass a backward pass answers.
 
@@ -97,9 +101,7 @@ class Processes:
                 self._prepare(place, wait)
                 key = f"{place.key}.{chunk}.{direction}"
                 round_id = self._begin(key, direction, round_id)
-                rows = vector[None]
-                if len(members) > 1:
-                    rows = self.group.all_gather(key, round_id, vector, members, wait.ended)
+                rows = self._meet(key, direction, round_id, vector, members, wait)
         except MissingProcesses as problem:
             raise self._failed(self._missing_text(what, problem, members)) from None
         except (EngineError, SyncBatchNormError) as problem:
@@ -107,6 +109,24 @@ class Processes:
         with self._lock:
             self._pending += 1 if direction == FORWARD else -1
         return rows, round_id
+
+    def _meet(
+        self, key: str, direction: str, round_id: int, vector: np.ndarray, members: Sequence[int], wait: Wait
+    ) -> np.ndarray:
+        if len(members) == 1:
+            return vector[None]
+        if len(members) <= MOST_ROWS or not self.group.meets_in_pairs:
+            return self.group.all_gather(key, round_id, vector, members, wait.ended)
+
+        def meet(part: str, brought: np.ndarray, partner: int) -> np.ndarray:
+            pair = sorted((self.group.rank, partner), key=list(members).index)
+            try:
+                return self.group.all_gather(f"{key}.{part}", round_id, brought, pair, wait.ended)
+            except MissingProcesses as problem:
+                raise MissingProcesses(problem.waited, [rank for rank in members if rank != partner]) from None
+
+        combine = _merged if direction == FORWARD else add_ranks
+        return reduce_in_pairs(vector, self.group.rank, members, combine, meet)[None]
 
     def fail(self, text: str) -> None:
         """A round has failed in this process."""
@@ -260,6 +280,10 @@ def abandon_on_all_processes() -> None:
     """Whoever waits for this process in the middle of a step need not wait any longer."""
     for processes in list(_all.values()):
         processes.abandon()
+
+
+def _merged(rows: np.ndarray) -> np.ndarray:
+    return merge(rows).pack()
 
 
 def _agree(theirs: str, expected: str) -> bool:
