@@ -49,7 +49,6 @@ SHORT = {
     ("mpi", "raising", "backward", "portable"),
     ("mpi", "absent", "backward", "native"),
     ("mpi", "caught", "backward", "native"),
-    ("mpi", "caught", "backward", "portable"),
     ("mpi", "other_net", "forward", "native"),
     ("horovod", "ending", "forward", "native"),
     ("horovod", "absent", "backward", "native"),
@@ -121,4 +120,7 @@ def test_no_survivor_hangs_when_a_process_is_killed_at_any_moment(engine, kills)
             os.kill(draw.choice(pids), signal.SIGKILL)
             assert running.wait(timeout=HANG) != 0
             running.stdout.read()
-        assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+        deadline = time.monotonic() + 30  # the launcher has signalled them
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            assert time.monotonic() < deadline, "a survivor hangs"
+            time.sleep(0.1)

@@ -20,11 +20,13 @@ def test_groups_count_the_devices_of_all_processes(size):
     run_way("mpi", size, "groups")
 
 
+@pytest.mark.long
 def test_groups_through_process_sets_of_horovod():
     run_way("horovod", 2, "groups")
     run_way("horovod", 3, "groups", HOROVOD_DYNAMIC_PROCESS_SETS=1)
 
 
+@pytest.mark.long
 def test_horovod_says_how_some_processes_can_meet():
     need("horovod")
     done = run_job("horovod", 3, "ways.py", "groups")

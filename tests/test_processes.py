@@ -30,7 +30,7 @@ def test_a_step_is_that_of_one_device(engine, size, devices, modes, cases, tmp_p
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)])
 def test_a_step_in_which_processes_meet_in_pairs_is_the_same(size, tmp_path):
-    """As with more than 8 processes."""
+    """As with more than 32 processes."""
     check_steps("mpi", size, 1, ["static"], SMALL, JOB_FOLDER=tmp_path, JOB_MOST_ROWS=1)
 
 

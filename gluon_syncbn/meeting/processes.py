@@ -38,8 +38,8 @@ from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
 
 FORWARD, BACKWARD = "forward", "backward"
-# More processes than these meet in pairs, where the engine can (benchmarks/processes.py).
-MOST_ROWS = 8
+# More processes than these meet in pairs, where the engine can: docs/processes.md has what was measured.
+MOST_ROWS = 32
 _REASONS = (
     "Usual reasons: (1) a process has ended, or an exception left its step (see gluon_syncbn.abandon_step); (2) the "
     "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
