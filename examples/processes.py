@@ -1,7 +1,7 @@
 """What a training of several processes needs beside the layers: each process's share, gradients, and equal weights.
 
-Started by ``mpirun`` or ``horovodrun``, one process per device. The gradients go through Horovod's own Trainer, or
-through a Trainer that adds them up with MPI.
+Started by ``mpirun`` or ``horovodrun``, one process per device. On GPUs gradients go through Horovod's own Trainer;
+else through one that adds them up with MPI or Horovod.
 """
 
 import mxnet as mx
@@ -39,7 +39,10 @@ class WithHorovod(Alone):
         return self._hvd.DistributedTrainer(parameters, optimizer, options)
 
     def broadcast(self, parameters):
-        self._hvd.broadcast_parameters(parameters)
+        # Not broadcast_parameters: a prediction may leave weights in a layout of oneDNN's, which Horovod cannot read.
+        for name, parameter in sorted(parameters.items()):
+            array = mx.nd.array(parameter.data(parameter.list_ctx()[0]).asnumpy(), ctx=mx.cpu())
+            parameter.set_data(self._hvd.broadcast(array, root_rank=0, name=name))
 
     def barrier(self):
         self._hvd.allreduce(mx.nd.zeros(1), name="barrier").wait_to_read()
@@ -55,7 +58,12 @@ class WithMPI(Alone):
         gluon_syncbn.init_process_group("mpi")
 
     def make_trainer(self, parameters, optimizer, options):
-        return MPITrainer(self._comm, parameters, optimizer, options)
+        return SummingTrainer(self._add_up, self.size, parameters, optimizer, options)
+
+    def _add_up(self, values):
+        total = np.empty_like(values)
+        self._comm.Allreduce(values, total)
+        return total
 
     def broadcast(self, parameters):
         for parameter in parameters.values():
@@ -67,20 +75,21 @@ class WithMPI(Alone):
         self._comm.Barrier()
 
 
-class MPITrainer(gluon.Trainer):
-    """A Trainer whose gradients are the mean over processes of the sums over each process's devices."""
+class SummingTrainer(gluon.Trainer):
+    """A Trainer whose gradients are the mean over processes of the sums over each process's devices.
 
-    def __init__(self, comm, parameters, optimizer, options):
+    ``add_up`` returns the sum over processes of an array of NumPy.
+    """
+
+    def __init__(self, add_up, size, parameters, optimizer, options):
         super().__init__(parameters, optimizer, options, kvstore=None)
-        self._comm = comm
-        self._scale /= comm.size
+        self._add_up = add_up
+        self._scale /= size
 
     def _allreduce_grads(self):
         learning = [parameter for parameter in self._params if parameter.grad_req != "null"]
         sums = [sum(gradient.asnumpy() for gradient in parameter.list_grad()) for parameter in learning]
-        flat = np.concatenate([array.ravel() for array in sums])
-        total = np.empty_like(flat)
-        self._comm.Allreduce(flat, total)
+        total = self._add_up(np.concatenate([array.ravel() for array in sums]))
         begin = 0
         for parameter, array in zip(learning, sums):
             values = total[begin : begin + array.size].reshape(array.shape)

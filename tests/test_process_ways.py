@@ -20,6 +20,11 @@ def test_groups_count_the_devices_of_all_processes(size):
     run_way("mpi", size, "groups")
 
 
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
+def test_communicators_and_process_sets_of_the_user(engine):
+    run_way(engine, 4, "some_of_the_processes", HOROVOD_DYNAMIC_PROCESS_SETS=1)
+
+
 @pytest.mark.long
 def test_groups_through_process_sets_of_horovod():
     run_way("horovod", 2, "groups")

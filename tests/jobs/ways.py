@@ -61,6 +61,29 @@ def groups():
                 assert close(seen, right), (backend, size)
 
 
+def some_of_the_processes():
+    """Odd and even processes synchronize among themselves, in groups that the user has made."""
+    group = job.join(ENGINE)
+    colour = group.rank % 2
+    if ENGINE == "mpi":
+        from mpi4py import MPI
+
+        mine = MPI.COMM_WORLD.Split(colour)
+    else:
+        import horovod.mxnet as hvd
+
+        sets = [hvd.add_process_set(range(start, group.size, 2)) for start in range(2)]
+        mine = sets[colour]
+    parts = [data(rank) for rank in range(group.size)]
+    layer = make([mx.cpu(0)], process_group=mine)
+    (seen,) = run(layer, [parts[group.rank]], [mx.cpu(0)])
+    assert close(seen, normalized(parts[colour::2])[group.rank // 2])
+    (seen,) = run(make([mx.cpu(0)]), [parts[group.rank]], [mx.cpu(0)])
+    assert close(seen, normalized(parts)[group.rank])
+    (seen,) = run(make([mx.cpu(0)], process_group="none"), [parts[group.rank]], [mx.cpu(0)])
+    assert close(seen, normalized(parts[group.rank : group.rank + 1])[0])
+
+
 def last_batch():
     """Fewer images than devices, and none in the last process: it takes part with nothing."""
     group = job.join(ENGINE)
@@ -156,18 +179,10 @@ def alone_in_the_middle():
 
 def losses():
     """The losses of 20 steps on 4 devices in all; the launcher's test compares jobs of other shapes."""
-    from processes import MPITrainer, WithHorovod
+    from processes import WithHorovod, WithMPI
 
     devices = job.cpus(int(sys.argv[3]))
-    comm = None
-    if ENGINE == "horovod":
-        group = WithHorovod()
-    else:
-        from mpi4py import MPI
-
-        comm = MPI.COMM_WORLD
-        gluon_syncbn.init_process_group("mpi")
-        group = comm
+    group = {"mpi": WithMPI, "horovod": WithHorovod}[ENGINE]()
     rank, size = group.rank, group.size
     mx.random.seed(1)
     net = nn.HybridSequential()
@@ -180,8 +195,10 @@ def losses():
     net.collect_params().reset_ctx(devices)
     net.hybridize(static_alloc=True, static_shape=True)
     options = {"learning_rate": 0.1, "momentum": 0.9}
-    if comm is not None:
-        trainer = MPITrainer(comm, net.collect_params(), "sgd", options)
+    if ENGINE == "horovod":  # its own Trainer, which reads no layouts of oneDNN's; float64 has none
+        import horovod.mxnet as hvd
+
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", options)
     else:
         trainer = group.make_trainer(net.collect_params(), "sgd", options)
     loss_of, told = gluon.loss.SoftmaxCrossEntropyLoss(), []
