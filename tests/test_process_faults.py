@@ -88,7 +88,7 @@ def test_the_others_say_so_in_time(engine, fault, direction, backend):
     assert set(errors) >= survivors, done.text
     for rank in survivors:
         seconds, text = errors[rank]
-        assert seconds < TIMEOUT + 3, done.text
+        assert seconds < TIMEOUT + 20, done.text  # of a slow machine; who hangs takes minutes
         if fault in ("stopped", "absent"):
             assert re.search(waited(direction), text), text
         elif fault == "caught":
