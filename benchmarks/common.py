@@ -3,7 +3,8 @@
 import os
 import platform
 import statistics
-from typing import Callable, Dict
+import sys
+from typing import Callable, Dict, List
 
 import mxnet as mx
 
@@ -46,3 +47,18 @@ def machine() -> str:
         f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, MXNet {mx.__version__}; "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}"
     )
+
+
+def launcher(engine: str, size: int) -> List[str]:
+    """The command that starts so many processes, on this machine, of what follows; 'none' starts one by itself."""
+    folder = os.path.dirname(sys.executable)
+    return {
+        "mpi": [os.path.join(folder, "mpirun"), "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)],
+        "horovod": [os.path.join(folder, "horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"],
+        "none": [],
+    }[engine]
+
+
+def path_of_launchers() -> str:
+    """PATH for them: they start programs of their own."""
+    return os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import shlex
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gluoncv_scripts import MARKER, write_base_weights, write_data
+from gluoncv_scripts import MARKER, run_script, write_base_weights, write_data
 
 COMMON = "--horovod --num-workers 0 --log-interval 1"
 SCRIPTS = {
@@ -76,13 +75,8 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
         return step(self, *args, **kwargs)
 
     mx.gluon.Trainer.step = stamped_step
-    sys.argv[:] = ["gluon_syncbn.run", script, *arguments] if layer == "ours" else [script, *arguments]
     try:
-        if layer == "ours":
-            runpy.run_module("gluon_syncbn.run", run_name="__main__")
-        else:
-            sys.path.insert(0, os.path.dirname(script))
-            runpy.run_path(script, run_name="__main__")
+        run_script(layer, script, arguments)
     finally:
         gaps = [b - a for a, b in zip(stamps[2:], stamps[3:])]
         result = {**found, "steps": len(stamps), "seconds": statistics.median(gaps) if gaps else None}
@@ -98,14 +92,13 @@ def count_meetings() -> int:
 
 
 def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float) -> str:
+    from common import launcher, path_of_launchers  # here, as it imports MXNet, and a worker chooses when to
+
     path, words, _ = SCRIPTS[name]
-    folder = os.path.dirname(sys.executable)
-    command = [os.path.join(folder, "horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"]
     play_it = [sys.executable, os.path.abspath(__file__), "--play", layer, json.dumps(digests), str(scripts / path)]
     # In a shell of its own: horovodrun takes a script's --network for one of its own options.
-    command += ["sh", "-c", shlex.join([*play_it, *words.split()])]
-    path_of_programs = folder + os.pathsep + os.environ["PATH"]
-    variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet"), "PATH": path_of_programs}
+    command = [*launcher("horovod", size), "sh", "-c", shlex.join([*play_it, *words.split()])]
+    variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet"), "PATH": path_of_launchers()}
     with tempfile.TemporaryDirectory() as place:
         limited = {"cwd": place, "env": variables, "timeout": seconds, "encoding": "utf-8", "errors": "replace"}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **limited)

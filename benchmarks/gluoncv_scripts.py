@@ -226,6 +226,16 @@ def write_base_weights(models: Path, name: str) -> str:
 # One script, in a process of its own
 
 
+def run_script(layer: str, script: str, arguments: list) -> None:
+    """As ``python script arguments`` would, with our layer through `gluon_syncbn.run`."""
+    sys.argv[:] = ["gluon_syncbn.run", script, *arguments] if layer == "ours" else [script, *arguments]
+    if layer == "ours":
+        runpy.run_module("gluon_syncbn.run", run_name="__main__")
+    else:
+        sys.path.insert(0, os.path.dirname(script))
+        runpy.run_path(script, run_name="__main__")
+
+
 def play(layer: str, digests: dict, script: str, arguments: list) -> None:
     """Run ``script`` as ``python script arguments`` would; measure what it does."""
     if layer == "ours":
@@ -254,13 +264,8 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
         return step(self, *args, **kwargs)
 
     mx.gluon.Trainer.step = stamped_step
-    sys.argv[:] = ["gluon_syncbn.run", script, *arguments] if layer == "ours" else [script, *arguments]
     try:
-        if layer == "ours":
-            runpy.run_module("gluon_syncbn.run", run_name="__main__")
-        else:
-            sys.path.insert(0, os.path.dirname(script))
-            runpy.run_path(script, run_name="__main__")
+        run_script(layer, script, arguments)
     finally:
         mx.nd.waitall()
         gaps = [b - a for a, b in zip(stamps[2:], stamps[3:])]

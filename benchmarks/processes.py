@@ -25,15 +25,18 @@ IMAGES = (4, 3, 128, 128)
 
 def launch(engine: str, size: int, *arguments) -> list:
     """What the first process measured."""
-    folder = os.path.dirname(sys.executable)
-    start = {
-        "mpi": ["mpirun", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)],
-        "horovod": ["horovodrun", "--gloo", "-np", str(size), "-H", f"localhost:{size}"],
-        "none": [],
-    }[engine]
-    variables = {**os.environ, "PATH": folder + os.pathsep + os.environ["PATH"]}
+    from common import launcher, path_of_launchers
+
+    variables = {**os.environ, "PATH": path_of_launchers()}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        command = [*start, sys.executable, os.path.abspath(__file__), "--worker", engine, *map(str, arguments)]
+        command = [
+            *launcher(engine, size),
+            sys.executable,
+            os.path.abspath(__file__),
+            "--worker",
+            engine,
+            *map(str, arguments),
+        ]
         subprocess.run(command, env=variables, check=True, stdout=output, stderr=subprocess.STDOUT, timeout=1800)
         output.seek(0)
         (line,) = [line for line in output if MARK in line]

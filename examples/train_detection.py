@@ -68,11 +68,11 @@ def load_datasets(options, job):
         years = [year for year in (2007, 2012) if (options.root / f"VOC{year}").is_dir()]
         train = VOCDetection(str(options.root), splits=[(year, "trainval") for year in years])
         return train, VOCDetection(str(options.root), splits=[(2007, "test")])
+    root = options.root or Path("runs/digits_voc")
     if job.rank == 0:
-        write_digits_voc(options.root or Path("runs/digits_voc"))
+        write_digits_voc(root)
     job.barrier()
-    root = str(write_digits_voc(options.root or Path("runs/digits_voc")))
-    return DigitsDetection(root, splits=[(2007, "trainval")]), DigitsDetection(root, splits=[(2007, "test")])
+    return DigitsDetection(str(root), splits=[(2007, "trainval")]), DigitsDetection(str(root), splits=[(2007, "test")])
 
 
 class DigitsTrainTransform(YOLO3DefaultTrainTransform):

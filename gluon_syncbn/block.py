@@ -19,9 +19,9 @@ from gluon_syncbn.job.default import find
 from gluon_syncbn.job.process_group import ProcessGroup, ProcessGroupLike
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
-from gluon_syncbn.meeting.link import describe, subsets_of
+from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
-from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, subgroups
+from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, check_group_size, subgroups
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.lifecycle import end_before_engines
 from gluon_syncbn.process.live_layers import add_live, remove_live
@@ -250,7 +250,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._check_input(x, gamma.shape[0])
         devices = self._devices()
         if devices:
-            check_devices(self.name, devices, self._options, self._num_processes())
+            self._check_devices(devices)
         if self._is_alone(devices) or self._never_synchronizes() or not mx.autograd.is_training():
             x, lowered = widened(mx.nd, x, {})
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
@@ -276,7 +276,7 @@ class SyncBatchNorm(nn.BatchNorm):
             told = mark(self._spec(self._options.num_devices), self._kwargs["axis"], relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
         if devices:
-            check_devices(self.name, devices, self._options, self._num_processes())
+            self._check_devices(devices)
         if (devices and self._is_alone(devices)) or self._never_synchronizes():
             x, lowered = widened(mx.sym, inputs[0], dtypes)
             return lowered(plain_node([x, *inputs[1:]], name, relu, hidden, **self._kwargs)), None
@@ -351,7 +351,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
-        link = None if self._group is None else self._group[1].link
+        link = self._link()
         first = 0 if link is None else link.first_device
         return list(subgroups(self._devices(), self._options.group_size, first).values())
 
@@ -359,27 +359,33 @@ class SyncBatchNorm(nn.BatchNorm):
         """The processes that the layer synchronizes with; None if there are none."""
         return find(self._options.process_group, f"SyncBatchNorm '{self.name}'")
 
-    def _num_processes(self) -> int:
-        group = self.process_group()
-        return 1 if group is None else group.size
+    def _check_devices(self, devices: Sequence[mx.Context]) -> None:
+        """Raises as `check_devices` and `check_group_size`."""
+        check_devices(self.name, devices, self._options)
+        if self._options.group_size is not None:
+            where = f"SyncBatchNorm '{self.name}'"
+            num_processes = count_processes(self._options.process_group, where)
+            check_group_size(self._options.group_size, len(devices), num_processes, where)
+
+    def _link(self) -> Optional[Link]:
+        """To the other processes, once the layer has a group."""
+        return None if self._group is None else self._group[1].link
 
     def peers(self) -> Sequence[int]:
         """Their ranks, where they share its statistics."""
-        link = None if self._group is None else self._group[1].link
+        link = self._link()
         return [] if link is None else link.peers()
 
     def place(self) -> Optional[Place]:
         """Where it stands in its net, once it has trained with other processes."""
-        link = None if self._group is None else self._group[1].link
+        link = self._link()
         return None if link is None else link.place
 
     def take_place(self) -> None:
         """Find out where the layer stands in the net that is being called to train, if other processes must know."""
-        if self._group is None:
-            return
-        link, spec = self._group[1].link, self._group[1].spec
+        link = self._link()
         if link is not None and link.place is None:
-            link.place = place_of(self, _description)._replace(subsets=subsets_of(spec, link.size))
+            link.place = place_of(self, _description)._replace(subsets=link.subsets())
 
     def description(self) -> str:
         """What must be the same in all processes; nothing if it does not synchronize."""

@@ -151,8 +151,8 @@ def convert_symbol(
             f"convert_symbol: the mean or variance of {graph.count_others()} BatchNorm nodes is used as an output, "
             f"which synchronized ones do not give."
         )
-    chosen = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout, "kvstore": kvstore}
-    chosen = {**chosen, "process_group": process_group}
+    chosen: Dict[str, Any] = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout}
+    chosen.update(kvstore=kvstore, process_group=process_group)
 
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:

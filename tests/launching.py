@@ -5,9 +5,10 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from common import launcher, path_of_launchers
 from harness import HANG, ROOT, lean_environment
 
 ENGINES = ["mpi", "horovod"]
@@ -15,14 +16,10 @@ SCRIPTS = os.path.join(ROOT, "tests", "jobs")
 
 
 class Done(NamedTuple):
-    """How a job ended; ``lines`` are what all processes have printed, without the launcher's marks."""
+    """How a job ended, and what all of its processes have printed."""
 
     returncode: int
     text: str
-
-    @property
-    def lines(self) -> List[str]:
-        return self.text.splitlines()
 
 
 def missing(engine: str) -> str:
@@ -30,8 +27,8 @@ def missing(engine: str) -> str:
     module = {"mpi": "mpi4py", "horovod": "horovod"}[engine]
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
-    launcher = launch(engine, 1)[0]
-    return "" if os.path.exists(launcher) else f"there is no {launcher}"
+    program = launcher(engine, 1)[0]
+    return "" if os.path.exists(program) else f"there is no {program}"
 
 
 def need(engine: str) -> None:
@@ -43,26 +40,16 @@ def need(engine: str) -> None:
         pytest.skip(f"NOT RUN: {reason}")
 
 
-def launch(engine: str, size: int) -> List[str]:
-    """The command that starts so many processes of what follows."""
-    folder = os.path.dirname(sys.executable)
-    if engine == "mpi":
-        return [os.path.join(folder, "mpirun"), "--map-by", ":OVERSUBSCRIBE", "-np", str(size)]
-    return [os.path.join(folder, "horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"]
-
-
 def environment(**variables) -> dict:
     """Without scikit-learn, which takes a part of every start (tests/lean)."""
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    root = {f"{who}_ALLOW_RUN_AS_ROOT{sure}": "1" for who in ("OMPI", "PRTE") for sure in ("", "_CONFIRM")}
-    chosen = {**lean_environment(), **root, "PATH": path, "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
+    chosen = {**lean_environment(), "PATH": path_of_launchers(), "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
     chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], SCRIPTS, os.path.join(ROOT, "examples")])
     return {**chosen, **{name: str(value) for name, value in variables.items()}}
 
 
 def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, **variables) -> Done:
     """Run a script of ``tests/jobs`` in so many processes; each is told the engine first."""
-    command = [*launch(engine, size), sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)]
+    command = [*launcher(engine, size), sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -9,8 +9,9 @@ import sys
 import time
 
 import pytest
+from common import launcher
 from harness import HANG, ROOT
-from launching import SCRIPTS, environment, launch, need, run_job
+from launching import SCRIPTS, environment, need, run_job
 
 SIZE, VICTIM, TIMEOUT = 3, 1, 6
 # After it the launcher kills whoever is left, so that what the others say may be lost.
@@ -108,7 +109,7 @@ def test_no_survivor_hangs_when_a_process_is_killed_at_any_moment(engine, kills)
     need(engine)
     draw = random.Random(0)
     for _ in range(kills):
-        command = [*launch(engine, SIZE), sys.executable, os.path.join(SCRIPTS, "ways.py"), engine, "train_for_ever"]
+        command = [*launcher(engine, SIZE), sys.executable, os.path.join(SCRIPTS, "ways.py"), engine, "train_for_ever"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
         with subprocess.Popen(command, cwd=ROOT, env=environment(), **pipes) as running:
             pids = []

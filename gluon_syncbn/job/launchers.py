@@ -1,5 +1,6 @@
 """Whether this process is one of several of a job, and who started it."""
 
+import functools
 import os
 import warnings
 from typing import NamedTuple, Optional
@@ -14,6 +15,7 @@ class Job(NamedTuple):
     size: int  # in processes
 
 
+@functools.lru_cache(maxsize=None)  # each imperative call of a layer may ask
 def job_of_launcher() -> Optional[Job]:
     """The job of several processes that this one belongs to, as its launcher tells; None if it is alone."""
     for variable, launcher in _SIZES.items():

@@ -66,28 +66,25 @@ class Link:
         return self._members(self.first_device // (self._spec.group_size or self._spec.num_devices * self.size))
 
     def _members(self, chunk: int) -> Sequence[int]:
-        return _members(self._spec, self.size, chunk)
+        """The processes that have devices in this group of the layer."""
+        spec = self._spec
+        if spec.group_size is None:
+            return range(self.size)
+        first = chunk * spec.group_size
+        return range(first // spec.num_devices, (first + spec.group_size - 1) // spec.num_devices + 1)
+
+    def subsets(self) -> List[Tuple[int, ...]]:
+        """The processes of each of its groups, in this process or another."""
+        spec = self._spec
+        if spec.group_size is None:
+            return []
+        return [tuple(self._members(chunk)) for chunk in range(self.size * spec.num_devices // spec.group_size)]
 
     def _place_by_name(self) -> Place:
         spec = self._spec
         number = next(_trained.setdefault(spec.name, itertools.count()))
         key = f"{spec.name}.{number}"
-        return Place(key, key, [describe(spec, None)], subsets_of(spec, self.size))
-
-
-def _members(spec: GroupSpec, size: int, chunk: int) -> Sequence[int]:
-    """The processes that have devices in this group of the layer."""
-    if spec.group_size is None:
-        return range(size)
-    first = chunk * spec.group_size
-    return range(first // spec.num_devices, (first + spec.group_size - 1) // spec.num_devices + 1)
-
-
-def subsets_of(spec: GroupSpec, size: int) -> List[Tuple[int, ...]]:
-    """Those of all its groups, of all processes."""
-    if spec.group_size is None:
-        return []
-    return [tuple(_members(spec, size, chunk)) for chunk in range(size * spec.num_devices // spec.group_size)]
+        return Place(key, key, [describe(spec, None)], self.subsets())
 
 
 def seconds_for_processes(timeout: Optional[float]) -> float:

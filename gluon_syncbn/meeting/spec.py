@@ -214,13 +214,13 @@ def check_group_size(group_size: Optional[int], num_devices: int, num_processes:
         raise ValueError(f"{where}: group_size={group_size} does not divide its {total} devices.")
 
 
-def check_devices(name: str, devices: Sequence[mx.Context], options: Options, num_processes: int) -> None:
+def check_devices(name: str, devices: Sequence[mx.Context], options: Options) -> None:
     """Refuse a group that could never meet; ``devices`` are those of this process.
 
     Raises
     ------
     ValueError
-        A device is given twice, their number is not ``num_devices``, or ``group_size`` does not divide it.
+        A device is given twice, or their number is not ``num_devices``.
     RuntimeError
         MXNet runs on its NaiveEngine, where no device could ever wait for another.
     """
@@ -232,7 +232,6 @@ def check_devices(name: str, devices: Sequence[mx.Context], options: Options, nu
             f"SyncBatchNorm '{name}': num_devices={options.num_devices}, but its parameters live on {len(devices)} "
             f"({shown}). Initialize the net on the devices that train, or leave num_devices out."
         )
-    check_group_size(options.group_size, len(devices), num_processes, f"SyncBatchNorm '{name}'")
     check_engine(name, len(devices))
 
 

@@ -71,8 +71,8 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) ->
 class Wait:
     """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
 
-    def __init__(self, seconds: float, is_for_processes: bool = False):
-        self.began = time.monotonic()
+    def __init__(self, seconds: float, began: Optional[float] = None, is_for_processes: bool = False):
+        self.began = time.monotonic() if began is None else began
         self._is_for_processes = is_for_processes
         self._timeout = seconds
         self._is_watching = False
@@ -97,8 +97,7 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
 
     ``began`` is on the clock of `time.monotonic`.
     """
-    with Wait(timeout) as this:
-        this.began = began
+    with Wait(timeout, began) as this:
         while not enough():
             ended = this.ended()
             if ended is not None:
