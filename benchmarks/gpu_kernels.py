@@ -19,10 +19,14 @@ LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
 KERNELS = [
     f"{kernel}_{layout}"
-    for kernel in ("moments", "normalize", "gradient_sums", "input_gradient")
+    for kernel in (
+        "moments",
+        *(kernel + skip for kernel in ("normalize", "gradient_sums", "input_gradient") for skip in ("", "_skip")),
+    )
     for layout in ("rows", "columns")
 ]
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
+ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 
 
 class Tuning(NamedTuple):
@@ -56,12 +60,12 @@ class Launch(NamedTuple):
 
 
 def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, tuning: Optional[Tuning] = None) -> Launch:
-    """What the operator would choose for tensors (outer, channels, inner) at these addresses, at most three."""
+    """What the operator would choose for tensors (outer, channels, inner) at these addresses."""
     numbers = (ctypes.c_int64 * 8)()
     sizes = [ctypes.c_int64(size) for size in layout]
-    pointers = [ctypes.c_void_p(address) for address in (*addresses, *addresses[:1] * 2)[:3]]
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     tuned = (ctypes.c_int64 * 3)(*tuning) if tuning else None
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, *pointers, tuned, numbers)
+    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
     rows, aligned, *rest = numbers
     return Launch(bool(rows), bool(aligned), tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
 
@@ -81,44 +85,96 @@ class Passes:
         numbers that device and host share, ``launch(kernel, dtype, grid, block, arguments)`` and ``synchronize()``.
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
+    activation, slope, in_place
+        What stands behind the norm, and whether the backward passes are given y in place of x.
     """
 
-    def __init__(self, device, dtype: str, layout, *tensors, relu=False, has_scale=True, epsilon=1e-5, momentum=0.9):
+    def __init__(
+        self,
+        device,
+        dtype: str,
+        layout,
+        *tensors,
+        activation="none",
+        slope=0.1,
+        in_place=False,
+        has_scale=True,
+        epsilon=1e-5,
+        momentum=0.9,
+    ):
         self.device, self.dtype, self.layout = device, dtype, layout
-        self.relu, self.has_scale, self.epsilon, self.momentum = relu, has_scale, epsilon, momentum
+        self.activation, self.slope, self.in_place = ACTIVATIONS.index(activation), slope, in_place
+        self.has_scale, self.epsilon, self.momentum = has_scale, epsilon, momentum
         self.launch = launch_for(dtype, layout, *(address_of(tensor) for tensor in tensors), tuning=device.tuning)
         self.real = "float64" if dtype == "float64" else "float32"
         self.partials = device.zeros(self.launch.partials, "float64")
         self.counters = device.zeros(self.launch.counters, "int32")
-        self.message = device.pinned(4 + 2 * layout[1])
-        self.saved = device.zeros(2 * layout[1] + 3, "float64")
+        self.message = device.pinned(4 + 4 * layout[1])
+        self.saved = device.zeros(4 * layout[1] + 3, "float64")
+        self._no_running = device.zeros(1, self.real), device.zeros(1, self.real)
         self._ticket = 0.0
 
-    def moments(self, x) -> None:
-        """Leave mean and M2 of this device in ``received``."""
+    def moments(self, x, running=None) -> None:
+        """Leave mean and M2 of this device in ``received``, and the ``running`` mean and variance, if there are any."""
         self._ticket += 1
-        self._run(
-            "moments", x, self.partials, self.counters, self.message, *self._sizes(), ctypes.c_double(self._ticket)
-        )
+        vectors = (*(running or self._no_running), self.partials, self.counters, self.message)
+        numbers = ctypes.c_double(self._ticket), ctypes.c_int(running is not None)
+        self._run("moments", x, *vectors, *self._sizes(), *numbers)
 
-    def normalize(self, x, y, gamma, beta, running_mean, running_var, count, training=True, wants_y=True) -> None:
-        """After ``send(mean, var)`` of all devices, which hold ``count`` values per channel."""
-        numbers = [ctypes.c_double(number) for number in (self.epsilon, self.momentum, count, 7, 0)]
-        flags = [ctypes.c_int(flag) for flag in (training, self.has_scale, self.relu, wants_y, True)]
+    def normalize(
+        self,
+        x,
+        y,
+        gamma,
+        beta,
+        running_mean,
+        running_var,
+        count,
+        training=True,
+        wants_y=True,
+        skip=None,
+        renorm=False,
+    ) -> None:
+        """After ``send(mean, var)`` of all devices, which hold ``count`` values per channel; with ``renorm`` after
+        ``send(mean, var, r, d)``."""
+        numbers = [ctypes.c_double(number) for number in (self.epsilon, self.momentum, count, 7, 0, self.slope)]
+        options = (training, self.has_scale, self.activation, self.in_place, renorm, wants_y, True)
+        flags = [ctypes.c_int(flag) for flag in options]
         vectors = (gamma, beta, running_mean, running_var, self.saved, self.message)
-        self._run("normalize", x, y, *vectors, *self._sizes(), *numbers, *flags)
+        kernel, tensors = ("normalize", (x, y)) if skip is None else ("normalize_skip", (x, skip, y))
+        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *flags)
 
-    def gradient_sums(self, x, dy, gamma, beta, d_gamma, d_beta, gamma_request=1, beta_request=1) -> None:
-        """Leave S1 and S2 of this device in ``received``, and what `normalize` was told of the call behind them."""
+    def gradient_sums(
+        self, x, dy, gamma, beta, d_gamma, d_beta, gamma_request=1, beta_request=1, y=None, d_skip=None, skip_request=1
+    ) -> None:
+        """Leave S1 and S2 of this device in ``received``, and what `normalize` was told of the call behind them.
+
+        With y and d_skip it is the pass behind a skip.
+        """
         self._ticket += 1
-        flags = [ctypes.c_int(flag) for flag in (self.has_scale, self.relu, gamma_request, beta_request)]
         vectors = (gamma, beta, self.saved, self.partials, self.counters, self.message, d_gamma, d_beta)
-        self._run("gradient_sums", x, dy, *vectors, *self._sizes(), ctypes.c_double(self._ticket), *flags)
+        numbers = [ctypes.c_double(self._ticket), *([] if d_skip is not None else [ctypes.c_double(self.slope)])]
+        requests = (gamma_request, beta_request)
+        if d_skip is None:
+            kernel, tensors = "gradient_sums", (x, dy)
+            options = (self.has_scale, self.activation, self.in_place, *requests)
+        else:
+            kernel, tensors = "gradient_sums_skip", (x, dy, y, d_skip)
+            options = (self.has_scale, *requests, skip_request)
+        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
 
-    def input_gradient(self, x, dy, dx, gamma, beta, add=False) -> None:
-        """After ``send(S1, S2)`` of all devices."""
-        flags = [ctypes.c_int(flag) for flag in (self.has_scale, self.relu, add)]
-        self._run("input_gradient", x, dy, dx, gamma, beta, self.saved, self.message, *self._sizes(), *flags)
+    def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None, is_passed=False) -> None:
+        """After ``send(S1, S2)`` of all devices. With y it is the pass behind a skip; ``is_passed`` says of dy that it
+        has been through the activation already."""
+        vectors = (gamma, beta, self.saved, self.message)
+        if y is None:
+            activation = 0 if is_passed else self.activation
+            numbers = [ctypes.c_double(self.slope)]
+            kernel, tensors, options = "input_gradient", (x, dy, dx), (self.has_scale, activation, self.in_place, add)
+        else:
+            numbers = []
+            kernel, tensors, options = "input_gradient_skip", (x, dy, y, dx), (self.has_scale, add)
+        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The two vectors that a pass has left for the host, and what is behind them."""
@@ -127,13 +183,13 @@ class Passes:
             raise AssertionError(f"the kernel left ticket {self.message[0]}, not {self._ticket}")
         channels = self.layout[1]
         first, second, rest = np.split(np.array(self.message[1:]), [channels, 2 * channels])
-        return first, second, rest
+        return first, second, rest[: max(3 + channels, 2 * channels)]
 
-    def send(self, first, second) -> None:
-        """Two vectors of all devices, for the pass that comes next."""
+    def send(self, *vectors) -> None:
+        """Vectors of all devices, for the pass that comes next."""
         channels = self.layout[1]
-        self.message[1 : 1 + channels] = first
-        self.message[1 + channels : 1 + 2 * channels] = second
+        for number, vector in enumerate(vectors):
+            self.message[1 + number * channels : 1 + (number + 1) * channels] = vector
 
     def _sizes(self):
         return [*(ctypes.c_longlong(size) for size in self.layout), ctypes.c_int(self.launch.aligned)]

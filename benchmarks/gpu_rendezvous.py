@@ -21,6 +21,7 @@ from mxnet import autograd
 
 import gluon_syncbn
 from gluon_syncbn.backends import native
+from gluon_syncbn.graphs.mark import Form
 from gluon_syncbn.meeting.spec import GroupSpec
 
 SHAPE = (1, 64, 2, 2)
@@ -45,7 +46,7 @@ def prepare(devices):
         started = time.perf_counter()
         with autograd.record(train_mode=train_mode):
             outputs = [
-                backend.normalize(mx.nd, arrays, group.reference, 1, relu=False)[0]
+                backend.normalize(mx.nd, arrays, group.reference, Form(axis=1))[0]
                 for arrays in zip(inputs, gamma, beta, mean, var)
             ]
         mx.nd.waitall()

@@ -83,13 +83,16 @@ def against_triad(rounds: int) -> None:
 
     mean, scale, beta, *rest = (pointer(vector) for vector in vectors)
 
+    no_activation = 0, ctypes.c_double(0)
+
     def forward(x, dy, out):
         core.gluon_syncbn_moments(0, x, *dims, 1, rest[0], rest[1])
-        core.gluon_syncbn_normalize(0, x, *dims, mean, scale, beta, 0, out, 1)
+        core.gluon_syncbn_normalize(0, x, None, *dims, mean, scale, beta, *no_activation, out, 1)
 
     def backward(x, dy, out):
-        core.gluon_syncbn_gradient_sums(0, x, dy, *dims, mean, scale, beta, 0, 1, rest[0], rest[1])
-        core.gluon_syncbn_input_gradient(0, x, dy, *dims, mean, scale, beta, 0, scale, beta, beta, out, 0, 1)
+        of_x = [0, x, dy, None, 0, *dims, mean, scale, beta, *no_activation]
+        core.gluon_syncbn_gradient_sums(*of_x, None, 0, 1, rest[0], rest[1])
+        core.gluon_syncbn_input_gradient(*of_x, scale, beta, beta, out, 0, 1)
 
     runs = {
         "triad": (3, lambda x, dy, out: triad(out, x, dy, ctypes.c_float(3), ctypes.c_long(size))),

@@ -21,7 +21,7 @@ from mxnet.gluon import contrib, nn
 
 from gluon_syncbn import convert_sync_batchnorm
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # first: it has a module `processes`, too
 from train_detection import DigitsTrainTransform, TrainingLoss, make_detector  # noqa: E402
 
 CHANNELS = 64
@@ -76,12 +76,12 @@ NETS = {
 }
 
 
-def build(make, devices, backend=None, contrib_norm=False, fuse_relu=True):
+def build(make, devices, backend=None, contrib_norm=False, fuse=True):
     count = len(devices)
     norm = (lambda: contrib.nn.SyncBatchNorm(num_devices=count)) if contrib_norm else nn.BatchNorm
     net = make(norm)
     if backend:
-        convert_sync_batchnorm(net, backend=backend, fuse_relu=fuse_relu)
+        convert_sync_batchnorm(net, backend=backend, fuse=fuse)
     net.initialize(mx.init.Xavier(), ctx=devices)
     net.hybridize(static_alloc=True, static_shape=True)
     return net
@@ -109,7 +109,7 @@ def main() -> None:
     kinds = {
         "nn.BatchNorm": {},
         "native": {"backend": "native"},
-        "native, ReLU apart": {"backend": "native", "fuse_relu": False},
+        "native, not fused": {"backend": "native", "fuse": False},
         "portable": {"backend": "portable"},
     }
     if options.net == "chain":

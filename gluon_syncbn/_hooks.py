@@ -12,6 +12,7 @@ from mxnet.gluon import HybridBlock, SymbolBlock
 
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.graphs.calls import following_moves
+from gluon_syncbn.graphs.fuse import fusing_bind, fusing_graphs
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
@@ -25,6 +26,9 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "backward", counting_backward),
     (mx.autograd, "backward", counting_backward),
     (HybridBlock, "_call_cached_op", following_moves),
+    (HybridBlock, "_get_graph", fusing_graphs),
+    (mx.sym.Symbol, "bind", fusing_bind),
+    (mx.sym.Symbol, "simple_bind", fusing_bind),
     (HybridBlock, "export", exporting_plain_graphs),
     (SymbolBlock, "__init__", synchronizing_what_is_marked),
 ]

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
@@ -13,7 +14,7 @@ from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.graphs.calls import declare_writes, remember
-from gluon_syncbn.graphs.mark import mark
+from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.job.default import find
 from gluon_syncbn.job.process_group import ProcessGroup, ProcessGroupLike
@@ -21,6 +22,7 @@ from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
 from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
+from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, check_group_size, subgroups
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.lifecycle import end_before_engines
@@ -83,6 +85,17 @@ class SyncBatchNorm(nn.BatchNorm):
         The processes to synchronize with, as in `gluon_syncbn.init_process_group`; by default what that, or the
         environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. ``group_size`` then counts the
         devices of all processes in rank order, and ``num_devices`` those of this process.
+    in_place : bool, default False
+        Let the backward pass go by the output, so that MXNet need not keep the input: less memory for activations, where
+        no ReLU follows (a leaky one may). On the native back end, in training on several devices. See
+        docs/memory.md for what it costs in precision.
+    renorm : (float, float) or list of (int, float, float), optional
+        Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
+        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in training
+        on several devices.
+    fuse : bool, default True
+        Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own passes.
+        Only on the native back end, and where nobody else reads what lies between.
     kvstore : str or mx.kv.KVStore, optional
         For the portable back end. Carries the per-channel vectors: 'local' (default with a CPU context) or 'device'
         (default on GPUs), or a store made with ``mx.kv.create`` that has no optimizer.
@@ -139,6 +152,9 @@ class SyncBatchNorm(nn.BatchNorm):
         activation: Optional[str] = None,
         kvstore: Union[str, mx.kv.KVStore, None] = None,
         process_group: Optional[ProcessGroupLike] = None,
+        in_place: bool = False,
+        renorm: Optional[RenormLike] = None,
+        fuse: bool = True,
         **kwargs,
     ):
         super().__init__(
@@ -155,7 +171,9 @@ class SyncBatchNorm(nn.BatchNorm):
             in_channels=in_channels,
             **kwargs,
         )
-        self._synchronize(num_devices, group_size, timeout, backend, activation, kvstore, process_group)
+        self._synchronize(
+            num_devices, group_size, timeout, backend, activation, kvstore, process_group, in_place, renorm, fuse
+        )
 
     def _synchronize(
         self,
@@ -166,16 +184,31 @@ class SyncBatchNorm(nn.BatchNorm):
         activation=None,
         kvstore=None,
         process_group=None,
+        in_place=False,
+        renorm=None,
+        fuse=True,
     ) -> None:
         """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
         where = f"SyncBatchNorm '{self.name}'"
-        options = check_options(where, num_devices, group_size, timeout, backend, activation, kvstore, process_group)
+        options = check_options(
+            where,
+            num_devices,
+            group_size,
+            timeout,
+            backend,
+            activation,
+            kvstore,
+            process_group,
+            renorm,
+            in_place,
+            fuse,
+        )
         find(options.process_group, where)  # one that cannot connect shows at once
         self._options = options
         self._requested_backend = backend
         if backend != "auto":
             choose(where, backend, [], options.kvstore)  # one that cannot run here shows at once
-        self._activation = activation
+        self._activation, self._in_place, self._fuse = activation, in_place, fuse
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
         self._last_order_token: Optional[Tuple[Any, Any]] = None
@@ -192,6 +225,8 @@ class SyncBatchNorm(nn.BatchNorm):
             "_passes",
             "_requested_backend",
             "_activation",
+            "_in_place",
+            "_fuse",
         ):
             del self.__dict__[name]
 
@@ -273,7 +308,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is None and len(devices) == 1 and not (is_for_one or self._never_synchronizes()):
             # The parameters are on one device, where base weights are loaded, and most move before they train. So this
             # tells what it is, and a SymbolBlock, or `symbol.load`, makes a layer of it.
-            told = mark(self._spec(self._options.num_devices), self._kwargs["axis"], relu=False, is_plain=True)
+            told = mark(self._spec(self._options.num_devices), self._form(), relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
         if devices:
             self._check_devices(devices)
@@ -283,7 +318,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is None or not devices:
             spec = checked_spec(self._spec(len(devices) or self._options.num_devices))
             node = Node(name, spec, hidden, after)
-            return make_node(inputs, self._requested_backend, self._kwargs["axis"], relu, node)
+            return make_node(inputs, self._requested_backend, self._form(), node)
         if trace.is_static:
             declare_writes(trace.net, self)
         node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
@@ -300,8 +335,10 @@ class SyncBatchNorm(nn.BatchNorm):
         backend, group = self._group_on(self._devices())
         if mx.autograd.is_training():
             self.take_place()
-        relu = self._activation is not None
-        return backend.normalize(F, arrays, group.reference, self._kwargs["axis"], relu, node)
+        return backend.normalize(F, arrays, group.reference, self._form(), node)
+
+    def _form(self) -> Form:
+        return Form(self._kwargs["axis"], self._activation, self._in_place, self._fuse)
 
     def _spec(self, num_devices: Optional[int]) -> GroupSpec:
         options, kwargs = self._options._replace(num_devices=num_devices), self._kwargs
@@ -343,6 +380,12 @@ class SyncBatchNorm(nn.BatchNorm):
             now = self._group
             if now is None or (now[1].devices, now[1].spec.dtype) != (devices, self._dtype()):
                 backend = self._choice().backend
+                if self._in_place and not backend.works_in_place:
+                    warnings.warn(
+                        f"SyncBatchNorm '{self.name}' runs on the {backend.name} back end, which cannot work in place: "
+                        f"in_place=True saves no memory here.",
+                        stacklevel=2,
+                    )
                 self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
                 add_live(self)
                 if self._group[1].link is not None:
@@ -423,6 +466,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __repr__(self):
         options = {**self._options._asdict(), "activation": self._activation}
+        options.update(in_place=self._in_place or None, fuse=None if self._fuse else False)
         chosen = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
         if self.gamma.shape is None:  # a SymbolBlock's, before anything is known of its input; there is no super() then
             kwargs = ", ".join(f"{name}={value!r}" for name, value in self._kwargs.items())

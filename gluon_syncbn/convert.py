@@ -20,7 +20,7 @@ from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph
 _log = logging.getLogger(__name__)
 
 
-def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse_relu: bool = True, **options) -> Block:
+def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse: bool = True, **options) -> Block:
     """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
 
     Converts `nn.BatchNorm`, its subclasses that only choose options, ``contrib.nn.SyncBatchNorm``, and the BatchNorm
@@ -36,12 +36,14 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
         The net; it is changed in place.
     num_devices : int, optional
         As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``activation``,
-        ``kvstore``, ``process_group``.
-    fuse_relu : bool, default True
-        Where a `nn.HybridSequential` holds a norm and a ReLU behind it, compute both in one pass: the norm takes the
-        activation over, and the ReLU passes its input on. Left alone where that could be seen: if one of the two hangs
-        elsewhere in the net too, or has forward hooks. A slice of the `nn.HybridSequential` that is cut between the two
-        afterwards ends with the ReLU; pass False if you cut there.
+        ``kvstore``, ``process_group``, ``in_place``, ``renorm``.
+    fuse : bool, default True
+        Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum and
+        ReLU, wherever the graph has them and nobody else reads what lies between; a line of the log (INFO, logger
+        ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU behind a norm in a
+        `nn.HybridSequential`: the norm takes the activation over, and the ReLU passes its input on. That is left alone
+        where it could be seen: if one of the two hangs elsewhere in the net too, or has forward hooks. A slice of the
+        `nn.HybridSequential` that is cut between the two afterwards ends with the ReLU; pass False if you cut there.
 
     Returns
     -------
@@ -63,10 +65,10 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     """
     blocks = all_blocks(block)
     # Refuses wrong options before anything has changed; with a prefix, takes no number from other BatchNorms' names.
-    SyncBatchNorm(num_devices=num_devices, prefix=block.prefix, **options)
+    SyncBatchNorm(num_devices=num_devices, prefix=block.prefix, fuse=fuse, **options)
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
-        synchronize(item, num_devices=num_devices, **options)
+        synchronize(item, num_devices=num_devices, fuse=fuse, **options)
         blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
@@ -75,9 +77,9 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
             layer.__class__ = SyncBatchNorm
             if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
-        layer._synchronize(num_devices=num_devices, **options)
+        layer._synchronize(num_devices=num_devices, fuse=fuse, **options)
     separate_relus(blocks)
-    fused = fuse_relus(blocks) if fuse_relu else 0
+    fused = fuse_relus(blocks) if fuse else 0
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
     if fused:

@@ -16,8 +16,10 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
+from gluon_syncbn.graphs.mark import Form
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.meeting.link import count_processes
+from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, check_group_size
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
@@ -41,6 +43,9 @@ def SyncBatchNorm(
     activation: Optional[str] = None,
     kvstore: Optional[str] = None,
     process_group: Optional[str] = None,
+    in_place: bool = False,
+    renorm: Optional[RenormLike] = None,
+    fuse: bool = True,
     dtype: str = "float32",
     name: Optional[str] = None,
     attr: Optional[Dict[str, str]] = None,
@@ -66,6 +71,8 @@ def SyncBatchNorm(
         As in `gluon_syncbn.SyncBatchNorm`. 'auto' takes 'native' where it is compiled and MXNet sees no GPU.
     kvstore, process_group : str, optional
         As there, by name. In a job of several processes ``num_devices`` counts those of one.
+    in_place, renorm, fuse :
+        As there. What follows the node is fused when the symbol is bound; the symbol itself stays as it is.
     dtype : {'float32', 'float64'}
         Of parameters and statistics.
     name : str, optional
@@ -90,12 +97,21 @@ def SyncBatchNorm(
         # For its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
         options = check_options(
-            f"SyncBatchNorm '{name}'", num_devices, group_size, timeout, backend, activation, kvstore, process_group
+            f"SyncBatchNorm '{name}'",
+            num_devices,
+            group_size,
+            timeout,
+            backend,
+            activation,
+            kvstore,
+            process_group,
+            renorm,
+            in_place,
+            fuse,
         )
         spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
-        relu = activation is not None
-        node = Node(name, spec, attr)
-        return make_node(plain.get_children(), backend, axis, relu, node, use_global_stats)[0]
+        form = Form(axis, activation, in_place, fuse)
+        return make_node(plain.get_children(), backend, form, Node(name, spec, attr), use_global_stats)[0]
 
 
 def convert_symbol(
@@ -106,6 +122,9 @@ def convert_symbol(
     backend: str = "auto",
     kvstore: Optional[str] = None,
     process_group: Optional[str] = None,
+    in_place: bool = False,
+    renorm: Optional[RenormLike] = None,
+    fuse: bool = True,
     dtype: str = "float32",
 ) -> mx.sym.Symbol:
     """A copy of a symbol in which every Batch Normalization synchronizes.
@@ -120,7 +139,7 @@ def convert_symbol(
         For example from ``mx.model.load_checkpoint``.
     num_devices : int
         How many devices will train it: ``len(context)`` of the Module.
-    group_size, timeout, backend, kvstore, process_group, dtype :
+    group_size, timeout, backend, kvstore, process_group, in_place, renorm, fuse, dtype :
         As in `SyncBatchNorm`.
 
     Returns
@@ -152,7 +171,7 @@ def convert_symbol(
             f"which synchronized ones do not give."
         )
     chosen: Dict[str, Any] = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout}
-    chosen.update(kvstore=kvstore, process_group=process_group)
+    chosen.update(kvstore=kvstore, process_group=process_group, in_place=in_place, renorm=renorm, fuse=fuse)
 
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
@@ -209,7 +228,10 @@ def _make_again(norm: Norm, inputs, after, backend: str, dtype: str, chosen: Dic
     """A synchronized layer for this node, with the options ``chosen``."""
     options = check_options(f"SyncBatchNorm '{norm.name}'", backend=backend, **chosen)
     spec = checked_spec(GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma))
-    return make_node(inputs, backend, norm.axis, norm.relu, Node(norm.name, spec, norm.hidden, after))
+    form = Form(
+        norm.axis, "relu" if norm.relu else None, chosen.get("in_place", False), chosen.get("fuse", True)
+    )
+    return make_node(inputs, backend, form, Node(norm.name, spec, norm.hidden, after))
 
 
 def checked_spec(spec: GroupSpec) -> GroupSpec:
@@ -227,18 +249,18 @@ def checked_spec(spec: GroupSpec) -> GroupSpec:
     return spec
 
 
-def make_node(inputs, backend: str, axis: int, relu: bool, node: Node, use_global_stats: bool = False):
+def make_node(inputs, backend: str, form: Form, node: Node, use_global_stats: bool = False):
     """The last node of a synchronized layer that no layer object owns, and its order token."""
-    spec = node.spec
+    spec, relu = node.spec, form.activation == "relu"
     is_alone = spec.num_devices == 1 and count_processes(spec.process_group, spec.where) == 1
     if use_global_stats or is_alone or spec.group_size == 1:
-        options = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
+        options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)
         options["use_global_stats"] = use_global_stats
         return lowered(plain_node([x, *inputs[1:]], node.name, relu, node.hidden, **options)), None
     devices = [mx.gpu(0)] if mx.context.num_gpus() else []
     chosen = choose(spec.where, backend, devices, spec.kvstore).backend
-    return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), axis, relu, node)
+    return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), form, node)
 
 
 def plain_node(inputs, name: str, relu: bool, attr: Optional[Dict[str, str]], **options) -> mx.sym.Symbol:

@@ -16,7 +16,7 @@ sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "benchmarks")]
 
 import numpy as np  # noqa: E402
 from cupy_gpu import open_gpu  # noqa: E402
-from kernel_cases import PRECISION, run_two_devices  # noqa: E402
+from kernel_cases import BEHIND, PRECISION, run_two_devices  # noqa: E402
 
 
 def draw_case(rng, values: int) -> dict:
@@ -34,11 +34,12 @@ def draw_case(rng, values: int) -> dict:
     return {
         "layouts": [layout, (2 * outer + 1, channels, inner)],
         "dtype": dtype,
-        "relu": bool(rng.rand() < 0.5 and not large_mean),
+        "behind": "nothing" if large_mean else str(rng.choice(list(BEHIND))),
         # All alike, or one that differs.
         "offsets": tuple(np.roll([offset, 0, 0, 0], rng.randint(4)).tolist()) if rng.rand() < 0.3 else (offset,) * 4,
         "add": bool(rng.rand() < 0.3),
         "has_scale": bool(rng.rand() < 0.8),
+        "renorm": (2.0, 1.0) if rng.rand() < 0.2 and not large_mean else None,
         **({"mean": 3e4, "std": 0.5} if large_mean and dtype == "float32" else {}),
     }
 

@@ -20,11 +20,11 @@ def pair(activation="relu"):
     return net
 
 
-@pytest.mark.parametrize("fuse_relu", [True, False])
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_same_numbers_as_batchnorm_and_relu_on_the_concatenated_batch(mode, dtype, fuse_relu):
-    net = convert_sync_batchnorm(pair(), fuse_relu=fuse_relu)
+def test_same_numbers_as_batchnorm_and_relu_on_the_concatenated_batch(mode, dtype, fuse):
+    net = convert_sync_batchnorm(pair(), fuse=fuse)
     net.cast(dtype)
     net.initialize(ctx=cpus(2))
     gamma, beta = random_affine(net[0], 4)
@@ -76,7 +76,7 @@ def test_the_norm_takes_the_relu_over():
     net = convert_sync_batchnorm(pair())
     assert net[0]._activation == "relu" and type(net[1]) is not nn.Activation
     assert convert_sync_batchnorm(net)[0]._activation == "relu"  # once, however often it is converted
-    assert convert_sync_batchnorm(net, fuse_relu=False)[0]._activation is None
+    assert convert_sync_batchnorm(net, fuse=False)[0]._activation is None
     assert type(net[1]) is nn.Activation
     convert_sync_batchnorm(net)
     assert "activation='relu'" in repr(net[0])

@@ -58,8 +58,11 @@ def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
     for kernel, loads, stores in (
         ("moments", 4, 0),
         ("normalize", 4, 4),
+        ("normalize_skip", 8, 4),
         ("gradient_sums", 8, 0),
+        ("gradient_sums_skip", 12, 4),
         ("input_gradient", 8, 4),
+        ("input_gradient_skip", 12, 4),
     ):
         for layout in ("rows", "columns"):
             (code,) = re.findall(rf"\.entry {kernel}_{layout}\((.*?)^}}", ptx, flags=re.DOTALL | re.MULTILINE)

@@ -1,5 +1,6 @@
 """The kernels give the same bits on every instruction set, and can be held to one that is older than the processor."""
 
+import ctypes
 import hashlib
 
 import numpy as np
@@ -32,10 +33,18 @@ def digest() -> str:
             core().gluon_syncbn_moments(flag, pointer(x), *sizes(layout), 1, pointer(mean), pointer(m2))
             scale, beta, *gradient = vectors(channels, 2, 3, 4, 5, 6)
             affine = [pointer(item) for item in (mean, scale, beta)]
-            for relu in (0, 1):
-                arrays = [flag, pointer(x), pointer(dy), *sizes(layout), *affine, relu]
-                core().gluon_syncbn_normalize(flag, pointer(x), *sizes(layout), *affine, relu, pointer(y), 1)
-                core().gluon_syncbn_gradient_sums(*arrays, 1, pointer(sums), pointer(centred))
+            for activation, skip, in_place in ((0, 0, 0), (1, 0, 0), (2, 0, 0), (1, 1, 0), (0, 0, 1), (2, 0, 1)):
+                behind = [activation, ctypes.c_double(0.1)]
+                added, out = (pointer(dy), pointer(y)) if skip else (None, None)
+                core().gluon_syncbn_normalize(
+                    flag, pointer(x), added, *sizes(layout), *affine, *behind, pointer(y), 1
+                )
+                arrays = [flag, pointer(x), pointer(dy), out, in_place, *sizes(layout), *affine, *behind]
+                d_skip = np.zeros_like(x)
+                core().gluon_syncbn_gradient_sums(
+                    *arrays, pointer(d_skip) if skip else None, 0, 1, pointer(sums), pointer(centred)
+                )
+                seen.update(d_skip.tobytes())
                 for add in (0, 1):
                     into = [*(pointer(item) for item in gradient), pointer(dx), add, 1]
                     core().gluon_syncbn_input_gradient(*arrays, *into)

@@ -8,7 +8,7 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.graphs.mark import mark
+from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
 
 
@@ -28,15 +28,16 @@ class Node(NamedTuple):
     is_static: bool = False
     dtypes: Dict[str, Any] = {}
 
-    def marked(self, axis: int, relu: bool) -> Dict[str, Any]:
+    def marked(self, form: Form, relu: bool) -> Dict[str, Any]:
         """Name and attributes of the last node; ``relu`` says whether it computes one."""
-        return {"name": self.name, "attr": {**(self.hidden or {}), **mark(self.spec, axis, relu)}}
+        return {"name": self.name, "attr": {**(self.hidden or {}), **mark(self.spec, form, relu)}}
 
 
 class Backend(ABC):
     """How a layer on several devices is computed."""
 
     name: str
+    works_in_place: bool  # whether it can do without x in the backward pass
 
     @abstractmethod
     def unavailable_reason(self, devices: Sequence[mx.Context], kvstore) -> str:
@@ -52,7 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def normalize(
-        self, F, arrays: Sequence, group: GroupReference, axis: int, relu: bool, node: Optional[Node] = None
+        self, F, arrays: Sequence, group: GroupReference, form: Form, node: Optional[Node] = None
     ) -> Tuple[Any, Any]:
         """Batch Normalization with the statistics of the whole group.
 
@@ -63,10 +64,8 @@ class Backend(ABC):
             x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
             mean and running variance, of shape (C,) and the group's dtype.
         group : GroupReference
-        axis : int
-            Of the channels.
-        relu : bool
-            Whether to return max(y, 0) in place of y. NaN stays NaN.
+        form : Form
+            Behind a ReLU, NaN stays NaN.
         node : Node
             If F makes symbols.
 

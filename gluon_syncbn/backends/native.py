@@ -24,6 +24,7 @@ pair that costs nothing.
 import ctypes
 import functools
 import os
+import warnings
 import weakref
 from typing import Dict, List, Optional, Sequence
 
@@ -33,12 +34,12 @@ import numpy as np
 from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
+from gluon_syncbn.graphs.fuse import OPERATOR
 from gluon_syncbn.meeting.group import next_id, usual_reasons
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
 
-_OPERATOR = "gluon_syncbn_native"
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
 _links: Dict[int, Link] = {}  # by id of the group; those of processes that are alone have none
@@ -63,6 +64,7 @@ def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Co
     link = link_of(spec)
     if link is not None:
         _links[group_id] = link
+    points = library.renorm_points(spec.renorm or ())
     struct = library.GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices,
@@ -75,6 +77,8 @@ def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
+        num_renorm_points=len(points),
+        renorm_points=points,
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
@@ -101,6 +105,12 @@ def _fail(group_id: int, text: bytes) -> None:
     _links[group_id].fail(text.decode())
 
 
+@library.WARN
+def _warn(text: bytes) -> None:
+    """Called on the thread of an operator."""
+    warnings.warn(text.decode(), stacklevel=1)
+
+
 @library.DROP_LINK
 def _drop_link(group_id: int) -> None:
     """Called when nothing uses the group any more."""
@@ -112,7 +122,7 @@ def _register() -> str:
     if library.core is None:
         return library.unavailable_reason
     library.core.gluon_syncbn_link_processes(_exchange, _fail, _drop_link)
-    refused = library.core.gluon_syncbn_register(_make_described_group, cuda_source().encode())
+    refused = library.core.gluon_syncbn_register(_make_described_group, _warn, cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 
 
@@ -165,6 +175,7 @@ class NativeGroup(LayerGroup):
 
 class NativeBackend(Backend):
     name = "native"
+    works_in_place = True
 
     def unavailable_reason(self, devices, kvstore) -> str:
         if unavailable_reason:
@@ -185,10 +196,10 @@ class NativeBackend(Backend):
     def make_group(self, spec, devices) -> NativeGroup:
         return NativeGroup(spec, devices)
 
-    def normalize(self, F, arrays, group, axis, relu, node: Optional[Node] = None):
+    def normalize(self, F, arrays, group, form, node: Optional[Node] = None):
         x, gamma, beta, running_mean, running_var = arrays
         after = None if node is None else node.after
-        last = {} if node is None else node.marked(axis, relu)
+        last = {} if node is None else node.marked(form, relu=form.activation == "relu")
         is_on_gpus = bool(group.devices) and len(_gpus(group.devices)) == len(group.devices)
         skip_copies = is_on_gpus or (node is not None and node.is_static)
         skip_wrappers = F is mx.nd and x.context.device_type == "gpu"
@@ -197,10 +208,11 @@ class NativeBackend(Backend):
             *[dense, gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
             running_mean,
             running_var,
-            op_type=_OPERATOR,
+            op_type=OPERATOR,
             group=group.text,
-            axis=axis,
-            relu=int(relu),
+            axis=form.axis,
+            activation=form.activation or "none",
+            in_place=int(form.is_in_place),
             follows=int(after is not None),
             name=("fwd" if node is None else node.name) + "_sync",
         )

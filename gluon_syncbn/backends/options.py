@@ -3,6 +3,7 @@
 from typing import Optional
 
 from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
+from gluon_syncbn.meeting.renorm import RenormLike, check_renorm
 from gluon_syncbn.meeting.spec import Options, check_count, check_kvstore, check_timeout
 
 # What a user may ask for; gluon_syncbn.backends.choose has what stands behind it.
@@ -18,6 +19,9 @@ def check_options(
     activation: Optional[str] = None,
     kvstore=None,
     process_group: Optional[ProcessGroupLike] = None,
+    renorm: Optional[RenormLike] = None,
+    in_place: bool = False,
+    fuse: bool = True,
 ) -> Options:
     """The options of a group, or an error whose text starts with ``where``.
 
@@ -35,8 +39,13 @@ def check_options(
         raise ValueError(f"{where}: backend must be one of {', '.join(REQUESTS)}, not {backend!r}.")
     if activation not in (None, "relu"):
         raise ValueError(f"{where}: activation must be 'relu' or None, not {activation!r}.")
+    for option, flag in (("in_place", in_place), ("fuse", fuse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{where}: {option} must be True or False, not {flag!r}.")
+    if in_place and backend == "portable":
+        raise ValueError(f"{where}: in_place=True needs the native back end, and backend='portable' was asked for.")
     if kvstore == "horovod" and process_group in (None, "horovod"):  # MXNet's own name for it
         kvstore, process_group = None, "horovod"
     check_kvstore(kvstore, where)
     check_process_group(process_group, where)
-    return Options(num_devices, group_size, timeout, kvstore, process_group)
+    return Options(num_devices, group_size, timeout, kvstore, process_group, check_renorm(renorm, where))

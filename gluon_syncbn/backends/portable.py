@@ -48,6 +48,7 @@ from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import Group, find_group
 from gluon_syncbn.meeting.host_arrays import HostArrays
+from gluon_syncbn.meeting.renorm import r_and_d
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.meeting.waiting import SECONDS_BETWEEN_FAILURES
 
@@ -62,6 +63,7 @@ _last_failure = 0.0
 
 class PortableBackend(Backend):
     name = "portable"
+    works_in_place = False
 
     def unavailable_reason(self, devices, kvstore) -> str:
         return ""
@@ -72,14 +74,14 @@ class PortableBackend(Backend):
     def make_group(self, spec, devices) -> Group:
         return Group(spec, devices)
 
-    def normalize(self, F, arrays, group, axis, relu, node: Optional[Node] = None):
+    def normalize(self, F, arrays, group, form, node: Optional[Node] = None):
         x, lowered = widened(F, arrays[0], {} if node is None else node.dtypes)
         gamma, beta, running_mean, running_var = arrays[1:]
         name, after = ("fwd", None) if node is None else (node.name, node.after)
         dtype = group.spec.dtype
         values = x if node is None and dtype_name(x.dtype) == dtype else F.cast(x, dtype=dtype)
         is_on_gpu = group.devices[0].device_type == "gpu" if group.devices else mx.context.num_gpus() > 0
-        total, shift, centred = _centre(F, _as_rows(F, values, axis), is_on_gpu)
+        total, shift, centred = _centre(F, _as_rows(F, values, form.axis), is_on_gpu)
         # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
         sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
         affine, order_token = F.Custom(
@@ -93,9 +95,9 @@ class PortableBackend(Backend):
         )
         weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
         vectors = (weight, bias, running_mean, running_var)
-        options = {"axis": axis, "eps": group.spec.epsilon, "momentum": 1, "fix_gamma": False}
-        out = F.BatchNorm(x, *vectors, **options, **({} if node is None else node.marked(axis, relu=False)))
-        if relu:  # Activation would turn NaN into 0
+        options = {"axis": form.axis, "eps": group.spec.epsilon, "momentum": 1, "fix_gamma": False}
+        out = F.BatchNorm(x, *vectors, **options, **({} if node is None else node.marked(form, relu=False)))
+        if form.activation == "relu":  # Activation would turn NaN into 0
             out = F.relu(out, **({} if node is None else {"name": f"{name}_relu"}))
         return lowered(out), order_token
 
@@ -180,14 +182,15 @@ class _AllReduce(mx.operator.CustomOp):
             )
         local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), spec.dtype))
         try:
-            merged, round_id = self._group.all_reduce_moments(self._device, local, set_id)
+            merged, round_id, limits = self._group.all_reduce_moments(self._device, local, set_id)
         except Exception:
             host.write(affine, (2, channels), spec.dtype, _NAN)
             host.write(saved, (_saved_size(channels),), np.float64, _NAN)
             raise
         view = BatchView.of(local, merged, spec.epsilon)
-        host.write(affine, (2, channels), spec.dtype, view.weight_and_bias(gamma, beta))
-        to_save = np.concatenate([*view, [local.count, merged.count, round_id, set_id]])
+        r, d = r_and_d(limits, spec.epsilon, merged.mean, merged.var, *map(self._read, aux))
+        host.write(affine, (2, channels), spec.dtype, view.weight_and_bias(gamma * r, beta + gamma * d))
+        to_save = np.concatenate([*view, r, d, [local.count, merged.count, round_id, set_id]])
         host.write(saved, (_saved_size(channels),), np.float64, to_save)
         for running, value in zip(aux, (merged.mean, merged.var)):
             average = moving_average(self._read(running), value, spec.momentum)
@@ -208,20 +211,21 @@ class _AllReduce(mx.operator.CustomOp):
                 f"{spec.where}: the backward pass on {self._device} has nothing to go by, because its "
                 f"forward pass was not run: something before it had failed. The first error tells what."
             )
-        view = BatchView(*saved[:-4].reshape(3, channels))
-        d_beta, d_gamma = view.sums(d_weight, d_bias)
+        *parts, r, d = saved[:-4].reshape(5, channels)
+        view = BatchView(*parts)
+        own_s1, own_s2 = view.sums(d_weight, d_bias)
         try:
-            sums = np.concatenate([d_beta, d_gamma])
+            sums = np.concatenate([own_s1, own_s2])
             s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_id), int(set_id)).reshape(2, -1)
         except Exception:
             self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
             raise
-        constant, slope = view.correction(self._gamma(in_data), d_weight, d_bias, count, s1, s2, total_count)
+        constant, slope = view.correction(self._gamma(in_data) * r, d_weight, d_bias, count, s1, s2, total_count)
         # The gradient of total reaches every x as it is, that of squares times 2·(x − shift); the constant and the
         # slope are about the mean, which lies total/count above shift.
         total = host.read(in_data[0], (3, channels), spec.dtype)[1]
         d_sums = [np.zeros(channels), constant - slope * total / count, slope / 2]
-        self._write_gradients(in_grad, req, d_sums, d_gamma, d_beta)
+        self._write_gradients(in_grad, req, d_sums, r * own_s2 + d * own_s1, own_s1)
 
     def _gamma(self, in_data):
         return self._read(in_data[2]) if self._group.spec.scale else np.ones(self._channels)
@@ -277,11 +281,12 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
 
 def _saved_size(channels: int) -> int:
-    """Of what the backward pass is handed: a `BatchView`, two counts, the ids of forward round and active set.
+    """Of what the backward pass is handed: a `BatchView`, r and d of Batch Renormalization, two counts, the ids of
+    forward round and active set.
 
     MXNet asks while it does not know the channels, too, which is -1.
     """
-    return 3 * channels + 4 if channels >= 0 else -1
+    return 5 * channels + 4 if channels >= 0 else -1
 
 
 def _wrapped(operator: str) -> str:

@@ -17,6 +17,12 @@ __all__ = ["LIBMXNET", "check_call"]
 LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
 
+class RenormPointStruct(ctypes.Structure):
+    """``RenormPoint`` of csrc/meeting/renorm.h."""
+
+    _fields_ = [("step", c_double), ("r_max", c_double), ("d_max", c_double)]
+
+
 class GroupSpecStruct(ctypes.Structure):
     """``GroupSpec`` of csrc/meeting/group.h, which says what the fields mean."""
 
@@ -32,6 +38,8 @@ class GroupSpecStruct(ctypes.Structure):
         ("epsilon", c_double),
         ("scale", c_int),
         ("dtype", c_int),
+        ("num_renorm_points", c_int),
+        ("renorm_points", POINTER(RenormPointStruct)),
     ]
 
 
@@ -40,6 +48,7 @@ _NUMBERS = POINTER(c_double)
 # Group, whether it is the forward pass, subgroup, active set, round, a vector of this size, rows of it.
 EXCHANGE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), _NUMBERS, c_int64, _NUMBERS)
 FAIL = ctypes.CFUNCTYPE(None, c_int64, c_char_p)
+WARN = ctypes.CFUNCTYPE(None, c_char_p)
 DROP_LINK = ctypes.CFUNCTYPE(None, c_int64)
 _STRINGS = POINTER(c_char_p)
 
@@ -47,7 +56,7 @@ _STRINGS = POINTER(c_char_p)
 _PROTOTYPES = {
     "connect": (c_int, [c_void_p]),
     "link_processes": (None, [EXCHANGE, FAIL, DROP_LINK]),
-    "register": (c_int, [MAKE_GROUP, c_char_p]),
+    "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),
     "make_group": (None, [c_int64, POINTER(GroupSpecStruct), _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
     "count_groups": (c_int64, []),
@@ -63,6 +72,8 @@ _PROTOTYPES = {
     "watch_signals": (None, [c_int]),
     "signalled_at": (c_double, []),
     "instruction_set": (c_char_p, []),
+    "start_profile": (None, []),
+    "stop_profile": (c_char_p, []),
 }
 
 
@@ -89,6 +100,11 @@ except (OSError, AttributeError) as problem:  # not there, or older than this fi
 def strings(texts: Sequence[str]):
     """As ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def renorm_points(schedule: Sequence[Sequence[float]]):
+    """As ``const RenormPoint*``."""
+    return (RenormPointStruct * len(schedule))(*(RenormPointStruct(*point) for point in schedule))
 
 
 def leave_error(text: str) -> bool:

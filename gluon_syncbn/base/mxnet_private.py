@@ -78,6 +78,11 @@ def has_forward_hooks(block: Block) -> bool:
     return bool(block._forward_hooks or block._forward_pre_hooks)
 
 
+def has_operator_hook(block: Block) -> bool:
+    """Whether someone wants to see what each operator of the block's graph computes; since MXNet 1.7."""
+    return getattr(block, "_callback", None) is not None
+
+
 def is_relu(block: Block) -> bool:
     return type(block) is nn.Activation and block._act_type == "relu"
 

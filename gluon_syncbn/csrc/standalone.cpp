@@ -20,9 +20,10 @@ namespace {
 
 std::vector<double> vector_of(const double* values, int64_t size) { return {values, values + size}; }
 
-Affine affine_of(int dtype, int64_t channels, const double* mean, const double* scale, const double* beta, int relu) {
+Affine affine_of(int dtype, int64_t channels, const double* mean, const double* scale, const double* beta,
+                 int activation, double slope) {
   return Affine::rounded(dtype_of(dtype), vector_of(mean, channels), vector_of(scale, channels),
-                         vector_of(beta, channels), relu != 0);
+                         vector_of(beta, channels), {static_cast<Activation::Kind>(activation), slope});
 }
 
 }  // namespace
@@ -43,33 +44,38 @@ EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int6
   std::memcpy(m2, result.m2.data(), result.m2.size() * sizeof(double));
 }
 
-// y = (x − mean)·scale + beta
-EXPORTED void gluon_syncbn_normalize(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
-                                     const double* mean, const double* scale, const double* beta, int relu, void* y,
-                                     int threads) {
-  normalize(dtype_of(dtype), x, {outer, channels, inner}, affine_of(dtype, channels, mean, scale, beta, relu), y,
-            threads);
+// y = activation((x − mean)·scale + beta + skip); null is no skip. Activations are numbered as Activation::Kind.
+EXPORTED void gluon_syncbn_normalize(int dtype, const void* x, const void* skip, int64_t outer, int64_t channels,
+                                     int64_t inner, const double* mean, const double* scale, const double* beta,
+                                     int activation, double slope, void* y, int threads) {
+  normalize(dtype_of(dtype), x, skip, {outer, channels, inner},
+            affine_of(dtype, channels, mean, scale, beta, activation, slope), y, threads);
 }
 
-// Σ dy and Σ dy·(x − mean), mean rounded to the tensor's precision
-EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* x, const void* dy, int64_t outer, int64_t channels,
-                                         int64_t inner, const double* mean, const double* scale, const double* beta,
-                                         int relu, int threads, double* sums, double* centred) {
-  const GradientSums result = gradient_sums(dtype_of(dtype), x, dy, {outer, channels, inner},
-                                            affine_of(dtype, channels, mean, scale, beta, relu), threads);
-  std::memcpy(sums, result.dy.data(), result.dy.size() * sizeof(double));
-  std::memcpy(centred, result.dy_centred.data(), result.dy_centred.size() * sizeof(double));
+// Σ dz and Σ dz·(v − mean), mean rounded to the tensor's precision; see BackwardInput. Null is no `out`, and no `d_skip`.
+EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* values, const void* d_out, const void* out, int in_place,
+                                         int64_t outer, int64_t channels, int64_t inner, const double* mean,
+                                         const double* scale, const double* beta, int activation, double slope,
+                                         void* d_skip, int add_to_skip, int threads, double* sums, double* centred) {
+  const GradientSums result = gradient_sums(dtype_of(dtype), {values, d_out, out, in_place != 0},
+                                            {outer, channels, inner},
+                                            affine_of(dtype, channels, mean, scale, beta, activation, slope), d_skip,
+                                            add_to_skip != 0, threads);
+  std::memcpy(sums, result.dz.data(), result.dz.size() * sizeof(double));
+  std::memcpy(centred, result.dz_centred.data(), result.dz_centred.size() * sizeof(double));
 }
 
-// dx = factor·dy + slope·(x − mean) + constant
-EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* x, const void* dy, int64_t outer, int64_t channels,
-                                          int64_t inner, const double* mean, const double* scale, const double* beta,
-                                          int relu, const double* factor, const double* slope,
+// dx = factor·dz + slope·(v − mean) + constant
+EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* values, const void* d_out, const void* out,
+                                          int in_place, int64_t outer, int64_t channels, int64_t inner,
+                                          const double* mean, const double* scale, const double* beta, int activation,
+                                          double activation_slope, const double* factor, const double* slope,
                                           const double* constant, void* dx, int add, int threads) {
   const InputGradient gradient{vector_of(factor, channels), vector_of(slope, channels),
                                vector_of(constant, channels)};
-  input_gradient(dtype_of(dtype), x, dy, {outer, channels, inner},
-                 affine_of(dtype, channels, mean, scale, beta, relu), gradient, dx, add != 0, threads);
+  input_gradient(dtype_of(dtype), {values, d_out, out, in_place != 0}, {outer, channels, inner},
+                 affine_of(dtype, channels, mean, scale, beta, activation, activation_slope), gradient, dx, add != 0,
+                 threads);
 }
 
 EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, double timeout_seconds) {
@@ -120,13 +126,14 @@ EXPORTED void gluon_syncbn_default_tuning(int64_t* numbers) {
   numbers[1] = Tuning().unroll;
 }
 
-// How a GPU's kernels are launched for tensors at these addresses; `launch` gets rows, aligned, grid (2), block (2), and
+// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, grid (2), block (2), and
 // the sizes of partials and counters. `tuning` is threads, unroll and blocks, or null for what the operator takes.
-EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner, const void* first,
-                                      const void* second, const void* third, const int64_t* tuning, int64_t* launch) {
+EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner,
+                                      const void* const* addresses, int count, const int64_t* tuning,
+                                      int64_t* launch) {
   const Layout layout{outer, channels, inner};
   const Tuning tuned = tuning ? Tuning{tuning[0], tuning[1], tuning[2]} : Tuning{};
-  const Launch chosen = launch_for(dtype_of(dtype), layout, {first, second, third}, tuned);
+  const Launch chosen = launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), tuned);
   const int64_t numbers[] = {chosen.rows,    chosen.aligned, chosen.grid_x,           chosen.grid_y,
                              chosen.block_x, chosen.block_y, chosen.partials(layout), chosen.counters()};
   std::memcpy(launch, numbers, sizeof numbers);

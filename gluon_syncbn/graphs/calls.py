@@ -19,7 +19,7 @@ from typing import Any, Optional
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import context_list, drop_graph
+from gluon_syncbn.base.mxnet_private import context_list, drop_graph, has_operator_hook
 from gluon_syncbn.engine.writes import tell_writes
 from gluon_syncbn.process.abandon import begin_forward
 
@@ -29,8 +29,9 @@ _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary(
 class _Graph:
     """The layers in the graph that a net has now, each with the contexts for which it was made."""
 
-    def __init__(self, trace: mx.sym.Symbol):
+    def __init__(self, trace: mx.sym.Symbol, has_hook: bool):
         self.trace = trace
+        self.has_hook = has_hook  # what operators compute must show then (`graphs.fuse`)
         self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._is_placed = False
         self.written: weakref.WeakSet[Block] = weakref.WeakSet()  # those whose writing the engine must be told
@@ -62,7 +63,7 @@ class _Graph:
 def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
     """``layer`` is in the graph of ``net`` that is being made; ``trace`` names it."""
     if net not in _graphs or _graphs[net].trace is not trace:
-        _graphs[net] = _Graph(trace)
+        _graphs[net] = _Graph(trace, has_operator_hook(net))
     _graphs[net].add(layer)
 
 
@@ -81,7 +82,7 @@ def following_moves(call):
     @functools.wraps(call)
     def _call_cached_op(self, *args):
         graph = _graphs.get(self)
-        if graph is not None and graph.has_moved():
+        if graph is not None and (graph.has_moved() or graph.has_hook != has_operator_hook(self)):
             del _graphs[self]
             drop_graph(self)
             graph = None

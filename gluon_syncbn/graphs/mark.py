@@ -5,7 +5,7 @@ devices.
 """
 
 import json
-from typing import Any, Dict
+from typing import Any, Dict, NamedTuple, Optional
 
 import mxnet as mx
 
@@ -14,15 +14,39 @@ from gluon_syncbn.meeting.spec import GroupSpec
 MARK = "__syncbn__"
 
 
-def mark(spec: GroupSpec, axis: int, relu: bool, is_plain: bool = False) -> Dict[str, str]:
+class Form(NamedTuple):
+    """What a layer computes on each device, beside what its `GroupSpec` says.
+
+    ``axis`` is that of the channels. ``activation`` is 'relu' or None; graphs also have 'leaky' (`graphs.fuse`). With
+    ``in_place`` the backward pass goes by the output, if the activation is none or leaky. ``fuse`` says whether a graph
+    may compute what follows the layer in the layer's own passes.
+    """
+
+    axis: int
+    activation: Optional[str] = None
+    in_place: bool = False
+    fuse: bool = True
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether there is a way back from the output."""
+        return self.in_place and self.activation != "relu"
+
+    def shared_options(self) -> Dict[str, bool]:
+        """Like `GroupSpec.shared_options`."""
+        return {"in_place": self.in_place, "fuse": self.fuse}
+
+
+def mark(spec: GroupSpec, form: Form, relu: bool, is_plain: bool = False) -> Dict[str, str]:
     """The attribute.
 
     ``relu`` says whether the marked node computes one. ``is_plain`` is for a node that is a plain BatchNorm as long as
     nobody makes it anew: its layer was on one device.
     """
-    told = {"axis": axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale, "relu": relu}
+    told = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale, "relu": relu}
     is_plain_too = {"is_plain": True} if is_plain else {}
-    return {MARK: json.dumps({**told, "options": spec.shared_options(), **is_plain_too})}
+    options = {**spec.shared_options(), **form.shared_options()}
+    return {MARK: json.dumps({**told, "options": options, **is_plain_too})}
 
 
 def read_mark(text: str) -> Dict[str, Any]:

@@ -73,9 +73,9 @@ class Graph:
     """
 
     def __init__(self, source: Union[mx.sym.Symbol, str]):
-        self._json = _parse(source)
+        self._json = parse(source)
         self._norms = _find_norms(self._json)
-        self._is_numpy = isinstance(source, mx.sym.numpy._Symbol)
+        self._is_numpy = isinstance(source, mx.sym.Symbol) and is_numpy(source)
 
     def norms(self) -> List[Norm]:
         """The Batch Normalizations that can be rewritten, inputs first."""
@@ -134,8 +134,14 @@ class Graph:
         return (chosen.as_np_ndarray() if self._is_numpy else chosen), last_tokens
 
 
-def _parse(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
+def parse(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
+    """A symbol as MXNet's JSON has it."""
     return json.loads(source if isinstance(source, str) else source.tojson(**_AS_IT_IS))
+
+
+def is_numpy(symbol: mx.sym.Symbol) -> bool:
+    """Whether it is of MXNet's NumPy interface."""
+    return isinstance(symbol, mx.sym.numpy._Symbol)
 
 
 def _find_norms(graph) -> Dict[int, Norm]:
@@ -235,7 +241,7 @@ class _Builder:
 
     def insert(self, fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
         """Add a fragment's nodes, with entries for its variables; returns what its outputs have become."""
-        graph = _parse(fragment)
+        graph = parse(fragment)
         places: Dict[int, Entry] = {}
 
         def moved(entry):
@@ -252,10 +258,10 @@ class _Builder:
 
     def finish(self, more_heads: List[Entry]) -> mx.sym.Symbol:
         heads = [self.new(entry) for entry in self._graph["heads"]] + more_heads
-        return mx.sym.load_json(json.dumps(_without_dead_nodes({**self._graph, "nodes": self._nodes, "heads": heads})))
+        return mx.sym.load_json(json.dumps(without_dead_nodes({**self._graph, "nodes": self._nodes, "heads": heads})))
 
 
-def _without_dead_nodes(graph):
+def without_dead_nodes(graph):
     """Only what the outputs need: MXNet would set up every node of the text, also one whose layer is gone."""
     nodes = graph["nodes"]
     needed, waiting = set(), [entry[0] for entry in graph["heads"]]

@@ -15,6 +15,7 @@ from gluon_syncbn.meeting import active_set, waiting
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.rendezvous import Rendezvous
+from gluon_syncbn.meeting.renorm import Limits, limits_at
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup, subgroups
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 from gluon_syncbn.meeting.transport import KVStoreTransport
@@ -114,11 +115,18 @@ class Group(LayerGroup):
         what = f"{self.spec.where}: {direction} pass"
         return Rendezvous(what, names, self.spec.seconds, exchange, usual_reasons, **more)
 
-    def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int]:
-        """The moments of the whole mini-batch, and the id of this forward round."""
+    def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int, Limits]:
+        """The moments of the whole mini-batch, the id of this forward round, and how far it may be renormalized."""
         member = self._membership_of(device, set_id)
         (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
-        return moments, round_id if number is None else number
+        round_id = round_id if number is None else number
+        return moments, round_id, limits_at(self.spec.renorm, round_id - 1 + self._rounds_of_others(device, set_id))
+
+    def _rounds_of_others(self, device: mx.Context, set_id: int) -> int:
+        """Rounds in which the device could have been, with other active sets than this."""
+        with self._changed:
+            sets = [members for other, members in self._members.items() if other != set_id and device in members]
+            return sum(members[device].forward.rounds for members in sets)
 
     def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
         """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""

@@ -110,7 +110,8 @@ def count_processes(process_group, where: str) -> int:
 def describe(spec: GroupSpec, channels: Optional[int]) -> str:
     """What must be the same in all processes but for the name, for them to compare and for users to read."""
     groups = "" if spec.group_size is None else f", groups of {spec.group_size}, {spec.num_devices} devices per process"
+    renorm = "" if spec.renorm is None else f", renorm {spec.renorm}"
     return (
         f"'{spec.name}', {spec.dtype}, momentum {spec.momentum:g}, epsilon {spec.epsilon:g}, "
-        f"{'with' if spec.scale else 'without'} gamma{groups}, {channels or '?'} channels"
+        f"{'with' if spec.scale else 'without'} gamma{groups}{renorm}, {channels or '?'} channels"
     )

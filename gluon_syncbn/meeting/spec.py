@@ -11,6 +11,7 @@ import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
 from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
+from gluon_syncbn.meeting.renorm import Schedule, check_renorm
 
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
@@ -89,6 +90,7 @@ class Options(NamedTuple):
     timeout: Optional[float] = None
     kvstore: Union[str, mx.kv.KVStore, None] = None
     process_group: Optional[ProcessGroupLike] = None
+    renorm: Optional[Schedule] = None
 
 
 class GroupSpec(NamedTuple):
@@ -96,7 +98,7 @@ class GroupSpec(NamedTuple):
 
     A graph that no layer owns carries it as text, which makes the same group in another process. It does not say which
     devices there are, only how many: 0 if that is not known either, and then the graph cannot train. ``dtype`` is that
-    of parameters and statistics; the last three are as in `nn.BatchNorm`.
+    of parameters and statistics; ``momentum``, ``epsilon`` and ``scale`` are as in `nn.BatchNorm`.
     """
 
     name: str
@@ -108,13 +110,14 @@ class GroupSpec(NamedTuple):
     momentum: float
     epsilon: float
     scale: bool
-    process_group: Optional[ProcessGroupLike] = None  # last, for texts of graphs that do not have it
+    process_group: Optional[ProcessGroupLike] = None  # last, for texts of graphs that do not have these
+    renorm: Optional[Schedule] = None
 
     @classmethod
     def of(cls, name: str, options: Options, dtype: str, momentum: float, epsilon: float, scale: bool) -> "GroupSpec":
-        num_devices, group_size, timeout, kvstore, processes = options
+        num_devices, group_size, timeout, kvstore, processes, renorm = options
         numbers = float(momentum), float(epsilon)
-        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, *numbers, scale, processes)
+        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, *numbers, scale, processes, renorm)
 
     @property
     def where(self) -> str:
@@ -131,7 +134,8 @@ class GroupSpec(NamedTuple):
         told = {name: getattr(self, name) for name in ("kvstore", "process_group")}
         named = {name: value for name, value in told.items() if isinstance(value, str)}
         counts = {"num_devices": self.num_devices or None, "group_size": self.group_size}
-        return {**counts, "timeout": self.timeout, "dtype": self.dtype, **named}
+        renorm = {} if self.renorm is None else {"renorm": self.renorm}
+        return {**counts, "timeout": self.timeout, "dtype": self.dtype, **named, **renorm}
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -150,7 +154,7 @@ class GroupSpec(NamedTuple):
         except (TypeError, ValueError) as problem:
             raise ValueError(f"a SyncBatchNorm node describes its group as {text!r}: {problem}.") from None
         spec.check()
-        return spec
+        return spec._replace(renorm=check_renorm(spec.renorm, spec.where))  # with tuples again
 
     def check(self) -> None:
         """ValueError for numbers that could not work, whoever wrote them."""

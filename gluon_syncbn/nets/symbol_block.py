@@ -16,6 +16,7 @@ from mxnet.gluon import SymbolBlock
 from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.graphs.fuse import fusing_graphs
 from gluon_syncbn.graphs.mark import is_marked
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.graphs.trace import Trace, find_trace, makes_graphs
@@ -68,6 +69,7 @@ class SynchronizedSymbolBlock(SymbolBlock):
             outputs = [item.as_np_ndarray() for item in outputs]
         return regroup(outputs, self._out_format)
 
+    @fusing_graphs
     @makes_graphs
     def _get_graph(self, *args):
         symbol_inputs = [copy.copy(item) for item in graph_of(self)[0]]  # new objects, see Trace.symbol

@@ -31,7 +31,13 @@ struct Buffer {
   std::unique_ptr<char[]> data;
 };
 
-void exercise(DType dtype, const Layout& layout, bool relu) {
+// What stands behind the norm, and whether the backward passes go by the output.
+struct Case {
+  Activation activation;
+  bool skip, in_place;
+};
+
+void exercise(DType dtype, const Layout& layout, const Case& what) {
   const int64_t size = layout.size();
   Buffer x(dtype, size), dy(dtype, size);
   for (int64_t i = 0; i < size; ++i) {
@@ -41,26 +47,35 @@ void exercise(DType dtype, const Layout& layout, bool relu) {
   }
   const size_t channels = static_cast<size_t>(layout.channels);
   Moments seen;
-  std::vector<char> outputs, gradients;
+  std::vector<char> outputs, gradients, skip_gradients;
   for (const int threads : {1, 3}) {
     const Moments local = moments(dtype, x.data.get(), layout, threads);
     const Moments all = merge({local.pack(), local.pack()});
     const Affine affine =
-        Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7), std::vector<double>(channels, 0.1), relu);
-    Buffer y(dtype, size), dx(dtype, size);
-    normalize(dtype, x.data.get(), layout, affine, y.data.get(), threads);
-    const GradientSums sums = gradient_sums(dtype, x.data.get(), dy.data.get(), layout, affine, threads);
-    const InputGradient gradient{std::vector<double>(channels, 0.5), sums.dy, sums.dy_centred};
+        Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7), std::vector<double>(channels, 0.1),
+                        what.activation);
+    Buffer y(dtype, size), dx(dtype, size), d_skip(dtype, size);
+    normalize(dtype, x.data.get(), what.skip ? dy.data.get() : nullptr, layout, affine, y.data.get(), threads);
+    const BackwardInput input{what.in_place ? y.data.get() : x.data.get(), dy.data.get(),
+                              what.skip ? y.data.get() : nullptr, what.in_place};
+    GradientSums sums;
     for (const bool add : {false, true}) {
-      input_gradient(dtype, x.data.get(), dy.data.get(), layout, affine, gradient, dx.data.get(), add, threads);
+      sums = gradient_sums(dtype, input, layout, affine, what.skip ? d_skip.data.get() : nullptr, add, threads);
     }
+    const InputGradient gradient{std::vector<double>(channels, 0.5), sums.dz, sums.dz_centred};
+    for (const bool add : {false, true}) {
+      input_gradient(dtype, input, layout, affine, gradient, dx.data.get(), add, threads);
+    }
+    const std::vector<char> skip_bytes(d_skip.data.get(), d_skip.data.get() + d_skip.bytes);
     const std::vector<char> y_bytes(y.data.get(), y.data.get() + y.bytes);
     const std::vector<char> dx_bytes(dx.data.get(), dx.data.get() + dx.bytes);
     if (threads == 1) {
       seen = local;
       outputs = y_bytes;
       gradients = dx_bytes;
-    } else if (local.mean != seen.mean || local.m2 != seen.m2 || y_bytes != outputs || dx_bytes != gradients) {
+      skip_gradients = skip_bytes;
+    } else if (local.mean != seen.mean || local.m2 != seen.m2 || y_bytes != outputs || dx_bytes != gradients ||
+               skip_bytes != skip_gradients) {
       std::printf("threads change the result of dtype %d, %lld x %lld x %lld\n", static_cast<int>(dtype),
                   static_cast<long long>(layout.outer), static_cast<long long>(layout.channels),
                   static_cast<long long>(layout.inner));
@@ -75,8 +90,11 @@ int exercise_all() {
   int count = 0;
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     for (const Layout& layout : layouts) {
-      for (const bool relu : {false, true}) {
-        exercise(dtype, layout, relu);
+      for (const Case& what : {Case{{}, false, false}, Case{{Activation::kReLU, 0}, false, false},
+                               Case{{Activation::kLeakyReLU, 0.1}, false, false},
+                               Case{{Activation::kReLU, 0}, true, false}, Case{{}, false, true},
+                               Case{{Activation::kLeakyReLU, 0.1}, false, true}}) {
+        exercise(dtype, layout, what);
         count += 1;
       }
     }

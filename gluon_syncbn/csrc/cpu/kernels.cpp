@@ -18,7 +18,7 @@ struct AffineView {
   const double* shift;
   const double* scale;
   const double* bias;
-  bool relu;
+  Activation activation;
 };
 
 struct GradientView {
@@ -30,12 +30,12 @@ struct GradientView {
 // The passes of one dtype on one instruction set, each over a range of channels.
 struct Passes {
   void (*moments)(const void*, Layout, int64_t, int64_t, double*, double*);
-  void (*normalize)(const void*, Layout, int64_t, int64_t, const AffineView&, void*);
-  void (*gradient_sums)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, double*, double*);
-  void (*input_gradient)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, const GradientView&,
-                         void*);
-  void (*input_gradient_add)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&,
-                             const GradientView&, void*);
+  void (*normalize)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, void*);
+  void (*gradient_sums)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, void*, bool, double*,
+                        double*);
+  void (*input_gradient)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, const GradientView&, void*);
+  void (*input_gradient_add)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, const GradientView&,
+                             void*);
 };
 
 namespace baseline {
@@ -118,7 +118,7 @@ void over_channels(const Layout& layout, int threads, const Pass& pass) {
 }
 
 AffineView view(const Affine& affine) {
-  return {affine.shift.data(), affine.scale.data(), affine.bias.data(), affine.relu};
+  return {affine.shift.data(), affine.scale.data(), affine.bias.data(), affine.activation};
 }
 
 double rounded_to(DType dtype, double value) {
@@ -128,13 +128,13 @@ double rounded_to(DType dtype, double value) {
 }  // namespace
 
 Affine Affine::rounded(DType dtype, const std::vector<double>& mean, const std::vector<double>& scale,
-                       const std::vector<double>& beta, bool relu) {
+                       const std::vector<double>& beta, Activation activation) {
   Affine affine;
   const size_t channels = mean.size();
   affine.shift.resize(channels);
   affine.scale.resize(channels);
   affine.bias.resize(channels);
-  affine.relu = relu;
+  affine.activation = activation;
   for (size_t c = 0; c < channels; ++c) {
     affine.shift[c] = rounded_to(dtype, mean[c]);
     affine.scale[c] = rounded_to(dtype, scale[c]);
@@ -155,31 +155,31 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
   return result;
 }
 
-void normalize(DType dtype, const void* x, const Layout& layout, const Affine& affine, void* y, int threads) {
+void normalize(DType dtype, const void* x, const void* skip, const Layout& layout, const Affine& affine, void* y,
+               int threads) {
   const auto pass = passes(dtype).normalize;
   over_channels(layout, threads,
-                [&](int64_t begin, int64_t end) { pass(x, layout, begin, end, view(affine), y); });
+                [&](int64_t begin, int64_t end) { pass(x, skip, layout, begin, end, view(affine), y); });
 }
 
-GradientSums gradient_sums(DType dtype, const void* x, const void* dy, const Layout& layout, const Affine& affine,
-                           int threads) {
+GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
+                           void* d_skip, bool add_to_skip, int threads) {
   GradientSums sums;
-  sums.dy.resize(static_cast<size_t>(layout.channels));
-  sums.dy_centred.resize(static_cast<size_t>(layout.channels));
+  sums.dz.resize(static_cast<size_t>(layout.channels));
+  sums.dz_centred.resize(static_cast<size_t>(layout.channels));
   const auto pass = passes(dtype).gradient_sums;
   over_channels(layout, threads, [&](int64_t begin, int64_t end) {
-    pass(x, dy, layout, begin, end, view(affine), sums.dy.data(), sums.dy_centred.data());
+    pass(input, layout, begin, end, view(affine), d_skip, add_to_skip, sums.dz.data(), sums.dz_centred.data());
   });
   return sums;
 }
 
-void input_gradient(DType dtype, const void* x, const void* dy, const Layout& layout, const Affine& affine,
+void input_gradient(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                     const InputGradient& gradient, void* dx, bool add, int threads) {
-  const Passes all = passes(dtype);
-  const auto pass = add ? all.input_gradient_add : all.input_gradient;
+  const auto pass = add ? passes(dtype).input_gradient_add : passes(dtype).input_gradient;
   const GradientView vectors{gradient.factor.data(), gradient.slope.data(), gradient.constant.data()};
   over_channels(layout, threads,
-                [&](int64_t begin, int64_t end) { pass(x, dy, layout, begin, end, view(affine), vectors, dx); });
+                [&](int64_t begin, int64_t end) { pass(input, layout, begin, end, view(affine), vectors, dx); });
 }
 
 void fill(DType dtype, void* values, int64_t size, double value) {

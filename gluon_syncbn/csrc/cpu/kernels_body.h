@@ -12,6 +12,7 @@
 #include "cpu/kernels/affine.h"
 #include "cpu/kernels/moments.h"
 #include "cpu/kernels/normalize.h"
+#include "cpu/kernels/backward_input.h"
 #include "cpu/kernels/gradient_sums.h"
 #include "cpu/kernels/input_gradient.h"
 

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "cpu/kernels.h"
+#include "in_place.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "mxnet/operator.h"
@@ -40,92 +40,156 @@ void write_vector(DType dtype, const Array& array, const std::vector<double>& va
   }
 }
 
+// What both passes of a call go by, per channel.
+struct Parameters {
+  std::vector<double> gamma;  // of the whole affine map: with r of Batch Renormalization, and as usable_gamma has it
+  std::vector<double> beta;   // with d of Batch Renormalization
+  std::vector<double> scale;  // gamma·invstd
+};
+
 class CpuOperator : public Operator {
  public:
   explicit CpuOperator(Call call) : call_(std::move(call)), threads_(omp_get_max_threads()) {}
 
   void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(handles, call_.has_order_token);
+    const ForwardArrays arrays(Handles(handles), call_.has);
     const void* x = arrays.data.data();
+    const void* skip = call_.has.skip ? arrays.skip.data() : nullptr;
     void* y = data_if_requested(arrays.out, requests[0]);
     auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests[1]));
     if (!is_train) {
-      const Statistics running{{}, read(arrays.running_mean), read(arrays.running_var)};
-      save_for_backward(saved, running, inverse_deviation(running.variance));
-      if (y) normalize(call_.dtype, x, call_.layout, prediction_affine(arrays), y, threads_);
+      Saved::plain(read(arrays.running_mean), inverse_deviation(read(arrays.running_var))).save(saved, {});
+      if (y) normalize(call_.dtype, x, skip, call_.layout, prediction_affine(arrays), y, threads_);
       return;
     }
+    ProfiledPass pass(call_.group->name, call_.device, true);
     try {
       const Moments local = moments(call_.dtype, x, call_.layout, threads_);
-      const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
-      const std::vector<double> invstd = inverse_deviation(all.variance);
-      save_for_backward(saved, all, invstd);
+      const Statistics all = all_reduce_moments(*call_.group, call_.device, local, pass);
+      Saved now = Saved::plain(all.mean, inverse_deviation(all.variance));
+      if (!all.renorm.is_off()) renormalize(arrays, all, now);
+      now.save(saved, all.call);
       if (y) {
-        normalize(call_.dtype, x, call_.layout, affine_of(all.mean, scale_of(arrays.gamma, invstd), arrays.beta), y,
-                  threads_);
+        const Parameters parameters = parameters_of(arrays.gamma, arrays.beta, now);
+        const Affine affine =
+            Affine::rounded(call_.dtype, now.mean, parameters.scale, parameters.beta, call_.activation);
+        normalize(call_.dtype, x, skip, call_.layout, affine, y, threads_);
       }
       average(arrays.running_mean, all.mean);
       average(arrays.running_var, all.variance);
     } catch (...) {
       if (y) fill(call_.dtype, y, call_.layout.size(), kNaN);
-      if (saved) std::fill_n(saved, 2 * call_.layout.channels + ForwardCall::kSize, kNaN);
+      if (saved) std::fill_n(saved, saved_size(call_.layout.channels), kNaN);
       throw;
     }
   }
 
-  void backward(void** handles, const int* requests) override {
-    const BackwardArrays arrays(handles, call_.has_order_token);
-    const auto data_request = static_cast<Request>(requests[0]);
-    const auto gamma_request = static_cast<Request>(requests[1]);
-    const auto beta_request = static_cast<Request>(requests[2]);
+  void backward(void** handles, const int* asked) override {
+    const BackwardArrays arrays(Handles(handles), call_.has);
+    const BackwardRequests requests(asked, call_.has);
     const size_t channels = static_cast<size_t>(call_.layout.channels);
     const auto* saved = static_cast<const double*>(arrays.saved.data());
-    const std::vector<double> mean(saved, saved + channels);
-    const std::vector<double> invstd(saved + channels, saved + 2 * channels);
+    ProfiledPass pass(call_.group->name, call_.device, false);
     try {
-      const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, saved + 2 * channels);
-      const std::vector<double> scale = scale_of(arrays.gamma, invstd);
-      const Affine affine = affine_of(mean, scale, arrays.beta);
-      const void* x = arrays.data.data();
-      const void* dy = arrays.d_out.data();
-      const GradientSums sums = gradient_sums(call_.dtype, x, dy, call_.layout, affine, threads_);
-      // This device's S1 = Σ dy, which is dβ, and S2 = Σ dy·x̂, which is dγ.
-      const std::vector<double>& s1 = sums.dy;
+      const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
+      const Saved then(saved, channels);
+      const Parameters parameters = parameters_of(arrays.gamma, arrays.beta, then);
+      const bool in_place = call_.in_place;
+      // v − center is x̂ times this.
+      const std::vector<double>& center = in_place ? parameters.beta : then.mean;
+      std::vector<double> per = then.invstd;
+      if (in_place) {
+        for (size_t c = 0; c < channels; ++c) per[c] = 1 / parameters.gamma[c];
+      }
+      const Affine affine = Affine::rounded(call_.dtype, center, parameters.scale, parameters.beta, call_.activation);
+      BackwardInput input{in_place ? arrays.out.data() : arrays.data.data(), arrays.d_out.data(),
+                          call_.has.skip ? arrays.out.data() : nullptr, in_place};
+      const bool add_to_skip = requests.skip == Request::kAdd;
+      void* d_skip = requests.skip == Request::kNull ? nullptr : arrays.d_skip.data();
+      const GradientSums sums =
+          gradient_sums(call_.dtype, input, call_.layout, affine, d_skip, add_to_skip, threads_);
+      // This device's S1 = Σ dz and S2 = Σ dz·x̂.
+      const std::vector<double>& s1 = sums.dz;
       std::vector<double> s2(channels);
       for (size_t c = 0; c < channels; ++c) {
-        s2[c] = invstd[c] * (sums.dy_centred[c] - (mean[c] - affine.shift[c]) * s1[c]);
+        s2[c] = per[c] * (sums.dz_centred[c] - (center[c] - affine.shift[c]) * s1[c]);
       }
-      InputGradient gradient{scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
+      InputGradient gradient{parameters.scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
       if (forward_call.is_training()) {  // else the statistics did not depend on x
         const double total_count = forward_call.count;
         std::vector<double> message(s1);
         message.insert(message.end(), s2.begin(), s2.end());
         const std::vector<double> total =
-            all_reduce_sums(*call_.group, call_.device, std::move(message), forward_call);
+            all_reduce_sums(*call_.group, call_.device, std::move(message), forward_call, pass);
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / total_count, mean_s2 = total[channels + c] / total_count;
-          gradient.slope[c] = -gradient.factor[c] * invstd[c] * mean_s2;
+          gradient.slope[c] = -gradient.factor[c] * per[c] * mean_s2;
           gradient.constant[c] =
-              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (mean[c] - affine.shift[c]);
+              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center[c] - affine.shift[c]);
         }
       }
-      if (data_request != Request::kNull) {
-        input_gradient(call_.dtype, x, dy, call_.layout, affine, gradient, arrays.d_data.data(),
-                       data_request == Request::kAdd, threads_);
+      if (requests.data != Request::kNull) {
+        Affine passed = affine;
+        if (d_skip && !add_to_skip) {  // dz lies there now
+          input = {input.values, d_skip};
+          passed.activation = {};
+        }
+        input_gradient(call_.dtype, input, call_.layout, passed, gradient, arrays.d_data.data(),
+                       requests.data == Request::kAdd, threads_);
       }
-      write_vector(call_.group->dtype, arrays.d_beta, s1, beta_request);
-      if (!call_.group->scale) s2.assign(channels, 0.0);
-      write_vector(call_.group->dtype, arrays.d_gamma, s2, gamma_request);
+      write_vector(call_.group->dtype, arrays.d_beta, s1, requests.beta);
+      for (size_t c = 0; c < channels; ++c) s2[c] = call_.group->scale ? then.r[c] * s2[c] + then.d[c] * s1[c] : 0;
+      write_vector(call_.group->dtype, arrays.d_gamma, s2, requests.gamma);
     } catch (...) {
-      if (data_request != Request::kNull) fill(call_.dtype, arrays.d_data.data(), call_.layout.size(), kNaN);
+      if (requests.data != Request::kNull) fill(call_.dtype, arrays.d_data.data(), call_.layout.size(), kNaN);
+      if (requests.skip != Request::kNull) fill(call_.dtype, arrays.d_skip.data(), call_.layout.size(), kNaN);
       const std::vector<double> lost(channels, kNaN);
-      write_vector(call_.group->dtype, arrays.d_gamma, lost, gamma_request);
-      write_vector(call_.group->dtype, arrays.d_beta, lost, beta_request);
+      write_vector(call_.group->dtype, arrays.d_gamma, lost, requests.gamma);
+      write_vector(call_.group->dtype, arrays.d_beta, lost, requests.beta);
       throw;
     }
   }
 
  private:
+  // What forward leaves for backward: four vectors, and the call.
+  struct Saved {
+    std::vector<double> mean, invstd;
+    std::vector<double> r, d;  // of Batch Renormalization
+
+    static Saved plain(std::vector<double> mean, std::vector<double> invstd) {
+      const size_t channels = mean.size();
+      return {std::move(mean), std::move(invstd), std::vector<double>(channels, 1.0),
+              std::vector<double>(channels, 0.0)};
+    }
+
+    Saved(std::vector<double> mean, std::vector<double> invstd, std::vector<double> r, std::vector<double> d)
+        : mean(std::move(mean)), invstd(std::move(invstd)), r(std::move(r)), d(std::move(d)) {}
+    Saved(const double* saved, size_t channels)
+        : mean(saved, saved + channels),
+          invstd(saved + channels, saved + 2 * channels),
+          r(saved + 2 * channels, saved + 3 * channels),
+          d(saved + 3 * channels, saved + 4 * channels) {}
+
+    static const double* call(const double* saved, size_t channels) { return saved + 4 * channels; }
+
+    void save(double* to, const ForwardCall& call) const {
+      if (!to) return;
+      for (const std::vector<double>* vector : {&mean, &invstd, &r, &d}) {
+        to = std::copy(vector->begin(), vector->end(), to);
+      }
+      call.save(to);
+    }
+  };
+
+  void renormalize(const ForwardArrays& arrays, const Statistics& all, Saved& now) const {
+    const std::vector<double> mean = read(arrays.running_mean);
+    const std::vector<double> invstd = inverse_deviation(read(arrays.running_var));
+    for (size_t c = 0; c < mean.size(); ++c) {
+      now.r[c] = all.renorm.r(invstd[c] / now.invstd[c]);
+      now.d[c] = all.renorm.d((now.mean[c] - mean[c]) * invstd[c]);
+    }
+  }
+
   std::vector<double> read(const Array& vector) const {
     return read_vector(call_.group->dtype, vector.data(), static_cast<size_t>(call_.layout.channels));
   }
@@ -139,20 +203,27 @@ class CpuOperator : public Operator {
     return variance;
   }
 
-  // γ·invstd, by which both y and dx are scaled.
-  std::vector<double> scale_of(const Array& gamma, const std::vector<double>& invstd) const {
-    std::vector<double> scale = read_gamma(gamma);
-    for (size_t c = 0; c < scale.size(); ++c) scale[c] *= invstd[c];
-    return scale;
-  }
-
-  Affine affine_of(const std::vector<double>& mean, const std::vector<double>& scale, const Array& beta) const {
-    return Affine::rounded(call_.dtype, mean, scale, read(beta), call_.relu);
+  // The same in both passes of a call.
+  Parameters parameters_of(const Array& gamma, const Array& beta, const Saved& saved) const {
+    Parameters all{read_gamma(gamma), read(beta), saved.invstd};
+    for (size_t c = 0; c < all.gamma.size(); ++c) {
+      all.beta[c] += all.gamma[c] * saved.d[c];
+      all.gamma[c] *= saved.r[c];
+      if (call_.in_place) {
+        const double usable = usable_gamma(call_.dtype, all.gamma[c], all.beta[c]);
+        if (usable != all.gamma[c] && call_.group->is_first_warning()) {
+          warn_of_gamma(*call_.group, call_.device, static_cast<int64_t>(c), usable);
+        }
+        all.gamma[c] = usable;
+      }
+      all.scale[c] *= all.gamma[c];
+    }
+    return all;
   }
 
   // In prediction mode every step is rounded as in MXNet's own BatchNorm, which computes in float32 here.
   Affine prediction_affine(const ForwardArrays& arrays) const {
-    Affine affine{read(arrays.running_mean), read_gamma(arrays.gamma), read(arrays.beta), call_.relu};
+    Affine affine{read(arrays.running_mean), read_gamma(arrays.gamma), read(arrays.beta), call_.activation};
     const std::vector<double> variance = read(arrays.running_var);
     for (size_t c = 0; c < variance.size(); ++c) {
       if (call_.group->dtype == DType::kFloat64) {
@@ -175,14 +246,6 @@ class CpuOperator : public Operator {
 
   static void* data_if_requested(const Array& array, int request) {
     return static_cast<Request>(request) == Request::kNull ? nullptr : array.data();
-  }
-
-  static void save_for_backward(double* saved, const Statistics& all, const std::vector<double>& invstd) {
-    if (!saved) return;
-    const size_t channels = all.mean.size();
-    std::memcpy(saved, all.mean.data(), channels * sizeof(double));
-    std::memcpy(saved + channels, invstd.data(), channels * sizeof(double));
-    all.call.save(saved + 2 * channels);
   }
 
   const Call call_;

@@ -25,12 +25,12 @@ int64_t power_of_two_for(int64_t size, int64_t most) {
 
 }  // namespace
 
-Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const void*> addresses,
+Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
                   const Tuning& tuning) {
   const int64_t bytes = bytes_of(dtype), pack = kPackBytes / bytes;
   const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes; };
   const bool alike = std::all_of(addresses.begin(), addresses.end(),
-                                 [&](const void* address) { return offset(address) == offset(*addresses.begin()); });
+                                 [&](const void* address) { return offset(address) == offset(addresses.front()); });
   Launch launch{};
   launch.rows = layout.inner > 1;
   int64_t tiles, parts, x, most_parts;
@@ -39,13 +39,13 @@ Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const
     launch.aligned = alike && layout.inner >= pack;
     const int64_t width = launch.aligned ? pack : 1;
     // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per thread.
-    const bool whole = layout.inner % pack == 0 && offset(*addresses.begin()) == 0;
+    const bool whole = layout.inner % pack == 0 && offset(addresses.front()) == 0;
     const int64_t singles = launch.aligned && !whole ? pack - 1 : 1;
     x = power_of_two_for(std::max(divide_up(layout.inner, width), singles), tuning.threads);
     tiles = divide_up(layout.channels, tuning.threads / x);
     most_parts = layout.outer * divide_up(layout.inner, x * width * tuning.unroll);
   } else {
-    launch.aligned = alike && offset(*addresses.begin()) == 0 && layout.channels % pack == 0;
+    launch.aligned = alike && offset(addresses.front()) == 0 && layout.channels % pack == 0;
     const int64_t width = launch.aligned ? pack : 1;
     x = power_of_two_for(divide_up(layout.channels, width), kLine / (width * bytes));
     tiles = divide_up(layout.channels, x * width);

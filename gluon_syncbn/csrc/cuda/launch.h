@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
+#include <vector>
 
 #include "tensor.h"
 
@@ -32,7 +32,7 @@ struct Tuning {
 
 // For activations of `dtype` at these addresses. Throws std::invalid_argument where the grid would be larger than CUDA
 // allows, which takes 2^31 channels.
-Launch launch_for(DType dtype, const Layout& layout, std::initializer_list<const void*> addresses,
+Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
                   const Tuning& tuning = {});
 
 }  // namespace gluon_syncbn

@@ -17,12 +17,14 @@
 // kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
 // own thread; nobody here waits for that.
 
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "in_place.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "cuda/program.h"
@@ -40,7 +42,7 @@ class GpuOperator : public Operator {
       : call_(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
 
   void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(handles, call_.has_order_token);
+    const ForwardArrays arrays(Handles(handles), call_.has);
     try {
       is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
@@ -49,67 +51,117 @@ class GpuOperator : public Operator {
     }
   }
 
-  void backward(void** handles, const int* requests) override {
-    const BackwardArrays arrays(handles, call_.has_order_token);
-    const int data_request = requests[0], gamma_request = requests[1], beta_request = requests[2];
+  void backward(void** handles, const int* asked) override {
+    const BackwardArrays arrays(Handles(handles), call_.has);
+    const BackwardRequests requests(asked, call_.has);
     try {
-      send_back(arrays, data_request, gamma_request, beta_request);
+      send_back(arrays, requests);
     } catch (...) {
-      fill_nan(program_, data_request, arrays.d_data, call_.layout.size());
+      fill_nan(program_, number(requests.data), arrays.d_data, call_.layout.size());
+      fill_nan(program_, number(requests.skip), arrays.d_skip, call_.layout.size());
       GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
-      fill_nan(parameters, gamma_request, arrays.d_gamma, call_.layout.channels);
-      fill_nan(parameters, beta_request, arrays.d_beta, call_.layout.channels);
+      fill_nan(parameters, number(requests.gamma), arrays.d_gamma, call_.layout.channels);
+      fill_nan(parameters, number(requests.beta), arrays.d_beta, call_.layout.channels);
       rethrow("backward pass");
     }
   }
 
  private:
+  static int number(Request request) { return static_cast<int>(request); }
+
   void train(const ForwardArrays& arrays, const int* requests) {
+    ProfiledPass pass(call_.group->name, call_.device, true);
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    const double* numbers = find_moments(program_, device_, launch, call_.layout, arrays.data, *scratch);
-    const Moments local{call_.layout.count(), {numbers, numbers + channels()},
-                        {numbers + channels(), numbers + 2 * channels()}};
-    const Statistics all = all_reduce_moments(*call_.group, call_.device, local);
-    scratch->put(all.mean, all.variance);
-    normalize(arrays, requests, launch, *scratch, all.call);
+    const bool wants_running = call_.group->has_renorm();
+    const double* numbers = find_moments(program_, device_, launch, call_.layout, arrays.data, arrays.running_mean,
+                                         arrays.running_var, wants_running, *scratch);
+    const Moments local{call_.layout.count(), vector_at(numbers, 0), vector_at(numbers, 1)};
+    std::vector<double> running_mean, running_var;
+    if (wants_running) {
+      running_mean = vector_at(numbers, 2);
+      running_var = vector_at(numbers, 3);
+    }
+    const Statistics all = all_reduce_moments(*call_.group, call_.device, local, pass);
+    if (all.renorm.is_off()) {
+      scratch->put({&all.mean, &all.variance});
+    } else {
+      std::vector<double> r(running_mean), d(running_mean);
+      for (size_t c = 0; c < r.size(); ++c) {
+        const double deviation = std::sqrt(running_var[c] + call_.group->epsilon);
+        r[c] = all.renorm.r(std::sqrt(all.variance[c] + call_.group->epsilon) / deviation);
+        d[c] = all.renorm.d((all.mean[c] - running_mean[c]) / deviation);
+      }
+      scratch->put({&all.mean, &all.variance, &r, &d});
+    }
+    normalize(arrays, requests, launch, *scratch, all.call, !all.renorm.is_off());
     Scratch::give_back(scratch);
   }
 
   void predict(const ForwardArrays& arrays, const int* requests) {
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    normalize(arrays, requests, launch, *scratch, {});
+    normalize(arrays, requests, launch, *scratch, {}, false);
     Scratch::give_back(scratch);
   }
 
-  void send_back(const BackwardArrays& arrays, int data_request, int gamma_request, int beta_request) {
-    const Array& d_data = is_requested(data_request) ? arrays.d_data : arrays.data;
+  void send_back(const BackwardArrays& arrays, const BackwardRequests& requests) {
+    ProfiledPass pass(call_.group->name, call_.device, false);
+    const bool has_skip = call_.has.skip, in_place = call_.in_place;
+    const Array& values = in_place ? arrays.out : arrays.data;
+    const Array& d_data = is_requested(number(requests.data)) ? arrays.d_data : values;
+    const Array& d_skip = is_requested(number(requests.skip)) ? arrays.d_skip : d_data;
+    const void *v = values.data(), *out = has_skip ? arrays.out.data() : v;
     const Launch launch =
-        launch_for(call_.dtype, call_.layout, {arrays.data.data(), arrays.d_out.data(), d_data.data()});
+        launch_for(call_.dtype, call_.layout, {v, arrays.d_out.data(), d_data.data(), out, d_skip.data()});
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
     const double ticket = Scratch::next_ticket();
     Arguments arguments;
-    arguments.array(arrays.data).array(arrays.d_out).array(arrays.gamma).array(arrays.beta).array(arrays.saved);
+    arguments.array(values).array(arrays.d_out);
+    if (has_skip) arguments.array(arrays.out).array(d_skip);
+    arguments.array(arrays.gamma).array(arrays.beta).array(arrays.saved);
     arguments.array(scratch->partials).array(scratch->counters).array(scratch->message);
     arguments.array(arrays.d_gamma).array(arrays.d_beta).layout(call_.layout).integer(launch.aligned).real(ticket);
-    arguments.integer(call_.group->scale).integer(call_.relu).integer(gamma_request).integer(beta_request);
-    program_.launch("gradient_sums", device_, launch, arguments);
+    if (!has_skip) arguments.real(call_.activation.slope);
+    arguments.integer(call_.group->scale);
+    if (!has_skip) arguments.integer(call_.activation.kind).integer(in_place);
+    arguments.integer(number(requests.gamma)).integer(number(requests.beta));
+    if (has_skip) arguments.integer(number(requests.skip));
+    program_.launch(has_skip ? "gradient_sums_skip" : "gradient_sums", device_, launch, arguments);
     const double* numbers = scratch->wait(ticket);
     const double* behind = numbers + 2 * channels();
     const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, behind);
+    if (in_place) warn_of_moved_gamma(behind + ForwardCall::kSize);
     if (forward_call.is_training()) {  // else the statistics did not depend on x
       const std::vector<double> total =
-          all_reduce_sums(*call_.group, call_.device, {numbers, behind}, forward_call);
-      scratch->put(total, {});
+          all_reduce_sums(*call_.group, call_.device, {numbers, behind}, forward_call, pass);
+      scratch->put({&total});
     }
-    if (is_requested(data_request)) input_gradient(arrays, launch, *scratch, data_request);
+    if (is_requested(number(requests.data))) {
+      const bool is_there = has_skip && requests.skip != Request::kNull && requests.skip != Request::kAdd;
+      input_gradient(arrays, values, is_there ? arrays.d_skip : arrays.d_out, has_skip && !is_there, launch, *scratch,
+                     requests.data);
+    }
     Scratch::give_back(scratch);
+  }
+
+  void warn_of_moved_gamma(const double* moved) const {
+    for (int64_t c = 0; c < channels(); ++c) {
+      if (moved[c] != 0 && call_.group->is_first_warning()) {
+        return warn_of_gamma(*call_.group, call_.device, c, least_gamma(call_.dtype));
+      }
+    }
   }
 
   Launch launch_forward(const ForwardArrays& arrays, const int* requests) const {
     const Array& out = is_requested(requests[0]) ? arrays.out : arrays.data;
-    return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data()});
+    const Array& skip = call_.has.skip ? arrays.skip : arrays.data;
+    return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data(), skip.data()});
+  }
+
+  // Number `which` of the vectors of C numbers.
+  std::vector<double> vector_at(const double* numbers, int64_t which) const {
+    return {numbers + which * channels(), numbers + (which + 1) * channels()};
   }
 
   // Runs while another exception propagates; its own failure is ignored.
@@ -131,25 +183,35 @@ class GpuOperator : public Operator {
   }
 
   void normalize(const ForwardArrays& arrays, const int* requests, const Launch& launch, const Scratch& scratch,
-                 const ForwardCall& forward_call) {
+                 const ForwardCall& forward_call, bool renorm) {
     Arguments arguments;
-    arguments.array(arrays.data).array(arrays.out).array(arrays.gamma).array(arrays.beta);
+    arguments.array(arrays.data);
+    if (call_.has.skip) arguments.array(arrays.skip);
+    arguments.array(arrays.out).array(arrays.gamma).array(arrays.beta);
     arguments.array(arrays.running_mean).array(arrays.running_var).array(arrays.saved).array(scratch.message);
     arguments.layout(call_.layout).integer(launch.aligned);
     arguments.real(call_.group->epsilon).real(call_.group->momentum).real(forward_call.count);
     arguments.real(static_cast<double>(forward_call.round_id)).real(static_cast<double>(forward_call.active_set));
-    arguments.integer(forward_call.is_training()).integer(call_.group->scale).integer(call_.relu);
+    arguments.real(call_.activation.slope);
+    arguments.integer(forward_call.is_training()).integer(call_.group->scale).integer(call_.activation.kind);
+    arguments.integer(call_.in_place).integer(renorm);
     arguments.integer(is_requested(requests[0])).integer(is_requested(requests[1]));
-    program_.launch("normalize", device_, launch, arguments);
+    program_.launch(call_.has.skip ? "normalize_skip" : "normalize", device_, launch, arguments);
   }
 
-  void input_gradient(const BackwardArrays& arrays, const Launch& launch, const Scratch& scratch, int request) {
+  // With `masks`, d_out has yet to pass the ReLU behind a skip; without, behind a skip, it has passed.
+  void input_gradient(const BackwardArrays& arrays, const Array& values, const Array& d_out, bool masks,
+                      const Launch& launch, const Scratch& scratch, Request request) {
     Arguments arguments;
-    arguments.array(arrays.data).array(arrays.d_out).array(arrays.d_data).array(arrays.gamma).array(arrays.beta);
+    arguments.array(values).array(d_out);
+    if (masks) arguments.array(arrays.out);
+    arguments.array(arrays.d_data).array(arrays.gamma).array(arrays.beta);
     arguments.array(arrays.saved).array(scratch.message).layout(call_.layout).integer(launch.aligned);
-    arguments.integer(call_.group->scale).integer(call_.relu);
-    arguments.integer(static_cast<Request>(request) == Request::kAdd);
-    program_.launch("input_gradient", device_, launch, arguments);
+    if (!masks) arguments.real(call_.activation.slope);
+    arguments.integer(call_.group->scale);
+    if (!masks) arguments.integer(call_.has.skip ? Activation::kNone : call_.activation.kind).integer(call_.in_place);
+    arguments.integer(request == Request::kAdd);
+    program_.launch(masks ? "input_gradient_skip" : "input_gradient", device_, launch, arguments);
   }
 
   int64_t channels() const { return call_.layout.channels; }

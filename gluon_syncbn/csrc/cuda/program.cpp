@@ -12,10 +12,13 @@ namespace {
 // parameters and statistics, d float64, i int32. Numbers behind the bar: l int64, n int32, f float64.
 const std::map<std::string, std::string>& signatures() {
   static const std::map<std::string, std::string> all{
-      {"moments", "vDID|lllnf"},
-      {"normalize", "vVrrRRDd|lllnfffffnnnnn"},
-      {"gradient_sums", "vvrrdDIDRR|lllnfnnnn"},
-      {"input_gradient", "vvVrrdd|lllnnnn"},
+      {"moments", "vrrDID|lllnfn"},
+      {"normalize", "vVrrRRDd|lllnffffffnnnnnnn"},
+      {"normalize_skip", "vvVrrRRDd|lllnffffffnnnnnnn"},
+      {"gradient_sums", "vvrrdDIDRR|lllnffnnnnn"},
+      {"gradient_sums_skip", "vvvVrrdDIDRR|lllnfnnnn"},
+      {"input_gradient", "vvVrrdd|lllnfnnnn"},
+      {"input_gradient_skip", "vvvVrrdd|lllnnn"},
   };
   return all;
 }
@@ -141,11 +144,13 @@ void GpuProgram::call(const std::string& kernel, int device, const unsigned* gri
 }
 
 const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
+                           const Array& running_mean, const Array& running_var, bool wants_running,
                            const Scratch& scratch) {
   const double ticket = Scratch::next_ticket();
   Arguments arguments;
-  arguments.array(x).array(scratch.partials).array(scratch.counters).array(scratch.message);
-  arguments.layout(layout).integer(launch.aligned).real(ticket);
+  arguments.array(x).array(running_mean).array(running_var);
+  arguments.array(scratch.partials).array(scratch.counters).array(scratch.message);
+  arguments.layout(layout).integer(launch.aligned).real(ticket).integer(wants_running);
   program.launch("moments", device, launch, arguments);
   return scratch.wait(ticket);
 }
@@ -158,7 +163,9 @@ void check_gpu(int device) {
   check_mxnet(mxnet().array_copy_from_cpu(x.handle(), values, 4), "numbers could not be copied to a GPU");
   const Launch launch = launch_for(DType::kFloat32, layout, {x.data()});
   const auto scratch = Scratch::lease(device, launch, layout);
-  const double* numbers = find_moments(program, device, launch, layout, x, *scratch);
+  const Array unused(new_array(kGpu, device, static_cast<int>(DType::kFloat32), 1));
+  const Array unused_too(new_array(kGpu, device, static_cast<int>(DType::kFloat32), 1));
+  const double* numbers = find_moments(program, device, launch, layout, x, unused, unused_too, false, *scratch);
   if (numbers[0] != 3 || numbers[1] != 14) {
     throw MXNetFailure("the moments of 1, 2, 3, 6 came out as " + std::to_string(numbers[0]) + " and " +
                        std::to_string(numbers[1]) + ", not 3 and 14");

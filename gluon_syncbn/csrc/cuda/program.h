@@ -62,8 +62,10 @@ class GpuProgram {
   std::map<std::string, void*> kernels_;
 };
 
-// Launches the moments of x and waits for them: mean[C] and M2[C], which stay until `scratch` is used again.
+// Launches the moments of x and waits for them: mean[C] and M2[C], and if they are wanted the running mean[C] and
+// variance[C]. They stay until `scratch` is used again.
 const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
+                           const Array& running_mean, const Array& running_var, bool wants_running,
                            const Scratch& scratch);
 
 // Runs a kernel on numbers whose moments are known. Throws MXNetFailure if it cannot, or gives others.

@@ -67,7 +67,7 @@ Scratch::Scratch(const Sizes& sizes)
 
 std::shared_ptr<Scratch> Scratch::lease(int device, const Launch& launch, const Layout& layout) {
   const Sizes sizes{device, rounded(launch.partials(layout)), rounded(launch.counters()),
-                    rounded(4 + 2 * layout.channels)};
+                    rounded(4 + 4 * layout.channels)};
   {
     Pool& all = pool();
     std::lock_guard<std::mutex> lock(all.mutex);
@@ -107,8 +107,9 @@ const double* Scratch::wait(double ticket) const {
   return numbers_ + 1;
 }
 
-void Scratch::put(const std::vector<double>& first, const std::vector<double>& second) const {
-  std::copy(second.begin(), second.end(), std::copy(first.begin(), first.end(), numbers_ + 1));
+void Scratch::put(std::initializer_list<const std::vector<double>*> vectors) const {
+  double* to = numbers_ + 1;
+  for (const std::vector<double>* vector : vectors) to = std::copy(vector->begin(), vector->end(), to);
 }
 
 }  // namespace gluon_syncbn

@@ -5,19 +5,26 @@
 
 namespace gluon_syncbn {
 
-Statistics all_reduce_moments(Group& group, const std::string& device, const Moments& local) {
+Statistics all_reduce_moments(Group& group, const std::string& device, const Moments& local, ProfiledPass& pass) {
   const int64_t active_set = active_sets().current;
   const Membership member = group.membership_of(device, active_set);
+  pass.arrive();
   const Rendezvous::Gathered gathered = member.subgroup->forward.all_gather(member.rank, local.pack());
+  pass.leave(&member.subgroup->forward, gathered.round_id);
   Moments all = merge(*gathered.contributions);
   for (double& value : all.m2) value /= all.count;
-  return {{all.count, gathered.round_id, active_set}, std::move(all.mean), std::move(all.m2)};
+  const RenormLimits renorm = group.renorm(device, active_set, gathered.round_id);
+  return {{all.count, gathered.round_id, active_set}, std::move(all.mean), std::move(all.m2), renorm};
 }
 
 std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local,
-                                    const ForwardCall& call) {
+                                    const ForwardCall& call, ProfiledPass& pass) {
   const Membership member = group.membership_of(device, call.active_set);
-  return add_ranks(*member.subgroup->backward.all_gather(member.rank, std::move(local), call.round_id).contributions);
+  pass.arrive();
+  const Rendezvous::Gathered gathered =
+      member.subgroup->backward.all_gather(member.rank, std::move(local), call.round_id);
+  pass.leave(&member.subgroup->backward, call.round_id);
+  return add_ranks(*gathered.contributions);
 }
 
 void ForwardCall::save(double* numbers) const {

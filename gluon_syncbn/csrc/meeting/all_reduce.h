@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "meeting/group.h"
+#include "meeting/profile.h"
 #include "meeting/statistics.h"
 
 namespace gluon_syncbn {
@@ -33,14 +34,15 @@ struct Statistics {
   ForwardCall call;
   std::vector<double> mean;
   std::vector<double> variance;  // biased
+  RenormLimits renorm = {};      // of this step
 };
 
 // Brings 2C + 1 numbers, this device's count, mean and M2, and merges those of all devices in rank order. Throws
 // RendezvousError where a device does not come.
-Statistics all_reduce_moments(Group& group, const std::string& device, const Moments& local);
+Statistics all_reduce_moments(Group& group, const std::string& device, const Moments& local, ProfiledPass& pass);
 
 // Brings 2C numbers, this device's S1 and S2, and adds up those of all devices in rank order. Throws as above.
 std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local,
-                                    const ForwardCall& call);
+                                    const ForwardCall& call, ProfiledPass& pass);
 
 }  // namespace gluon_syncbn

@@ -80,6 +80,19 @@ int64_t Group::rounds(int64_t active_set) {
   return sum;
 }
 
+RenormLimits Group::renorm(const std::string& device, int64_t active_set, uint64_t round_id) {
+  if (renorm_.empty()) return {};
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto step = static_cast<int64_t>(round_id) - 1;
+  for (const auto& entry : members_) {
+    const auto found = entry.second.find(device);
+    if (entry.first != active_set && found != entry.second.end()) {
+      step += static_cast<int64_t>(found->second.subgroup->forward.rounds());
+    }
+  }
+  return renorm_at(renorm_, step);
+}
+
 void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock) {
   if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
   if (devices_.size() == num_devices_) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "meeting/rendezvous.h"
+#include "meeting/renorm.h"
 #include "tensor.h"
 
 namespace gluon_syncbn {
@@ -31,6 +32,8 @@ struct GroupSpec {
   double epsilon;
   int scale;  // whether there is a gamma
   int dtype;  // of parameters and statistics, as MXNet's type flag
+  int num_renorm_points;  // 0 without Batch Renormalization
+  const RenormPoint* renorm_points;
 };
 
 // The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is everyone, any other has been
@@ -83,6 +86,7 @@ class Group {
         epsilon(spec.epsilon),
         scale(spec.scale != 0),
         dtype(dtype_of(spec.dtype)),
+        renorm_(spec.renorm_points, spec.renorm_points + spec.num_renorm_points),
         devices_(std::move(devices)),
         num_devices_(static_cast<size_t>(spec.num_devices)),
         group_size_(static_cast<size_t>(spec.group_size)),
@@ -109,6 +113,15 @@ class Group {
   // Forward rounds so far with exactly this active set.
   int64_t rounds(int64_t active_set);
 
+  bool has_renorm() const { return !renorm_.empty(); }
+
+  // What holds for this forward round. Its step is the number of rounds before it, with other active sets too, in which
+  // `device` could have been.
+  RenormLimits renorm(const std::string& device, int64_t active_set, uint64_t round_id);
+
+  // True once: the first call is to tell the user.
+  bool is_first_warning() { return !has_warned_.exchange(true); }
+
  private:
   // The first round of an open group: comes back when as many devices as it has are there.
   void wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock);
@@ -118,6 +131,8 @@ class Group {
   // Of what the devices of this process brought, merged to one vector.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
+  const std::vector<RenormPoint> renorm_;
+  std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;
   const size_t num_devices_;
   const size_t group_size_;

@@ -43,46 +43,78 @@ class Array {
   void* handle_;
 };
 
-// What forward gets; `order_token` is there only in some graphs.
-struct ForwardArrays {
-  ForwardArrays(void** handles, bool has_order_token)
-      : data(handles[0]),
-        gamma(handles[1]),
-        beta(handles[2]),
-        order_token(has_order_token ? handles[3] : nullptr),
-        out(handles[3 + has_order_token]),
-        saved(handles[4 + has_order_token]),
-        running_mean(handles[5 + has_order_token]),
-        running_var(handles[6 + has_order_token]) {}
+// Which inputs a graph's node has beside data, gamma and beta.
+struct OptionalInputs {
+  bool skip;         // the first: what is added before the activation
+  bool order_token;  // the last
+};
 
-  const Array data, gamma, beta, order_token;
+// Handles in the order in which MXNet passes them.
+class Handles {
+ public:
+  explicit Handles(void** first) : next_(first) {}
+  void* next() { return *next_++; }
+  void* next_if(bool is_there) { return is_there ? next() : nullptr; }
+
+ private:
+  void** next_;
+};
+
+// What forward gets.
+struct ForwardArrays {
+  ForwardArrays(Handles handles, OptionalInputs has)
+      : skip(handles.next_if(has.skip)),
+        data(handles.next()),
+        gamma(handles.next()),
+        beta(handles.next()),
+        order_token(handles.next_if(has.order_token)),
+        out(handles.next()),
+        saved(handles.next()),
+        running_mean(handles.next()),
+        running_var(handles.next()) {}
+
+  const Array skip, data, gamma, beta, order_token;
   const Array out, saved;
   const Array running_mean, running_var;
 };
 
-// What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states.
+// What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states. Of inputs and
+// outputs only those are there on which the operator has said that it depends.
 struct BackwardArrays {
-  BackwardArrays(void** handles, bool has_order_token)
-      : d_out(handles[0]),
-        d_saved(handles[1]),
-        data(handles[2]),
-        gamma(handles[3]),
-        beta(handles[4]),
-        order_token(has_order_token ? handles[5] : nullptr),
-        out(handles[5 + has_order_token]),
-        saved(handles[6 + has_order_token]),
-        d_data(handles[7 + has_order_token]),
-        d_gamma(handles[8 + has_order_token]),
-        d_beta(handles[9 + has_order_token]),
-        d_order_token(has_order_token ? handles[10 + has_order_token] : nullptr),
-        running_mean(handles[10 + 2 * has_order_token]),
-        running_var(handles[11 + 2 * has_order_token]) {}
+  BackwardArrays(Handles handles, OptionalInputs has)
+      : d_out(handles.next()),
+        d_saved(handles.next()),
+        skip(handles.next_if(has.skip)),
+        data(handles.next()),
+        gamma(handles.next()),
+        beta(handles.next()),
+        order_token(handles.next_if(has.order_token)),
+        out(handles.next()),
+        saved(handles.next()),
+        d_skip(handles.next_if(has.skip)),
+        d_data(handles.next()),
+        d_gamma(handles.next()),
+        d_beta(handles.next()),
+        d_order_token(handles.next_if(has.order_token)),
+        running_mean(handles.next()),
+        running_var(handles.next()) {}
 
   const Array d_out, d_saved;
-  const Array data, gamma, beta, order_token;
+  const Array skip, data, gamma, beta, order_token;
   const Array out, saved;
-  const Array d_data, d_gamma, d_beta, d_order_token;  // the last is never requested
+  const Array d_skip, d_data, d_gamma, d_beta, d_order_token;  // the last is never requested
   const Array running_mean, running_var;
+};
+
+// What MXNet asks of backward for each input.
+struct BackwardRequests {
+  BackwardRequests(const int* requests, OptionalInputs has)
+      : skip(has.skip ? static_cast<Request>(requests[0]) : Request::kNull),
+        data(static_cast<Request>(requests[has.skip])),
+        gamma(static_cast<Request>(requests[has.skip + 1])),
+        beta(static_cast<Request>(requests[has.skip + 2])) {}
+
+  const Request skip, data, gamma, beta;
 };
 
 }  // namespace gluon_syncbn

@@ -5,10 +5,10 @@
 //   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta, and in some graphs an order token, the `saved` of the call that must come before this one
-// (block.py tells why); auxiliary states: running_mean, running_var; outputs: out, and for the backward pass `saved`
-// (mean, invstd, and ForwardCall of meeting/all_reduce.h). The arrays are dense: backends/native.py keeps oneDNN's
-// layouts away from the operator.
+// Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and behind them an
+// order token, the `saved` of the call that must come before this one (block.py tells why); auxiliary states:
+// running_mean, running_var; outputs: out, and for the backward pass `saved` (operator.h). The arrays are dense:
+// backends/native.py keeps oneDNN's layouts away from the operator.
 //
 // In the text of graphs the order token is called `after`, and whether there is one `follows`.
 //
@@ -33,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/float16.h"
 #include "cuda/program.h"
 #include "exported.h"
 #include "meeting/all_reduce.h"
@@ -74,6 +75,10 @@ ExchangeRows exchange_rows = nullptr;
 Fail fail = nullptr;
 DropLink drop_link = nullptr;
 
+// Python's function that warns.
+using Warn = void (*)(const char* text);
+Warn warn = nullptr;
+
 Link link_of(int64_t id, size_t num_processes) {
   if (num_processes == 1) return {};
   const auto exchange = [id, num_processes](bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
@@ -100,11 +105,13 @@ Link link_of(int64_t id, size_t num_processes) {
 struct Property {
   std::shared_ptr<Group> group;
   int axis;
-  bool relu;
-  bool has_order_token;
+  Activation activation;
+  bool in_place;
+  OptionalInputs has;
   void* contexts[kPropertyCallbacks];
 
-  int inputs() const { return has_order_token ? 4 : 3; }
+  int data() const { return has.skip; }
+  int inputs() const { return 3 + has.skip + has.order_token; }
 };
 
 constexpr int kOutputs = 2;
@@ -156,9 +163,10 @@ int list_names(char*** names, const char** list) {
   return 1;
 }
 int list_arguments(char*** names, void* state) {
-  static const char* list[] = {"data", "gamma", "beta", nullptr};
-  static const char* list_and_after[] = {"data", "gamma", "beta", "after", nullptr};
-  return list_names(names, static_cast<const Property*>(state)->has_order_token ? list_and_after : list);
+  static const char* list[] = {"skip", "data", "gamma", "beta", nullptr};
+  static const char* list_and_after[] = {"skip", "data", "gamma", "beta", "after", nullptr};
+  const OptionalInputs has = static_cast<const Property*>(state)->has;
+  return list_names(names, (has.order_token ? list_and_after : list) + !has.skip);
 }
 int list_outputs(char*** names, void*) {
   static const char* list[] = {"out", "saved", nullptr};
@@ -188,33 +196,36 @@ Layout layout_of(const std::vector<int64_t>& shape, int axis, const std::string&
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
   return or_error([&] {
     const auto* property = static_cast<Property*>(state);
-    const int inputs = property->inputs();
+    const int data = property->data(), inputs = property->inputs();
     // MXNet copies the shapes before this thread calls again.
     thread_local int channels[1], saved[1];
-    if (ndims[0] <= 0) {  // it also asks before it knows the input
+    if (ndims[data] <= 0) {  // it also asks before it knows the input
       for (int i = inputs; i < inputs + kOutputs; ++i) ndims[i] = 0;
       return;
     }
-    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    const std::vector<int64_t> shape(shapes[data], shapes[data] + ndims[data]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     channels[0] = static_cast<int>(layout.channels);
-    saved[0] = channels[0] < 0 ? -1 : 2 * channels[0] + ForwardCall::kSize;  // -1 is not known yet
+    saved[0] = channels[0] < 0 ? -1 : static_cast<int>(saved_size(channels[0]));  // -1 is not known yet
     const char* names[] = {"gamma", "beta"};
-    for (int i = 1; i < 3; ++i) {
-      if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels[0]) {
+    for (int i = 0; i < 2; ++i) {
+      const int at = data + 1 + i;
+      if (ndims[at] == 1 && shapes[at][0] > 0 && shapes[at][0] != channels[0]) {
         throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input has " +
-                                    std::to_string(channels[0]) + " channels, " + names[i - 1] + " has " +
-                                    std::to_string(shapes[i][0]) + ".");
+                                    std::to_string(channels[0]) + " channels, " + names[i] + " has " +
+                                    std::to_string(shapes[at][0]) + ".");
       }
     }
-    for (int i = 1; i < num; ++i) {
+    for (int i = data + 1; i < num; ++i) {
       ndims[i] = 1;
       shapes[i] = channels;
     }
-    ndims[inputs] = ndims[0];
-    shapes[inputs] = shapes[0];
+    for (int i : {0, inputs}) {  // a skip, and the output
+      ndims[i] = ndims[data];
+      shapes[i] = shapes[data];
+    }
     shapes[inputs + 1] = saved;
-    if (property->has_order_token) shapes[inputs - 1] = saved;
+    if (property->has.order_token) shapes[inputs - 1] = saved;
   });
 }
 
@@ -237,33 +248,35 @@ int infer_type(int num, int* dtypes, void* state) {
   return or_error([&] {
     const auto* property = static_cast<Property*>(state);
     const Group& group = *property->group;
-    const int inputs = property->inputs();
+    const int data = property->data(), inputs = property->inputs();
     const int parameters = static_cast<int>(group.dtype);
-    if (dtypes[0] < 0) dtypes[0] = dtypes[inputs];
-    const bool half = dtypes[0] == static_cast<int>(DType::kFloat16) || dtypes[0] == static_cast<int>(DType::kBFloat16);
-    if (dtypes[0] >= 0 && dtypes[0] != parameters && !(half && group.dtype == DType::kFloat32)) {
-      throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(dtypes[0]) +
+    int& type = dtypes[data];
+    if (type < 0) type = dtypes[inputs];
+    const bool half = type == static_cast<int>(DType::kFloat16) || type == static_cast<int>(DType::kBFloat16);
+    if (type >= 0 && type != parameters && !(half && group.dtype == DType::kFloat32)) {
+      throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(type) +
                                   ", parameters and statistics are " + dtype_name(parameters) +
                                   "; call cast() on the net.");
     }
-    dtypes[inputs] = dtypes[0];
+    dtypes[0] = dtypes[inputs] = type;
     dtypes[inputs + 1] = static_cast<int>(DType::kFloat64);
-    if (property->has_order_token) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
-    dtypes[1] = dtypes[2] = parameters;
+    if (property->has.order_token) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
+    dtypes[data + 1] = dtypes[data + 2] = parameters;
     for (int i = inputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
   });
 }
 
 int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps,
-                                int** deps, void*) {
-  thread_local int list[5];
-  list[0] = out_grad[0];
-  list[1] = in_data[0];
-  list[2] = in_data[1];
-  list[3] = in_data[2];
-  list[4] = out_data[1];
-  *num_deps = 5;
-  *deps = list;
+                                int** deps, void* state) {
+  const auto* property = static_cast<const Property*>(state);
+  const int data = property->data();
+  const bool needs_out = property->in_place || property->has.skip;
+  thread_local std::vector<int> list;
+  list = {out_grad[0], in_data[data + 1], in_data[data + 2], out_data[1]};
+  if (needs_out) list.push_back(out_data[0]);
+  if (!property->in_place) list.push_back(in_data[data]);  // else MXNet need not keep it
+  *num_deps = static_cast<int>(list.size());
+  *deps = list.data();
   return 1;
 }
 
@@ -280,18 +293,28 @@ int run_backward(int, void** arrays, int*, const int* requests, int, void* state
   return or_error_in_turn([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
 }
 
+// MXNet's leaky ReLU has its slope as float32, and multiplies float16 by one of float16.
+double slope_as(DType dtype, double slope) {
+  const auto value = static_cast<float>(slope);
+  return static_cast<double>(dtype == DType::kFloat16 ? half_to_float(float_to_half(value)) : value);
+}
+
 int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
   return or_error([&] {
     const auto* property = static_cast<Property*>(state);
-    const std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+    const int data = property->data();
+    const std::vector<int64_t> shape(shapes[data], shapes[data] + ndims[data]);
     const Layout layout = layout_of(shape, property->axis, property->group->name);
     if (layout.size() == 0) {
       throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input on " + device +
                                   " is empty. A device without images cannot take part; leave it out with "
                                   "gluon_syncbn.devices(...).");
     }
-    Call call{property->group, device, layout, dtype_of(dtypes[0]), property->relu, property->has_order_token};
+    const DType dtype = dtype_of(dtypes[data]);
+    Activation activation = property->activation;
+    activation.slope = slope_as(dtype, activation.slope);
+    Call call{property->group, device, layout, dtype, activation, property->in_place, property->has};
     const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
     Operator* created = (on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call))).release();
     static AnyCallback callbacks[kOperatorCallbacks] = {any(delete_operator), any(run_forward), any(run_backward)};
@@ -299,6 +322,14 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
     ret->callbacks = callbacks;
     ret->contexts = created->contexts;
   });
+}
+
+// "relu", "leaky", or none.
+Activation activation_of(std::map<std::string, std::string>& arguments) {
+  const std::string& name = arguments["activation"];
+  if (name == "relu") return {Activation::kReLU, 0};
+  if (name == "leaky") return {Activation::kLeakyReLU, std::stod(arguments["slope"])};
+  return {};
 }
 
 int delete_property(void* state) {
@@ -320,8 +351,19 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   return or_error([&] {
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
-    auto* property = new Property{group_of(arguments["group"]), std::stoi(arguments["axis"]),
-                                  arguments["relu"] == "1", arguments["follows"] == "1", {}};
+    auto* property = new Property{group_of(arguments["group"]),
+                                  std::stoi(arguments["axis"]),
+                                  activation_of(arguments),
+                                  arguments["in_place"] == "1",
+                                  {arguments["skip"] == "1", arguments["follows"] == "1"},
+                                  {}};
+    const Activation::Kind kind = property->activation.kind;
+    if (property->has.skip ? kind != Activation::kReLU || property->in_place
+                           : kind == Activation::kReLU && property->in_place) {
+      const std::string name = property->group->name;
+      delete property;
+      throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph asks for what cannot be computed in one pass.");
+    }
     for (void*& context : property->contexts) context = property;
     ret->contexts = property->contexts;
   });
@@ -329,14 +371,25 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 }  // namespace
 
+void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
+  char number[40];
+  std::snprintf(number, sizeof number, "%.1e", usable);
+  const std::string text = "SyncBatchNorm '" + group.name + "': in_place=True cannot go by a gamma this near 0: channel " +
+                           std::to_string(channel) + " on " + device + " is computed with " + number +
+                           ". Train this layer with in_place=False if that matters. Said once per layer.";
+  while_python_lives([&] { warn(text.c_str()); });
+}
+
 }  // namespace gluon_syncbn
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What Python calls (base/library.py)
 
 // Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
-EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group, const char* kernels) {
+EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group, gluon_syncbn::Warn warn,
+                                   const char* kernels) {
   gluon_syncbn::GpuProgram::set_source(kernels);
+  gluon_syncbn::warn = warn;
   gluon_syncbn::make_described_group = make_described_group;
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }

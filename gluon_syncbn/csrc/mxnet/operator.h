@@ -5,7 +5,10 @@
 #include <memory>
 #include <string>
 
+#include "activation.h"
+#include "meeting/all_reduce.h"
 #include "meeting/group.h"
+#include "mxnet/array.h"
 #include "tensor.h"
 
 namespace gluon_syncbn {
@@ -16,9 +19,16 @@ struct Call {
   std::string device;  // as MXNet prints it: "gpu(0)"
   Layout layout;
   DType dtype;
-  bool relu;
-  bool has_order_token;  // whether there is an input `after`
+  Activation activation;
+  bool in_place;  // whether the backward pass goes by y, and x may be gone
+  OptionalInputs has;
 };
+
+// How many numbers `saved` has: mean, invstd, and r and d of Batch Renormalization per channel, and ForwardCall.
+inline int64_t saved_size(int64_t channels) { return 4 * channels + ForwardCall::kSize; }
+
+// Tells the user that a layer which works in place takes another γ than its own; see in_place.h.
+void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable);
 
 class Operator {
  public:

@@ -2,25 +2,23 @@
 
 template <typename A>
 struct Channel {
-  A shift, scale, bias;
-  bool relu;
+  A shift, scale, bias, slope;
 
-  // dy masked by the ReLU: kept where the output for x was positive, or NaN, which must not be lost.
-  inline A masked(A x, A dy) const { return relu && (x - shift) * scale + bias <= 0 ? A(0) : dy; }
+  inline A apply(A x) const { return (x - shift) * scale + bias; }
 };
 
 template <typename A>
 inline Channel<A> channel_of(const AffineView& affine, int64_t c) {
   return {static_cast<A>(affine.shift[c]), static_cast<A>(affine.scale[c]), static_cast<A>(affine.bias[c]),
-          affine.relu};
+          static_cast<A>(affine.activation.slope)};
 }
 
 // The same for channels that lie side by side.
 template <typename A>
 struct Columns {
-  A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock];
+  A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock], slope;
 
-  Columns(const AffineView& affine, int64_t first, int64_t width) {
+  Columns(const AffineView& affine, int64_t first, int64_t width) : slope(static_cast<A>(affine.activation.slope)) {
     for (int64_t c = 0; c < width; ++c) {
       const Channel<A> channel = channel_of<A>(affine, first + c);
       shift[c] = channel.shift;
@@ -28,4 +26,6 @@ struct Columns {
       bias[c] = channel.bias;
     }
   }
+
+  inline Channel<A> operator[](int64_t c) const { return {shift[c], scale[c], bias[c], slope}; }
 };

@@ -1,32 +1,43 @@
-// Σ dy and Σ dy·(x − shift), where dy is masked by the ReLU, if there is one.
+// Σ dz and Σ dz·(v − shift), and the gradient of a skip.
 
-template <typename T, bool kRelu>
-void gradient_sums_rows(const T* x, const T* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                        const AffineView& affine, double* sums, double* centred) {
+enum class SkipGradient : int { kNone, kWrite, kAdd };
+
+// Where the gradient of a skip goes.
+template <typename T, SkipGradient kSkip>
+inline void give_skip(T* to, typename Storage<T>::Compute gradient) {
+  if constexpr (kSkip == SkipGradient::kWrite) *to = Storage<T>::store(gradient);
+  if constexpr (kSkip == SkipGradient::kAdd) *to = Storage<T>::store(Storage<T>::load(*to) + gradient);
+}
+
+template <typename T, Source kSource, SkipGradient kSkip>
+void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end, const AffineView& affine,
+                        T* d_skip, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
+  using Read = Reader<T, kSource>;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
   for (int64_t o = 0; o < layout.outer; ++o) {
     for (int64_t c = c_begin; c < c_end; ++c) {
-      Channel<A> channel = channel_of<A>(affine, c);
-      channel.relu = kRelu;
+      const Channel<A> channel = channel_of<A>(affine, c);
       for (int64_t begin = 0; begin < layout.inner; begin += kBlock) {
         const int64_t size = layout.inner - begin < kBlock ? layout.inner - begin : kBlock;
         const int64_t start = (o * layout.channels + c) * layout.inner + begin;
-        const T* values = x + start;
-        const T* gradients = dy + start;
+        const Inputs<T> input(all, start);
+        T* to = kSkip == SkipGradient::kNone ? nullptr : d_skip + start;
         A s[kLanes] = {}, p[kLanes] = {};
         int64_t i = 0;
         for (; i + kLanes <= size; i += kLanes) {
           for (int l = 0; l < kLanes; ++l) {
-            const A value = Storage<T>::load(values[i + l]);
-            const A gradient = channel.masked(value, Storage<T>::load(gradients[i + l]));
+            const A value = Read::value(channel, input.values[i + l]);
+            const A gradient = Read::gradient(channel, value, input.out[i + l], input.d_out[i + l]);
+            give_skip<T, kSkip>(to + i + l, gradient);
             s[l] += gradient;
             p[l] += gradient * (value - channel.shift);
           }
         }
         for (int l = 0; i < size; ++i, ++l) {
-          const A value = Storage<T>::load(values[i]);
-          const A gradient = channel.masked(value, Storage<T>::load(gradients[i]));
+          const A value = Read::value(channel, input.values[i]);
+          const A gradient = Read::gradient(channel, value, input.out[i], input.d_out[i]);
+          give_skip<T, kSkip>(to + i, gradient);
           s[l] += gradient;
           p[l] += gradient * (value - channel.shift);
         }
@@ -42,10 +53,11 @@ void gradient_sums_rows(const T* x, const T* dy, Layout layout, int64_t c_begin,
   }
 }
 
-template <typename T, bool kRelu>
-void gradient_sums_columns(const T* x, const T* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                           const AffineView& affine, double* sums, double* centred) {
+template <typename T, Source kSource, SkipGradient kSkip>
+void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end,
+                           const AffineView& affine, T* d_skip, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
+  using Read = Reader<T, kSource>;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
   for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
     const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
@@ -55,12 +67,14 @@ void gradient_sums_columns(const T* x, const T* dy, Layout layout, int64_t c_beg
       const int64_t rows = layout.outer - o0 < kRowBlock ? layout.outer - o0 : kRowBlock;
       for (int64_t c = 0; c < width; ++c) s[c] = p[c] = 0;
       for (int64_t o = o0; o < o0 + rows; ++o) {
-        const T* values = x + o * layout.channels + c0;
-        const T* gradients = dy + o * layout.channels + c0;
+        const int64_t start = o * layout.channels + c0;
+        const Inputs<T> input(all, start);
+        T* to = kSkip == SkipGradient::kNone ? nullptr : d_skip + start;
         for (int64_t c = 0; c < width; ++c) {
-          const Channel<A> channel{columns.shift[c], columns.scale[c], columns.bias[c], kRelu};
-          const A value = Storage<T>::load(values[c]);
-          const A gradient = channel.masked(value, Storage<T>::load(gradients[c]));
+          const Channel<A> channel = columns[c];
+          const A value = Read::value(channel, input.values[c]);
+          const A gradient = Read::gradient(channel, value, input.out[c], input.d_out[c]);
+          give_skip<T, kSkip>(to + c, gradient);
           s[c] += gradient;
           p[c] += gradient * (value - channel.shift);
         }
@@ -73,11 +87,36 @@ void gradient_sums_columns(const T* x, const T* dy, Layout layout, int64_t c_beg
   }
 }
 
+template <typename T, Source kSource, SkipGradient kSkip>
+void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
+                      const AffineView& affine, void* d_skip, double* sums, double* centred) {
+  const auto pass = layout.inner == 1 ? gradient_sums_columns<T, kSource, kSkip> : gradient_sums_rows<T, kSource, kSkip>;
+  pass(Inputs<T>(input), layout, c_begin, c_end, affine, static_cast<T*>(d_skip), sums, centred);
+}
+
 template <typename T>
-void gradient_sums_of(const void* x, const void* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                      const AffineView& affine, double* sums, double* centred) {
-  const auto pass = layout.inner == 1
-                        ? (affine.relu ? gradient_sums_columns<T, true> : gradient_sums_columns<T, false>)
-                        : (affine.relu ? gradient_sums_rows<T, true> : gradient_sums_rows<T, false>);
-  pass(static_cast<const T*>(x), static_cast<const T*>(dy), layout, c_begin, c_end, affine, sums, centred);
+void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
+                      const AffineView& affine, void* d_skip, bool add_to_skip, double* sums, double* centred) {
+  constexpr auto kNone = SkipGradient::kNone;
+  auto pass = gradient_sums_as<T, Source::kInput, kNone>;
+  switch (source_of(input, affine.activation.kind)) {
+    case Source::kInputReLU:
+      pass = gradient_sums_as<T, Source::kInputReLU, kNone>;
+      break;
+    case Source::kInputLeakyReLU:
+      pass = gradient_sums_as<T, Source::kInputLeakyReLU, kNone>;
+      break;
+    case Source::kInputAndOutput:
+      pass = !d_skip       ? gradient_sums_as<T, Source::kInputAndOutput, kNone>
+             : add_to_skip ? gradient_sums_as<T, Source::kInputAndOutput, SkipGradient::kAdd>
+                           : gradient_sums_as<T, Source::kInputAndOutput, SkipGradient::kWrite>;
+      break;
+    case Source::kOutputLeakyReLU:
+      pass = gradient_sums_as<T, Source::kOutputLeakyReLU, kNone>;
+      break;
+    case Source::kInput:
+    case Source::kOutput:  // the same, of other values
+      break;
+  }
+  pass(input, layout, c_begin, c_end, affine, d_skip, sums, centred);
 }

@@ -1,64 +1,98 @@
-// dx = factor·dy + slope·(x − shift) + constant, with dy as in gradient_sums.h.
+// dx = factor·dz + slope·(v − shift) + constant.
 
-template <typename T, bool kRelu, bool kAdd>
-void input_gradient_rows(const T* x, const T* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                         const AffineView& affine, const GradientView& gradient, T* dx) {
+template <typename A>
+struct Correction {
+  A factor, slope, constant;
+
+  inline A apply(const Channel<A>& channel, A value, A gradient) const {
+    return factor * gradient + (slope * (value - channel.shift) + constant);
+  }
+};
+
+template <typename A>
+inline Correction<A> correction_of(const GradientView& gradient, int64_t c) {
+  return {static_cast<A>(gradient.factor[c]), static_cast<A>(gradient.slope[c]), static_cast<A>(gradient.constant[c])};
+}
+
+template <typename T, Source kSource, bool kAdd>
+void input_gradient_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end, const AffineView& affine,
+                         const GradientView& vectors, T* dx) {
   using A = typename Storage<T>::Compute;
+  using Read = Reader<T, kSource>;
   for (int64_t o = 0; o < layout.outer; ++o) {
     for (int64_t c = c_begin; c < c_end; ++c) {
-      Channel<A> channel = channel_of<A>(affine, c);
-      channel.relu = kRelu;
-      const A factor = static_cast<A>(gradient.factor[c]);
-      const A slope = static_cast<A>(gradient.slope[c]);
-      const A constant = static_cast<A>(gradient.constant[c]);
+      const Channel<A> channel = channel_of<A>(affine, c);
+      const Correction<A> correction = correction_of<A>(vectors, c);
       const int64_t start = (o * layout.channels + c) * layout.inner;
-      const T* values = x + start;
-      const T* gradients = dy + start;
+      const Inputs<T> input(all, start);
       T* to = dx + start;
       for (int64_t i = 0; i < layout.inner; ++i) {
-        const A value = Storage<T>::load(values[i]);
-        const A gradient = channel.masked(value, Storage<T>::load(gradients[i]));
-        const A result = factor * gradient + (slope * (value - channel.shift) + constant);
+        const A value = Read::value(channel, input.values[i]);
+        const A gradient = Read::gradient(channel, value, input.out[i], input.d_out[i]);
+        const A result = correction.apply(channel, value, gradient);
         to[i] = Storage<T>::store(kAdd ? Storage<T>::load(to[i]) + result : result);
       }
     }
   }
 }
 
-template <typename T, bool kRelu, bool kAdd>
-void input_gradient_columns(const T* x, const T* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                            const AffineView& affine, const GradientView& gradient, T* dx) {
+template <typename T, Source kSource, bool kAdd>
+void input_gradient_columns(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end,
+                            const AffineView& affine, const GradientView& vectors, T* dx) {
   using A = typename Storage<T>::Compute;
+  using Read = Reader<T, kSource>;
   for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
     const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
     const Columns<A> columns(affine, c0, width);
     A factor[kChannelBlock], slope[kChannelBlock], constant[kChannelBlock];
     for (int64_t c = 0; c < width; ++c) {
-      factor[c] = static_cast<A>(gradient.factor[c0 + c]);
-      slope[c] = static_cast<A>(gradient.slope[c0 + c]);
-      constant[c] = static_cast<A>(gradient.constant[c0 + c]);
+      const Correction<A> correction = correction_of<A>(vectors, c0 + c);
+      factor[c] = correction.factor;
+      slope[c] = correction.slope;
+      constant[c] = correction.constant;
     }
     for (int64_t o = 0; o < layout.outer; ++o) {
-      const T* values = x + o * layout.channels + c0;
-      const T* gradients = dy + o * layout.channels + c0;
-      T* to = dx + o * layout.channels + c0;
+      const int64_t start = o * layout.channels + c0;
+      const Inputs<T> input(all, start);
+      T* to = dx + start;
       for (int64_t c = 0; c < width; ++c) {
-        const Channel<A> channel{columns.shift[c], columns.scale[c], columns.bias[c], kRelu};
-        const A value = Storage<T>::load(values[c]);
-        const A gradient = channel.masked(value, Storage<T>::load(gradients[c]));
-        const A result = factor[c] * gradient + (slope[c] * (value - channel.shift) + constant[c]);
+        const Channel<A> channel = columns[c];
+        const A value = Read::value(channel, input.values[c]);
+        const A gradient = Read::gradient(channel, value, input.out[c], input.d_out[c]);
+        const A result = Correction<A>{factor[c], slope[c], constant[c]}.apply(channel, value, gradient);
         to[c] = Storage<T>::store(kAdd ? Storage<T>::load(to[c]) + result : result);
       }
     }
   }
 }
 
+template <typename T, Source kSource, bool kAdd>
+void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
+                       const AffineView& affine, const GradientView& vectors, void* dx) {
+  const auto pass = layout.inner == 1 ? input_gradient_columns<T, kSource, kAdd> : input_gradient_rows<T, kSource, kAdd>;
+  pass(Inputs<T>(input), layout, c_begin, c_end, affine, vectors, static_cast<T*>(dx));
+}
+
 template <typename T, bool kAdd>
-void input_gradient_of(const void* x, const void* dy, Layout layout, int64_t c_begin, int64_t c_end,
-                       const AffineView& affine, const GradientView& gradient, void* dx) {
-  const auto pass = layout.inner == 1
-                        ? (affine.relu ? input_gradient_columns<T, true, kAdd> : input_gradient_columns<T, false, kAdd>)
-                        : (affine.relu ? input_gradient_rows<T, true, kAdd> : input_gradient_rows<T, false, kAdd>);
-  pass(static_cast<const T*>(x), static_cast<const T*>(dy), layout, c_begin, c_end, affine, gradient,
-       static_cast<T*>(dx));
+void input_gradient_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
+                       const AffineView& affine, const GradientView& vectors, void* dx) {
+  auto pass = input_gradient_as<T, Source::kInput, kAdd>;
+  switch (source_of(input, affine.activation.kind)) {
+    case Source::kInputReLU:
+      pass = input_gradient_as<T, Source::kInputReLU, kAdd>;
+      break;
+    case Source::kInputLeakyReLU:
+      pass = input_gradient_as<T, Source::kInputLeakyReLU, kAdd>;
+      break;
+    case Source::kInputAndOutput:
+      pass = input_gradient_as<T, Source::kInputAndOutput, kAdd>;
+      break;
+    case Source::kOutputLeakyReLU:
+      pass = input_gradient_as<T, Source::kOutputLeakyReLU, kAdd>;
+      break;
+    case Source::kInput:
+    case Source::kOutput:  // the same, of other values
+      break;
+  }
+  pass(input, layout, c_begin, c_end, affine, vectors, dx);
 }

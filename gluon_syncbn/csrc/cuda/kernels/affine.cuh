@@ -1,20 +1,43 @@
-// y = (x − shift)·scale + bias, then max(y, 0) if relu. Shift is the mean as real_t, and bias makes up for the rest.
+// z = (x − shift)·scale + bias, then y = activation(z + skip). Shift is the mean as real_t, and bias makes up for the rest.
+
+// What stands behind the affine map; the numbers are those of Activation::Kind.
+struct Behind {
+  int activation;  // 0 none, 1 ReLU, 2 leaky ReLU
+  real_t slope;
+  int in_place;  // backward passes find z in y
+
+  // NaN stays. Rounded after each step, as if the activation were an operator of its own.
+  __device__ real_t activate(real_t z) const {
+    if (activation == 0) return z;
+    const real_t value = widen(narrow(z));
+    return value <= 0 ? (activation == 1 ? real_t(0) : value * slope) : value;
+  }
+
+  // v, of which the backward passes take x̂: x as it is, or z from y.
+  __device__ real_t value(real_t stored) const {
+    return in_place && activation == 2 && stored <= 0 ? stored / slope : stored;
+  }
+};
 
 template <int S>
 struct Affine {
   real_t shift[S], scale[S], bias[S];
-  int relu;
+  Behind behind;
 
-  __device__ void set(int s, double mean, double times, double beta) {
-    shift[s] = static_cast<real_t>(mean);
+  __device__ void set(int s, double center, double times, double beta) {
+    shift[s] = static_cast<real_t>(center);
     scale[s] = static_cast<real_t>(times);
-    bias[s] = static_cast<real_t>(multiply_add(static_cast<double>(shift[s]) - mean, times, beta));
+    bias[s] = static_cast<real_t>(multiply_add(static_cast<double>(shift[s]) - center, times, beta));
   }
 
   __device__ real_t apply(int s, real_t x) const { return multiply_add(x - shift[s], scale[s], bias[s]); }
 
-  // dy masked by the ReLU: kept where the output for x was positive, or NaN, which must not be lost.
-  __device__ real_t masked(int s, real_t x, real_t dy) const { return relu && apply(s, x) <= 0 ? real_t(0) : dy; }
+  // The gradient of z. Where z was NaN that of y is kept, which must not be lost.
+  __device__ real_t passed(int s, real_t v, real_t dy) const {
+    if (behind.activation == 0) return dy;
+    const bool negative = (behind.in_place ? v : apply(s, v)) <= 0;
+    return negative ? (behind.activation == 1 ? real_t(0) : behind.slope * dy) : dy;
+  }
 };
 
 // What each channel needs, from the thread that has computed it to those that share the channel.
@@ -38,14 +61,49 @@ __device__ inline void hand_out(real_t* shared, const Place& place, Affine<S>& a
   hand_out<S>(shared, place, affine.bias);
 }
 
+// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True if
+// another γ was taken for that.
+__device__ inline bool effective(int in_place, double r, double d, double& gamma, double& beta) {
+  beta += gamma * d;
+  gamma *= r;
+  if (!in_place) return false;
+  const double least = kLeastGamma * (fabs(beta) > 1 ? fabs(beta) : 1);
+  if (fabs(gamma) >= least) return false;
+  gamma = gamma < 0 ? -least : least;
+  return true;
+}
+
+// What the backward passes know of a channel: (v − center)·per is x̂.
+struct Saved {
+  double center, per, invstd, gamma, beta, r, d;
+  bool moved;  // whether another γ was taken
+
+  __device__ Saved(const Shape& shape, const double* saved, const real_t* own_gamma, const real_t* own_beta,
+                   int has_scale, int in_place, int64 c) {
+    invstd = saved[shape.channels + c];
+    r = saved[2 * shape.channels + c];
+    d = saved[3 * shape.channels + c];
+    gamma = has_scale ? own_gamma[c] : 1;
+    beta = own_beta[c];
+    moved = effective(in_place, r, d, gamma, beta);
+    center = in_place ? beta : saved[c];
+    per = in_place ? 1 / gamma : invstd;
+  }
+};
+
+// Behind the four vectors of `saved`: count, round_id, active_set.
+__device__ inline const double* call_of(const Shape& shape, const double* saved) { return saved + 4 * shape.channels; }
+
 // The same in both passes of the backward direction.
 template <int S>
 __device__ inline void affine_from_saved(const Shape& shape, const Place& place, const double* saved,
-                                       const real_t* gamma, const real_t* beta, int has_scale, Affine<S>& affine) {
+                                         const real_t* gamma, const real_t* beta, int has_scale, Affine<S>& affine) {
   if (place.position != 0) return;
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 c = place.channel + s;
-    if (c < shape.channels) affine.set(s, saved[c], (has_scale ? gamma[c] : 1) * saved[shape.channels + c], beta[c]);
+    if (c >= shape.channels) continue;
+    const Saved then(shape, saved, gamma, beta, has_scale, affine.behind.in_place, c);
+    affine.set(s, then.center, then.gamma * then.invstd, then.beta);
   }
 }

@@ -51,10 +51,16 @@ struct MomentsPass {
   }
 };
 
-// `pass` on every thread of the block → the message: mean[C] and M2[C].
+// The running statistics, which the host wants for Batch Renormalization; null if it does not.
+struct Running {
+  const real_t *mean, *variance;
+};
+
+// `pass` on every thread of the block → the message: mean[C] and M2[C], perhaps running mean[C] and variance[C].
 template <int S>
-__device__ inline void finish_moments(const Shape& shape, const Place& place, MomentsPass<S>& pass, double* partials,
-                                      int* counters, double* message, double ticket) {
+__device__ inline void finish_moments(const Shape& shape, const Place& place, MomentsPass<S>& pass,
+                                      const Running& running, double* partials, int* counters, double* message,
+                                      double ticket) {
   __shared__ double shared[S * kThreads];
   real_t* real_shared = reinterpret_cast<real_t*>(shared);
   const bool leads = place.position == 0;
@@ -122,6 +128,10 @@ __device__ inline void finish_moments(const Shape& shape, const Place& place, Mo
     if (leads && channel < shape.channels) {
       message[1 + channel] = pass.origin[s] + sums[s];
       message[1 + shape.channels + channel] = squares[s];
+      if (running.mean) {
+        message[1 + 2 * shape.channels + channel] = running.mean[channel];
+        message[1 + 3 * shape.channels + channel] = running.variance[channel];
+      }
     }
   }
   finish_tile(counters, message, ticket);
@@ -141,30 +151,34 @@ __device__ inline MomentsPass<S> start_moments(const Shape& shape, const Place& 
   return pass;
 }
 
-KERNEL moments_rows(const value_t* x, double* partials, int* counters, double* message, int64 outer, int64 channels,
-                    int64 inner, int aligned, double ticket) {
+KERNEL moments_rows(const value_t* x, const real_t* running_mean, const real_t* running_var, double* partials,
+                    int* counters, double* message, int64 outer, int64 channels, int64 inner, int aligned,
+                    double ticket, int wants_running) {
   const Shape shape = {outer, channels, inner};
   const Place place = place_in_rows();
   MomentsPass<1> pass = start_moments<1>(shape, place, x);
   over_rows(shape, x, aligned, place, pass);
-  finish_moments<1>(shape, place, pass, partials, counters, message, ticket);
+  const Running running = {wants_running ? running_mean : 0, running_var};
+  finish_moments<1>(shape, place, pass, running, partials, counters, message, ticket);
 }
 
 template <int V>
-__device__ inline void moments_columns_by(const value_t* x, double* partials, int* counters, double* message,
-                                          const Shape& shape, double ticket) {
+__device__ inline void moments_columns_by(const value_t* x, const Running& running, double* partials, int* counters,
+                                          double* message, const Shape& shape, double ticket) {
   const Place place = place_in_columns<V>();
   MomentsPass<V> pass = start_moments<V>(shape, place, x);
   over_columns<V>(shape, place, pass);
-  finish_moments<V>(shape, place, pass, partials, counters, message, ticket);
+  finish_moments<V>(shape, place, pass, running, partials, counters, message, ticket);
 }
 
-KERNEL moments_columns(const value_t* x, double* partials, int* counters, double* message, int64 outer,
-                       int64 channels, int64 inner, int aligned, double ticket) {
+KERNEL moments_columns(const value_t* x, const real_t* running_mean, const real_t* running_var, double* partials,
+                       int* counters, double* message, int64 outer, int64 channels, int64 inner, int aligned,
+                       double ticket, int wants_running) {
   const Shape shape = {outer, channels, inner};
+  const Running running = {wants_running ? running_mean : 0, running_var};
   if (aligned) {
-    moments_columns_by<kPack>(x, partials, counters, message, shape, ticket);
+    moments_columns_by<kPack>(x, running, partials, counters, message, shape, ticket);
   } else {
-    moments_columns_by<1>(x, partials, counters, message, shape, ticket);
+    moments_columns_by<1>(x, running, partials, counters, message, shape, ticket);
   }
 }

@@ -18,6 +18,15 @@ constexpr int kThreads = THREADS;  // in a block
 constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
+// As least_gamma of in_place.h, which says why.
+#if VALUE_TYPE == 1
+constexpr double kLeastGamma = 1.0 / (1 << 26);
+#elif VALUE_TYPE == 2
+constexpr double kLeastGamma = 1.0 / 32;
+#else
+constexpr double kLeastGamma = 1.0 / (1 << 12);
+#endif
+
 #ifdef __CUDACC__
 // cuda_fp16.h is not there at run time.
 __device__ inline float half_to_float(unsigned short half) {

@@ -1,0 +1,40 @@
+// In-place activated Batch Normalization (Rota Bulò, Porzi and Kontschieder, "In-Place Activated BatchNorm for Memory-
+// Optimized Training of DNNs", 2018): the backward pass finds x̂ in the output, so that nobody needs to keep the input.
+//
+//   z = γ·x̂ + β, y = a(z)   so   z = a⁻¹(y), and x̂ = (z − β)/γ
+//
+// which works where a is none or a leaky ReLU. z has been rounded to the type of y, by up to u·|z| (u is 2⁻²⁴ for
+// float32, 2⁻¹¹ for float16), so that x̂ comes back wrong by u·(|x̂| + |β/γ|). Where γ is nearly 0 nothing of x̂ would be
+// left. So both passes take a γ that is at least √u·max(1, |β|) away from 0, which leaves half of the digits: the sign
+// is kept, y moves by less than √u·max(1, |β|)·|x̂|, and the gradient of γ is that of the γ that is taken, so that it can
+// leave 0 again. Whoever does so must tell the user.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "tensor.h"
+
+namespace gluon_syncbn {
+
+// √u.
+inline double least_gamma(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 1.0 / (1 << 26);
+    case DType::kFloat16:
+      return 1.0 / 32;
+    case DType::kBFloat16:
+      return 1.0 / 16;
+    default:
+      return 1.0 / (1 << 12);
+  }
+}
+
+// What is taken for a γ, if x̂ is to be found in the output.
+inline double usable_gamma(DType dtype, double gamma, double beta) {
+  const double least = least_gamma(dtype) * std::max(1.0, std::abs(beta));
+  return std::abs(gamma) < least ? std::copysign(least, gamma) : gamma;
+}
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,47 @@
+// Batch Renormalization (Ioffe, "Batch Renormalization: Towards Reducing Minibatch Dependence in Batch-Normalized
+// Models", 2017): x̂·r + d takes the place of x̂, with
+//
+//   r = σ/σ_running, held between 1/r_max and r_max        d = (mean − running mean)/σ_running, held within ±d_max
+//
+// where σ = √(var + ε). Both count as constants in the backward pass. With r_max = 1 and d_max = 0 it is Batch
+// Normalization.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace gluon_syncbn {
+
+struct RenormLimits {
+  double r_max = 1;
+  double d_max = 0;
+
+  // r and d of a channel; `ratio` is σ/σ_running, `distance` (mean − running mean)/σ_running.
+  double r(double ratio) const { return std::max(1 / r_max, std::min(r_max, ratio)); }
+  double d(double distance) const { return std::max(-d_max, std::min(d_max, distance)); }
+  bool is_off() const { return r_max == 1 && d_max == 0; }
+};
+
+// The layout is that of RenormPointStruct in base/library.py.
+struct RenormPoint {
+  double step;
+  double r_max, d_max;
+};
+
+// The limits at a step: between two points of the schedule on the line that joins them, outside as at the nearest one.
+inline RenormLimits renorm_at(const std::vector<RenormPoint>& schedule, int64_t step) {
+  if (schedule.empty()) return {};
+  size_t next = 0;
+  while (next < schedule.size() && schedule[next].step <= static_cast<double>(step)) ++next;
+  if (next == 0 || next == schedule.size()) {
+    const RenormPoint& nearest = schedule[next == 0 ? 0 : next - 1];
+    return {nearest.r_max, nearest.d_max};
+  }
+  const RenormPoint &a = schedule[next - 1], &b = schedule[next];
+  const double share = (static_cast<double>(step) - a.step) / (b.step - a.step);
+  return {a.r_max + share * (b.r_max - a.r_max), a.d_max + share * (b.d_max - a.d_max)};
+}
+
+}  // namespace gluon_syncbn
