@@ -8,6 +8,7 @@ from gluon_syncbn import symbol  # noqa: E402
 from gluon_syncbn._devices import devices  # noqa: E402
 from gluon_syncbn._hooks import install_hooks  # noqa: E402
 from gluon_syncbn._install import install, uninstall  # noqa: E402
+from gluon_syncbn._profile import Report, profile  # noqa: E402
 from gluon_syncbn.base.errors import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
@@ -23,6 +24,7 @@ install_hooks()
 __version__ = "0.1.0"
 __all__ = [
     "ProcessGroup",
+    "Report",
     "SyncBatchNorm",
     "SyncBatchNormError",
     "abandon_step",
@@ -34,6 +36,7 @@ __all__ = [
     "init_process_group",
     "install",
     "plain_symbol",
+    "profile",
     "symbol",
     "uninstall",
 ]

@@ -50,9 +50,11 @@ def main() -> int:
     print(f"processes    {_engines()}")
     warned = _warnings()
     try:
-        milliseconds = _all_reduce(devices, group)
+        with gluon_syncbn.profile() as report:
+            milliseconds = _all_reduce(devices, group)
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
         print(f"all-reduce   right on {where}; {milliseconds:.2f} ms for a forward and backward pass (median)")
+        print(f"waiting      {_waiting(report)}")
         if group is not None:
             delay = _exchange(group)
             print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {group.name}: {delay:.2f} ms (median)")
@@ -98,6 +100,13 @@ def _exchange(group: gluon_syncbn.ProcessGroup) -> float:
         group.all_gather("doctor", number, vector, range(group.size), lambda: None)
         seconds.append(time.perf_counter() - started)
     return 1e3 * statistics.median(seconds)
+
+
+def _waiting(report: gluon_syncbn.Report) -> str:
+    """How far apart the devices came."""
+    spreads = {row.direction: 1e3 * row.spread for row in report.rows}
+    shown = ", ".join(f"{direction} {spread:.2f} ms" for direction, spread in spreads.items())
+    return f"first to last device: {shown} (median); gluon_syncbn.profile() shows it for your net"
 
 
 def _cores() -> int:

@@ -86,16 +86,16 @@ class SyncBatchNorm(nn.BatchNorm):
         environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. ``group_size`` then counts the
         devices of all processes in rank order, and ``num_devices`` those of this process.
     in_place : bool, default False
-        Let the backward pass go by the output, so that MXNet need not keep the input: less memory for activations, where
-        no ReLU follows (a leaky one may). On the native back end, in training on several devices. See
+        Let the backward pass go by the output, so that MXNet need not keep the input: less memory for activations,
+        where no ReLU follows (a leaky one may). On the native back end, in training on several devices. See
         docs/memory.md for what it costs in precision.
     renorm : (float, float) or list of (int, float, float), optional
         Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
         on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in training
         on several devices.
     fuse : bool, default True
-        Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own passes.
-        Only on the native back end, and where nobody else reads what lies between.
+        Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own
+        passes. Only on the native back end, and where nobody else reads what lies between.
     kvstore : str or mx.kv.KVStore, optional
         For the portable back end. Carries the per-channel vectors: 'local' (default with a CPU context) or 'device'
         (default on GPUs), or a store made with ``mx.kv.create`` that has no optimizer.

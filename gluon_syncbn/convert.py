@@ -38,8 +38,8 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
         As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``activation``,
         ``kvstore``, ``process_group``, ``in_place``, ``renorm``.
     fuse : bool, default True
-        Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum and
-        ReLU, wherever the graph has them and nobody else reads what lies between; a line of the log (INFO, logger
+        Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum
+        and ReLU, wherever the graph has them and nobody else reads what lies between; a line of the log (INFO, logger
         ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU behind a norm in a
         `nn.HybridSequential`: the norm takes the activation over, and the ReLU passes its input on. That is left alone
         where it could be seen: if one of the two hangs elsewhere in the net too, or has forward hooks. A slice of the

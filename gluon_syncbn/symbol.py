@@ -228,9 +228,7 @@ def _make_again(norm: Norm, inputs, after, backend: str, dtype: str, chosen: Dic
     """A synchronized layer for this node, with the options ``chosen``."""
     options = check_options(f"SyncBatchNorm '{norm.name}'", backend=backend, **chosen)
     spec = checked_spec(GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma))
-    form = Form(
-        norm.axis, "relu" if norm.relu else None, chosen.get("in_place", False), chosen.get("fuse", True)
-    )
+    form = Form(norm.axis, "relu" if norm.relu else None, chosen.get("in_place", False), chosen.get("fuse", True))
     return make_node(inputs, backend, form, Node(norm.name, spec, norm.hidden, after))
 
 

@@ -42,7 +42,7 @@ PATTERNS = {
 
 
 def train(behind, devices, mode, dtype="float32", axis=1, fuse=True, **options):
-    """Everything that a step leaves: outputs, gradients of inputs and parameters, running statistics, and a prediction."""
+    """What steps leave: outputs, gradients of inputs and parameters, running statistics; and a prediction."""
     net = convert_sync_batchnorm(Net(behind, axis), fuse=fuse, backend="native", **options)
     net.cast(dtype)
     net.initialize(ctx=cpus(devices))
@@ -189,16 +189,19 @@ class Random(gluon.HybridBlock):
             one, other = (values[-1 - min(rng.geometric(0.6) - 1, len(values) - 1)] for _ in range(2))
             what = rng.choice(["norm", "norm", "relu", "leaky", "sum", "block", "tail"])
             norm = self.norms[int(rng.randint(3))]
-            values.append(
-                {
-                    "norm": lambda: norm(one),
-                    "relu": lambda: F.relu(one),
-                    "leaky": lambda: F.LeakyReLU(one, slope=0.3),
-                    "sum": lambda: one + other,
-                    "block": lambda: F.relu(norm(one) + other),
-                    "tail": lambda: F.Activation(other + norm(one), act_type="relu"),
-                }[what]()
-            )
+            if what == "norm":
+                made = norm(one)
+            elif what == "relu":
+                made = F.relu(one)
+            elif what == "leaky":
+                made = F.LeakyReLU(one, slope=0.3)
+            elif what == "sum":
+                made = one + other
+            elif what == "block":
+                made = F.relu(norm(one) + other)
+            else:
+                made = F.Activation(other + norm(one), act_type="relu")
+            values.append(made)
         return values[-1] + 0.1 * F.tanh(values[-2])
 
 
@@ -349,7 +352,9 @@ def test_a_module_that_is_bound(norm_first, fuse_it):
         module.forward(mx.io.DataBatch([x]), is_train=True)
         module.backward([mx.nd.ones((4, 3, 5, 5))])
         left = [module.get_outputs()[0].asnumpy(), module.get_input_grads()[0].asnumpy()]
-        left += [sum(grad.asnumpy() for grad in grads) for grads in module._exec_group.grad_arrays if grads[0] is not None]
+        left += [
+            sum(grad.asnumpy() for grad in grads) for grads in module._exec_group.grad_arrays if grads[0] is not None
+        ]
         left += [array.asnumpy() for _, array in sorted(module.get_params()[1].items())]
         results.append(left)
     assert_alike(*results, 1e-4)

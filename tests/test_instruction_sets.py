@@ -36,9 +36,7 @@ def digest() -> str:
             for activation, skip, in_place in ((0, 0, 0), (1, 0, 0), (2, 0, 0), (1, 1, 0), (0, 0, 1), (2, 0, 1)):
                 behind = [activation, ctypes.c_double(0.1)]
                 added, out = (pointer(dy), pointer(y)) if skip else (None, None)
-                core().gluon_syncbn_normalize(
-                    flag, pointer(x), added, *sizes(layout), *affine, *behind, pointer(y), 1
-                )
+                core().gluon_syncbn_normalize(flag, pointer(x), added, *sizes(layout), *affine, *behind, pointer(y), 1)
                 arrays = [flag, pointer(x), pointer(dy), out, in_place, *sizes(layout), *affine, *behind]
                 d_skip = np.zeros_like(x)
                 core().gluon_syncbn_gradient_sums(

@@ -8,9 +8,9 @@ Each is taken only where nobody else reads what lies between: no other node, and
 output. A sum must be one of equal shapes (``elemwise_add``), since the operator does not broadcast.
 
 It is done to a copy of the graph, as late as can be: when MXNet makes something to run of it (`fusing_graphs`,
-`fusing_bind`). So whoever looks at the graph, exports it, or takes it apart finds the plain nodes. The node that computes
-all takes over the name of the last one, and so the names of outputs stay. Blocks with an operator hook, which wants to see
-every node, are left alone. Results are the same: the operator rounds after each step, as the nodes would.
+`fusing_bind`). So whoever looks at the graph, exports it, or takes it apart finds the plain nodes. The node that
+computes all takes over the name of the last one, and so the names of outputs stay. Blocks with an operator hook, which
+wants to see every node, are left alone. Results are the same: the operator rounds after each step, as the nodes would.
 
 Where the other summand of a sum depends on a later call of the same layer (a shared head), the order of the two calls
 would become a circle, so a layer whose order token is read is not fused with a sum.
@@ -36,13 +36,24 @@ RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
 _log = logging.getLogger("gluon_syncbn")
 
 
-class _Pattern(NamedTuple):
-    """Nodes by index: the activation, the last one of the norm, and the sum between them, with its other summand."""
+class _Activation(NamedTuple):
+    """Its kind, and what the operator is told of it."""
 
-    activation: int
+    kind: str
+    told: Dict[str, str]
+
+
+class _Pattern(NamedTuple):
+    """Nodes by index: the activation, the last one of the norm; and the other summand of a sum between them."""
+
+    node: int
+    activation: _Activation
     norm: int
-    sum: Optional[int] = None
     skip: Optional[List[int]] = None
+
+    @property
+    def kind(self) -> str:
+        return self.activation.kind if self.skip is None else SKIP
 
 
 def fuse(symbol: mx.sym.Symbol, sums: bool = True) -> Tuple[mx.sym.Symbol, Counter]:
@@ -57,10 +68,7 @@ def fuse(symbol: mx.sym.Symbol, sums: bool = True) -> Tuple[mx.sym.Symbol, Count
     patterns = _Finder(graph).find(sums)
     if not patterns:
         return symbol, nothing
-    kinds: Counter = Counter()
-    nodes = graph["nodes"]
-    for pattern in patterns:
-        kinds[SKIP if pattern.skip is not None else _activation_of(nodes[pattern.activation])[0]] += 1
+    kinds = Counter(pattern.kind for pattern in patterns)
     made = mx.sym.load_json(json.dumps(without_dead_nodes(_rewritten(graph, patterns))))
     return (made.as_np_ndarray() if is_numpy(symbol) else made), kinds
 
@@ -78,23 +86,26 @@ class _Finder:
     def find(self, sums: bool) -> List[_Pattern]:
         found: List[_Pattern] = []
         for index, node in enumerate(self._nodes):
-            kind = _activation_of(node)
-            if kind is None:
+            activation = _activation_of(node)
+            if activation is None:
                 continue
             (before, output, *_), *_ = node["inputs"]
             if output or self._readers[before, 0] != [index]:
                 continue
             if self._is_norm(before):
-                found.append(_Pattern(index, before))
-            elif sums and kind[0] == RELU and self._nodes[before]["op"] == "elemwise_add":
+                found.append(_Pattern(index, activation, before))
+            elif sums and activation.kind == RELU and self._nodes[before]["op"] == "elemwise_add":
                 # The second summand first: it leaves the graph's inputs in their order.
                 left, right = self._nodes[before]["inputs"]
                 for norm, skip in ((right, left), (left, right)):
-                    if norm[1] == 0 and self._readers[norm[0], 0] == [before] and self._is_norm(norm[0]):
-                        if not self._readers[self._nodes[norm[0]]["inputs"][0][0], 1]:  # the order token
-                            found.append(_Pattern(index, norm[0], before, skip))
-                            break
+                    if self._readers[norm[0], norm[1]] == [before] and self._is_summand(norm[0]):
+                        found.append(_Pattern(index, activation, norm[0], skip))
+                        break
         return found
+
+    def _is_summand(self, index: int) -> bool:
+        """Whether this is the last node of a layer that may be fused with a sum: nobody reads its order token."""
+        return self._is_norm(index) and not self._readers[self._nodes[index]["inputs"][0][0], 1]
 
     def _is_norm(self, index: int) -> bool:
         """Whether this is the last node of a layer that may be fused."""
@@ -111,22 +122,21 @@ class _Finder:
         )
 
 
-def _activation_of(node) -> Optional[Tuple[str, Dict[str, str]]]:
-    """Its kind, and what the operator is told of it."""
+def _activation_of(node) -> Optional[_Activation]:
     attributes = node.get("attrs", {})
     operator = node["op"].replace("_npx_", "")
     if operator == "relu" or (operator in ("Activation", "activation") and attributes.get("act_type") == "relu"):
-        return RELU, {"activation": "relu", "in_place": "0"}  # there is no way back from a ReLU
+        return _Activation(RELU, {"activation": "relu", "in_place": "0"})  # there is no way back from a ReLU
     if operator in ("LeakyReLU", "leaky_relu") and attributes.get("act_type", "leaky") == "leaky":
         slope = float(attributes.get("slope", 0.25))
-        return (LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
+        return _Activation(LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
     return None
 
 
 def _rewritten(graph: Dict[str, Any], patterns: List[_Pattern]) -> Dict[str, Any]:
     """The patterns' nodes are left behind without readers."""
     old = graph["nodes"]
-    by_activation = {pattern.activation: pattern for pattern in patterns}
+    by_activation = {pattern.node: pattern for pattern in patterns}
     nodes: List[Dict[str, Any]] = []
     places: Dict[int, int] = {}
 
@@ -143,7 +153,7 @@ def _rewritten(graph: Dict[str, Any], patterns: List[_Pattern]) -> Dict[str, Any
         else:
             last = old[pattern.norm]
             custom = old[last["inputs"][0][0]]
-            told = {**custom["attrs"], **_activation_of(node)[1]}
+            told = {**custom["attrs"], **pattern.activation.told}
             if pattern.skip is None:  # it stays where it is: others may read its order token
                 place = places[last["inputs"][0][0]]
                 nodes[place]["attrs"] = told
@@ -191,7 +201,7 @@ class _BoundSymbols:
     _MOST = 16
 
     def __init__(self):
-        self._kept: "OrderedDict[Any, Tuple[mx.sym.Symbol, str, mx.sym.Symbol]]" = OrderedDict()
+        self._kept = OrderedDict()  # by handle: the symbol, its text, and what it has become
         self._lock = threading.Lock()
 
     def fused(self, symbol: mx.sym.Symbol) -> mx.sym.Symbol:

@@ -43,7 +43,13 @@ def mark(spec: GroupSpec, form: Form, relu: bool, is_plain: bool = False) -> Dic
     ``relu`` says whether the marked node computes one. ``is_plain`` is for a node that is a plain BatchNorm as long as
     nobody makes it anew: its layer was on one device.
     """
-    told = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale, "relu": relu}
+    told = {
+        "axis": form.axis,
+        "eps": spec.epsilon,
+        "momentum": spec.momentum,
+        "fix_gamma": not spec.scale,
+        "relu": relu,
+    }
     is_plain_too = {"is_plain": True} if is_plain else {}
     options = {**spec.shared_options(), **form.shared_options()}
     return {MARK: json.dumps({**told, "options": options, **is_plain_too})}

@@ -11,7 +11,7 @@ import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.engine.cpu_resources import settings_in_force
-from gluon_syncbn.meeting import active_set, waiting
+from gluon_syncbn.meeting import active_set, profile, waiting
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.rendezvous import Rendezvous
@@ -118,7 +118,9 @@ class Group(LayerGroup):
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int, Limits]:
         """The moments of the whole mini-batch, the id of this forward round, and how far it may be renormalized."""
         member = self._membership_of(device, set_id)
+        arrived = time.monotonic()
         (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
+        self._note(device, profile.FORWARD, member.forward, round_id, arrived)
         round_id = round_id if number is None else number
         return moments, round_id, limits_at(self.spec.renorm, round_id - 1 + self._rounds_of_others(device, set_id))
 
@@ -131,7 +133,15 @@ class Group(LayerGroup):
     def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
         """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""
         member = self._membership_of(device, set_id)
-        return member.backward.all_reduce(member.rank, local, key=round_id).result
+        arrived = time.monotonic()
+        result = member.backward.all_reduce(member.rank, local, key=round_id).result
+        self._note(device, profile.BACKWARD, member.backward, round_id, arrived)
+        return result
+
+    def _note(self, device: mx.Context, direction: str, place: Rendezvous, round_id: int, arrived: float) -> None:
+        if profile.is_on():
+            times = None, arrived, time.monotonic(), None
+            profile.note(profile.Pass(self.spec.name, str(device), direction, id(place), round_id, *times))
 
     def _membership_of(self, device: mx.Context, set_id: int) -> Membership:
         spec = self.spec

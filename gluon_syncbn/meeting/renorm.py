@@ -1,17 +1,17 @@
 """Batch Renormalization: how far a step's statistics may pull the result away from the running ones.
 
 Ioffe, "Batch Renormalization: Towards Reducing Minibatch Dependence in Batch-Normalized Models", 2017. With few images
-per step even the statistics of all devices are noisy, and prediction mode, which has the running ones, computes something
-else than training mode. So x̂·r + d takes the place of x̂, with σ = √(var + ε) and ::
+per step even the statistics of all devices are noisy, and prediction mode, which has the running ones, computes
+something else than training mode. So x̂·r + d takes the place of x̂, with σ = √(var + ε) and ::
 
     r = σ/σ_running, held between 1/r_max and r_max        d = (mean − running mean)/σ_running, held within ±d_max
 
-Both count as constants in the backward pass. Without limits the result would be that of prediction mode; with r_max = 1 and
-d_max = 0 it is Batch Normalization.
+Both count as constants in the backward pass. Without limits the result would be that of prediction mode; with
+r_max = 1 and d_max = 0 it is Batch Normalization.
 """
 
 import math
-from typing import NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def check_renorm(renorm: Optional[RenormLike], where: str) -> Optional[Schedule]
         return None
     told = f"{where}: renorm must be (r_max, d_max), or a list of (step, r_max, d_max), not {renorm!r}."
     try:
-        items = list(renorm)
+        items: List[Any] = list(renorm)
         rows = [(0, *items)] if len(items) == 2 and not isinstance(items[0], (tuple, list)) else items
         points = [tuple(float(number) for number in row) for row in rows]
     except (TypeError, ValueError):

@@ -48,13 +48,13 @@ def place(arrays, devices):
     return [mx.nd.array(array, dtype=array.dtype).copyto(device) for array, device in zip(arrays, devices)]
 
 
-def step(layer, arrays, heads, devices):
-    """One training step; outputs and input gradients as NumPy arrays."""
-    inputs, head_gradients = place(arrays, devices), place(heads, devices)
-    gradients = place([np.zeros_like(array) for array in arrays], devices)
+def step(layer, arrays, heads, devices, skips=()):
+    """One training step; outputs and input gradients as NumPy arrays, behind them those of the skips."""
+    inputs, head_gradients = place([*arrays, *skips], devices * 2), place(heads, devices)
+    gradients = place([np.zeros_like(array) for array in (*arrays, *skips)], devices * 2)
     autograd.mark_variables(inputs, gradients)
     with autograd.record():
-        outputs = [layer(item) for item in inputs]
+        outputs = [layer(*inputs[i :: len(devices)]) for i in range(len(devices))]
     autograd.backward(outputs, head_gradients)
     return [output.asnumpy() for output in outputs], [gradient.asnumpy() for gradient in gradients]
 
@@ -117,6 +117,66 @@ def test_many_steps_stay_right(devices):
         for layer in layers:
             channels = layer.gamma.shape[0]
             check(layer, devices, [(3, channels, 7, 9)] * len(devices), "float32")
+
+
+class Followed(mx.gluon.HybridBlock):
+    """A layer and what follows it; hybridized, the layer computes all of it."""
+
+    def __init__(self, layer, behind):
+        super().__init__()
+        self.layer, self._behind = layer, behind
+
+    def hybrid_forward(self, F, x, *skip):
+        y = self.layer(x)
+        if self._behind == "leaky":
+            return F.LeakyReLU(y, slope=0.125)
+        return F.relu(skip[0] + y) if skip else y
+
+
+@alone
+@pytest.mark.parametrize("renorm", [None, (1.25, 0.5)])
+@pytest.mark.parametrize("behind, in_place", [("leaky", False), ("skip", False), ("nothing", True), ("leaky", True)])
+def test_what_follows_in_place_and_renormalized(devices, behind, in_place, renorm):
+    """In float32: of MXNet's own kernels the stand-in has those that a graph of this kind needs."""
+    layer = make(devices, in_place=in_place, renorm=renorm)
+    net = Followed(layer, behind)
+    net.hybridize(static_alloc=True, static_shape=True)
+    shapes = [(3, 5, 7, 9), (2, 5, 7, 9)]
+    running_mean, running_var = (item.data(devices[0]).asnumpy() for item in (layer.running_mean, layer.running_var))
+    gamma, beta = (item.data(devices[0]).asnumpy().astype(np.float64) for item in (layer.gamma, layer.beta))
+    for _ in range(2):
+        arrays, heads = draw(shapes, "float32"), draw(shapes, "float32", 1)
+        skips = draw(shapes, "float32", 2) if behind == "skip" else []
+        outputs, gradients = step(net, arrays, heads, devices, skips)
+        plain = oracle.batch_norm(arrays, gamma, beta)
+        r, d = np.ones(5), np.zeros(5)
+        if renorm:
+            deviation = np.sqrt(running_var + 1e-5)
+            r = np.clip(np.sqrt(plain.var + 1e-5) / deviation, 1 / renorm[0], renorm[0])
+            d = np.clip((plain.mean - running_mean) / deviation, -renorm[1], renorm[1])
+        affine = gamma * r, beta + gamma * d
+        plain = oracle.batch_norm(arrays, *affine)
+        zs = [z + skip for z, skip in zip(plain.outputs, skips)] if skips else plain.outputs
+        share = {"leaky": 0.125, "skip": 0, "nothing": 1}[behind]
+        passed = [head * np.where(z > 0, 1, share) for head, z in zip(heads, zs)]
+        expected = oracle.batch_norm(arrays, *affine, heads=passed)
+        wanted = [*expected.input_gradients, *(passed if skips else [])]
+        assert oracle.distance(outputs, [np.where(z > 0, z, share * z) for z in zs]) < 1e-5
+        assert oracle.distance(gradients, wanted) < 1e-4
+        d_gamma = sum(layer.gamma.grad(device).asnumpy().astype(np.float64) for device in devices)
+        size = sum(np.abs(head).sum() for head in passed)
+        assert np.abs(d_gamma - r * expected.gamma_gradient - d * expected.beta_gradient).max() < 1e-5 * size
+        running_mean, running_var = 0.9 * running_mean + 0.1 * expected.mean, 0.9 * running_var + 0.1 * expected.var
+
+
+@alone
+def test_a_gamma_near_zero_is_told_in_place(devices):
+    layer = make(devices, in_place=True)
+    layer.gamma.set_data(mx.nd.array([1, 0, 1, 1, 1]))
+    with pytest.warns(UserWarning, match="in_place=True cannot go by a gamma this near 0: channel 1"):
+        arrays = draw([(3, 5, 7, 9)] * 2, "float32")
+        gradients = step(layer, arrays, arrays, devices)[1]
+    assert all(np.isfinite(item).all() for item in gradients)
 
 
 @alone

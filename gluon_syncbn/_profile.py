@@ -1,0 +1,221 @@
+"""`profile`: which layers wait, how long, and for whom."""
+
+import contextlib
+import json
+import time
+from collections import Counter, defaultdict
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from gluon_syncbn.meeting import profile as notes
+from gluon_syncbn.meeting.profile import BACKWARD, FORWARD, Pass
+
+_SHOWN = 30  # rows of a printed table, and bars of a picture
+
+
+class Row(NamedTuple):
+    """One direction of one layer; times in seconds, shares of the time that was profiled."""
+
+    layer: str
+    direction: str  # 'forward' or 'backward'
+    calls: int  # how often the devices met
+    spread: float  # from the first to the last device's arrival, median
+    spread_90: float  # 90% of the meetings took no longer
+    last: Dict[str, int]  # how often each device was the last
+    kernels: Optional[float]  # of a device in one call, median; None where they are MXNet's own operators
+    waiting_share: float  # of the time of a device that went into waiting, on average over devices
+    kernel_share: float
+
+
+class Report:
+    """What `profile` has seen. Empty until its block ends.
+
+    Attributes
+    ----------
+    seconds : float
+        How long the block took, all its work included.
+    devices : list of str
+        The devices of this process that met.
+    rows : list of Row
+        Each direction of each layer, in the order in which they met first.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.devices: List[str] = []
+        self.rows: List[Row] = []
+
+    def _fill(self, passes: Sequence[Pass], seconds: float) -> None:
+        self.seconds = seconds
+        self.devices = sorted({item.device for item in passes}, key=lambda name: (name.split("(")[0], len(name), name))
+        layers: Dict[Tuple[str, str], List[Pass]] = defaultdict(list)
+        for item in sorted(passes, key=lambda item: item.arrived):
+            layers[item.layer, item.direction].append(item)
+        for (layer, direction), seen in layers.items():
+            self.rows.append(_row(layer, direction, seen, seconds * max(len(self.devices), 1)))
+
+    @property
+    def waiting_share(self) -> float:
+        """Of the time of a device, what went into waiting for others, on average over devices."""
+        return sum(row.waiting_share for row in self.rows)
+
+    @property
+    def kernel_share(self) -> float:
+        """What went into the layers' own kernels."""
+        return sum(row.kernel_share for row in self.rows)
+
+    def last(self) -> Dict[str, int]:
+        """How often each device was the last to come, over all layers."""
+        total: Counter = Counter(dict.fromkeys(self.devices, 0))
+        for row in self.rows:
+            total.update(row.last)
+        return dict(total)
+
+    def __str__(self) -> str:
+        """A table, the rows with most waiting first."""
+        if not self.rows:
+            return "No layer met another device while the profile was on."
+        rows = sorted(self.rows, key=lambda row: -row.waiting_share)
+        width = max(len("layer"), *(len(row.layer) for row in rows[:_SHOWN]))
+        head = f"{'layer':{width}}  direction  calls    spread       90%   kernels  waiting  last"
+        lines = [head, "-" * len(head)]
+        for row in rows[:_SHOWN]:
+            kernels = "-" if row.kernels is None else f"{1e3 * row.kernels:.2f} ms"
+            lines.append(
+                f"{row.layer:{width}}  {row.direction:9}  {row.calls:5d}  {1e3 * row.spread:5.2f} ms  "
+                f"{1e3 * row.spread_90:5.2f} ms  {kernels:>8}  {row.waiting_share:7.1%}  {_shares(row.last)}"
+            )
+        if len(rows) > _SHOWN:
+            rest = sum(row.waiting_share for row in rows[_SHOWN:])
+            lines.append(f"... and {len(rows) - _SHOWN} more, {rest:.1%} in all")
+        lines += [
+            "",
+            f"{self.seconds:.2f} s on {', '.join(self.devices)}: waiting {self.waiting_share:.1%}, the layers' kernels "
+            f"{self.kernel_share:.1%} of a device's time. Last to come: {_shares(self.last())}.",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it as JSON: ``seconds``, ``devices``, ``waiting_share``, ``kernel_share``, ``last``, ``rows``."""
+        told: Dict[str, Any] = {name: getattr(self, name) for name in ("seconds", "devices")}
+        told.update(waiting_share=self.waiting_share, kernel_share=self.kernel_share, last=self.last())
+        return json.dumps({**told, "rows": [row._asdict() for row in self.rows]})
+
+    def plot(self, path) -> None:
+        """Draw it to a file, by its ending: a bar for how long devices wait at each layer, and who was the last.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        ValueError
+            No layer met another device while the profile was on.
+        """
+        if not self.rows:
+            raise ValueError("the profile is empty: no layer met another device while it was on.")
+        from matplotlib.figure import Figure
+
+        chosen = sorted(self.rows, key=lambda row: -row.waiting_share)[:_SHOWN]
+        rows = [row for row in self.rows if row in chosen][::-1]  # in their order, the first on top
+        figure = Figure(figsize=(10, 1.6 + 0.22 * len(rows)), layout="constrained")
+        waits, lasts = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
+        places = np.arange(len(rows))
+        colours = {FORWARD: "tab:blue", BACKWARD: "tab:orange"}
+        for direction, colour in colours.items():
+            mine = [i for i, row in enumerate(rows) if row.direction == direction]
+            if not mine:
+                continue
+            medians = 1e3 * np.array([rows[i].spread for i in mine])
+            beyond = 1e3 * np.array([rows[i].spread_90 for i in mine]) - medians
+            waits.barh(places[mine], medians, xerr=[0 * beyond, beyond], color=colour, label=direction, ecolor="gray")
+        waits.set_yticks(places, [row.layer for row in rows], fontsize=7)
+        waits.set_ylim(-0.7, len(rows) - 0.3)
+        waits.set_xlabel("from the first to the last device's arrival: median and 90% (ms)")
+        waits.legend(loc="lower right")
+        before = np.zeros(len(rows))
+        for number, device in enumerate(self.devices):
+            shares = np.array([row.last.get(device, 0) / row.calls for row in rows])
+            gray = str(0.3 + 0.55 * number / max(len(self.devices) - 1, 1))
+            lasts.barh(places, 100 * shares, left=100 * before, label=device, color=gray)
+            before += shares
+        lasts.set_xlabel("was the last to come (%)")
+        lasts.set_xlim(0, 100)
+        lasts.legend(loc="lower right", fontsize=7)
+        figure.suptitle(
+            f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time",
+            fontsize=10,
+        )
+        figure.savefig(path, dpi=110)
+
+
+@contextlib.contextmanager
+def profile() -> Iterator[Report]:
+    """Within the ``with`` block it is noted when each device comes to each synchronized layer.
+
+    One slow GPU, or one with larger images, makes all others wait: the report says where, how long, and for whom. Put
+    it around some steps behind the first, which are slower. Entering and leaving waits for all pending work. It sees
+    the devices of this process; what it says of waiting includes the exchange with others. On GPUs the time of kernels ends
+    where the second one is handed over. Outside of such a block nothing is noted.
+
+    Yields
+    ------
+    Report
+        Filled when the block ends: ``print(report)``, ``report.plot('waiting.png')``, ``report.to_json()``.
+
+    Raises
+    ------
+    RuntimeError
+        Another profile is under way.
+
+    Examples
+    --------
+    >>> with gluon_syncbn.profile() as report:
+    ...     for batch in itertools.islice(batches, 20):
+    ...         train(batch)
+    >>> print(report)
+    """
+    report = Report()
+    mx.nd.waitall()
+    notes.start()
+    started = time.monotonic()
+    try:
+        yield report
+        mx.nd.waitall()
+    finally:
+        seconds = time.monotonic() - started
+        report._fill(notes.stop(), seconds)
+
+
+def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: float) -> Row:
+    meetings: Dict[Any, List[Pass]] = defaultdict(list)
+    for item in passes:
+        meetings[item.place, item.round_id].append(item)
+    spreads, last = [], Counter(dict.fromkeys(sorted({item.device for item in passes}), 0))
+    for met in meetings.values():
+        spreads.append(met[-1].arrived - met[0].arrived)  # they come by the time of arrival
+        last[met[-1].device] += 1
+    kernels = [
+        item.arrived - item.started + item.ended - item.left
+        for item in passes
+        if item.started is not None and item.ended is not None
+    ]
+    return Row(
+        layer,
+        direction,
+        len(meetings),
+        float(np.median(spreads)),
+        float(np.percentile(spreads, 90)),
+        dict(last),
+        float(np.median(kernels)) if kernels else None,
+        sum(item.left - item.arrived for item in passes) / device_seconds,
+        sum(kernels) / device_seconds,
+    )
+
+
+def _shares(last: Dict[str, int]) -> str:
+    total = max(sum(last.values()), 1)
+    return ", ".join(
+        f"{device} {count / total:.0%}" for device, count in sorted(last.items(), key=lambda item: -item[1])
+    )
