@@ -35,6 +35,14 @@ def throughputs(net: str) -> dict:
     return {name: float(value) for name, value in rows}
 
 
+def peer(python: str, framework: str, net: str) -> dict:
+    """The same of another framework; nothing where it is not installed."""
+    told = run(python, "peers.py", framework, "--net", net)
+    print(told, flush=True)
+    found = re.search(r"unsynchronized layer ([\d.]+)", told)
+    return {framework: float(found.group(1))} if found else {}
+
+
 def draw(groups: dict, path: Path) -> None:
     """Bars of throughput, one group per net: {net: {layer: throughput}}."""
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
@@ -64,12 +72,9 @@ def main() -> None:
     options = parser.parse_args()
     groups = {"8 × (conv, norm, ReLU)": throughputs("chain")}
     for framework in ("flax", "keras"):
-        told = run(options.peers, "peers.py", framework)
-        print(told)
-        found = re.search(r"unsynchronized layer ([\d.]+)", told)
-        if found:
-            groups["8 × (conv, norm, ReLU)"][framework] = float(found.group(1))
+        groups["8 × (conv, norm, ReLU)"].update(peer(options.peers, framework, "chain"))
     groups["ResNet-50"] = throughputs("resnet50")
+    groups["ResNet-50"].update(peer(options.peers, "flax", "resnet50"))
     groups["YOLOv3 on ResNet-18"] = throughputs("detector")
     draw(groups, HERE.parent / "docs" / "step_time.png")
 

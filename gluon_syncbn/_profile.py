@@ -156,8 +156,8 @@ def profile() -> Iterator[Report]:
 
     One slow GPU, or one with larger images, makes all others wait: the report says where, how long, and for whom. Put
     it around some steps behind the first, which are slower. Entering and leaving waits for all pending work. It sees
-    the devices of this process; what it says of waiting includes the exchange with others. On GPUs the time of kernels ends
-    where the second one is handed over. Outside of such a block nothing is noted.
+    the devices of this process; what it says of waiting includes the exchange with others. On GPUs the time of kernels
+    ends where the second one is handed over. Outside of such a block nothing is noted.
 
     Yields
     ------

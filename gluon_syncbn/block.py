@@ -91,8 +91,8 @@ class SyncBatchNorm(nn.BatchNorm):
         docs/memory.md for what it costs in precision.
     renorm : (float, float) or list of (int, float, float), optional
         Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
-        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in training
-        on several devices.
+        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in training,
+        on one device too.
     fuse : bool, default True
         Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own
         passes. Only on the native back end, and where nobody else reads what lies between.
@@ -325,11 +325,14 @@ class SyncBatchNorm(nn.BatchNorm):
         return self._on_backend(mx.sym, inputs, node)
 
     def _is_alone(self, devices: Sequence[mx.Context]) -> bool:
-        """Whether there is no device to meet, here or in another process; true where no device is known."""
-        return len(devices) <= 1 and (not devices or self.process_group() is None)
+        """Whether it is `nn.BatchNorm`: no device to meet, here or in another process, or none known; no renorm."""
+        if len(devices) > 1 or (devices and self._options.renorm is not None):
+            return False
+        return not devices or self.process_group() is None
 
     def _never_synchronizes(self) -> bool:
-        return self._options.group_size == 1 or self._kwargs["use_global_stats"]
+        is_for_itself = self._options.group_size == 1 and self._options.renorm is None
+        return is_for_itself or self._kwargs["use_global_stats"]
 
     def _on_backend(self, F, arrays, node: Optional[Node] = None):
         backend, group = self._group_on(self._devices())

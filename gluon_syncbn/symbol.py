@@ -251,7 +251,7 @@ def make_node(inputs, backend: str, form: Form, node: Node, use_global_stats: bo
     """The last node of a synchronized layer that no layer object owns, and its order token."""
     spec, relu = node.spec, form.activation == "relu"
     is_alone = spec.num_devices == 1 and count_processes(spec.process_group, spec.where) == 1
-    if use_global_stats or is_alone or spec.group_size == 1:
+    if use_global_stats or (spec.renorm is None and (is_alone or spec.group_size == 1)):
         options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)
         options["use_global_stats"] = use_global_stats

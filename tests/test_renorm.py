@@ -168,3 +168,22 @@ def test_a_symbol_carries_it(backend, tmp_path):
     sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), num_devices=2, renorm=[(0, 1, 0), (5, 3, 5)], name="bn")
     sym.save(str(tmp_path / "net.json"))
     assert '"renorm"' in gluon_syncbn.symbol.load(str(tmp_path / "net.json")).tojson().replace("\\", "")
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_on_one_device(backend, mode):
+    """There the layer is nn.BatchNorm otherwise, and the option would have been ignored."""
+    layer, gamma, beta = make(1, (1.5, 0.5), mode=mode)
+    expected = Oracle(gamma, beta, lambda step: (1.5, 0.5))
+    for number in range(3):
+        shards = random_shards([(1, CHANNELS, 3, 5)], seed=number, mean=0.5 * number, std=1 + number)
+        check_step(layer, expected, shards, random_shards([(1, CHANNELS, 3, 5)], seed=9), cpus(1), number)
+
+
+def test_in_groups_of_one(backend):
+    layer, gamma, beta = make(2, (1.5, 0.5), group_size=1)
+    shards = random_shards([(2, CHANNELS, 3, 5)] * 2, mean=1)
+    outputs, _ = step(layer, shards, shards, cpus(2))
+    for shard, output in zip(shards, outputs):
+        made, _ = Oracle(gamma, beta, lambda step: (1.5, 0.5)).step([shard], [np.zeros(shard.shape)])
+        assert oracle.distance([output.asnumpy()], made.outputs) < 1e-5

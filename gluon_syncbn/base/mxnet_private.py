@@ -4,6 +4,7 @@ The methods of MXNet's that are extended stand in `gluon_syncbn._hooks`.
 """
 
 import ctypes
+import inspect
 from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
@@ -101,6 +102,17 @@ def set_parameter(block: Block, attribute: str, parameter: Parameter) -> None:
 def unique_name(name: Optional[str], hint: str) -> str:
     """As MXNet names a symbol that is made now."""
     return mx.name.NameManager._current.value.get(name, hint)
+
+
+# MXNet 1.6 never removes casts here.
+_AS_IT_IS = (
+    {"remove_amp_cast": False} if "remove_amp_cast" in inspect.signature(mx.sym.Symbol.tojson).parameters else {}
+)
+
+
+def json_of(symbol: mx.sym.Symbol) -> str:
+    """All of it. To remove the casts of AMP, as `Symbol.tojson` does, MXNet makes a copy that it never frees."""
+    return symbol.tojson(**_AS_IT_IS)
 
 
 # Parameters and arrays

@@ -5,29 +5,30 @@
 //
 // which works where a is none or a leaky ReLU. z has been rounded to the type of y, by up to u·|z| (u is 2⁻²⁴ for
 // float32, 2⁻¹¹ for float16), so that x̂ comes back wrong by u·(|x̂| + |β/γ|). Where γ is nearly 0 nothing of x̂ would be
-// left. So both passes take a γ that is at least √u·max(1, |β|) away from 0, which leaves half of the digits: the sign
-// is kept, y moves by less than √u·max(1, |β|)·|x̂|, and the gradient of γ is that of the γ that is taken, so that it can
-// leave 0 again. Whoever does so must tell the user.
+// left. So both passes take a γ that is at least 16u·max(1, |β|) away from 0, which keeps that error below 1/16: the
+// sign is kept, y moves by less than 16u·max(1, |β|)·|x̂|, and the gradient of γ is that of the γ that is taken, so that
+// it can leave 0 again. Whoever does so must tell the user.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "tensor.h"
 
 namespace gluon_syncbn {
 
-// √u.
+// 16u.
 inline double least_gamma(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
-      return 1.0 / (1 << 26);
+      return 1.0 / (int64_t{1} << 49);
     case DType::kFloat16:
-      return 1.0 / 32;
+      return 1.0 / (1 << 7);
     case DType::kBFloat16:
-      return 1.0 / 16;
+      return 1.0 / (1 << 4);
     default:
-      return 1.0 / (1 << 12);
+      return 1.0 / (1 << 20);
   }
 }
 

@@ -26,7 +26,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_operator_hook, owner_of_graph
+from gluon_syncbn.base.mxnet_private import has_operator_hook, json_of, owner_of_graph
 from gluon_syncbn.graphs.mark import MARK, is_marked, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
 
@@ -207,7 +207,7 @@ class _BoundSymbols:
     def fused(self, symbol: mx.sym.Symbol) -> mx.sym.Symbol:
         if not is_marked(symbol):
             return symbol
-        key, text = symbol.handle.value, symbol.tojson()
+        key, text = symbol.handle.value, json_of(symbol)
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or kept[1] != text:

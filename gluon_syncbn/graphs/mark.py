@@ -9,6 +9,7 @@ from typing import Any, Dict, NamedTuple, Optional
 
 import mxnet as mx
 
+from gluon_syncbn.base.mxnet_private import json_of
 from gluon_syncbn.meeting.spec import GroupSpec
 
 MARK = "__syncbn__"
@@ -62,4 +63,4 @@ def read_mark(text: str) -> Dict[str, Any]:
 
 def is_marked(symbol: mx.sym.Symbol) -> bool:
     """Whether it has synchronized layers."""
-    return MARK in symbol.tojson()
+    return MARK in json_of(symbol)

@@ -8,12 +8,12 @@ attributes and its place, whatever operator it is. Each Batch Normalization is r
 A synchronized layer is several nodes, the last of which is marked (`gluon_syncbn.graphs.mark`).
 """
 
-import inspect
 import json
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import mxnet as mx
 
+from gluon_syncbn.base.mxnet_private import json_of
 from gluon_syncbn.graphs.mark import MARK, read_mark
 
 # What MXNet calls Batch Normalization, and whether it ends in a ReLU.
@@ -24,11 +24,6 @@ _PLAIN = {
     "_contrib_SyncBatchNorm": False,
     "_contrib_BatchNormWithReLU": True,
 }
-
-# MXNet 1.6 never removes casts here.
-_AS_IT_IS = (
-    {"remove_amp_cast": False} if "remove_amp_cast" in inspect.signature(mx.sym.Symbol.tojson).parameters else {}
-)
 
 Entry = Tuple[int, int, int]  # an output of a node, as JSON names it: index of the node, index of the output, version
 
@@ -136,7 +131,7 @@ class Graph:
 
 def parse(source: Union[mx.sym.Symbol, str]) -> Dict[str, Any]:
     """A symbol as MXNet's JSON has it."""
-    return json.loads(source if isinstance(source, str) else source.tojson(**_AS_IT_IS))
+    return json.loads(source if isinstance(source, str) else json_of(source))
 
 
 def is_numpy(symbol: mx.sym.Symbol) -> bool:

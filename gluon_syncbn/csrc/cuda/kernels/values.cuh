@@ -20,11 +20,11 @@ constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
 // As least_gamma of in_place.h, which says why.
 #if VALUE_TYPE == 1
-constexpr double kLeastGamma = 1.0 / (1 << 26);
+constexpr double kLeastGamma = 1.0 / (1LL << 49);
 #elif VALUE_TYPE == 2
-constexpr double kLeastGamma = 1.0 / 32;
+constexpr double kLeastGamma = 1.0 / (1 << 7);
 #else
-constexpr double kLeastGamma = 1.0 / (1 << 12);
+constexpr double kLeastGamma = 1.0 / (1 << 20);
 #endif
 
 #ifdef __CUDACC__
