@@ -3,8 +3,8 @@ layer, on 2 CPU devices. Needs the extra: pip install '.[peers]'.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py flax      # or keras; flax has --net resnet50, too
 
-The nets are those of step_time.py: the chain of 8 × (conv 3×3 with 64 channels, norm, relu), 8×64×56×56 on each device, and
-ResNet-50 with 4×3×128×128.
+The nets are those of step_time.py: the chain of 8 × (conv 3×3 with 64 channels, norm, relu), 8×64×56×56 on each device,
+and ResNet-50 with 4×3×128×128.
 """
 
 import argparse

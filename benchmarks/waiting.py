@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/waiting.py --net resnet50 --plot docs/waiting.png
 
-With --larger, the last device has twice as many images as the others. The cost is the ratio of steps with the profile on and
-off, which take turns.
+With --larger, the last device has twice as many images as the others. The cost is the ratio of steps with the profile
+on and off, which take turns.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What Batch Renormalization buys where a step has 1 image in all: scikit-learn's digits, a small net, three seeds each.
+"""What Batch Renormalization buys where a step has 1 image in all: scikit-learn's digits, a small net, three seeds.
 
     python examples/compare_renorm.py
 

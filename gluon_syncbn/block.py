@@ -91,8 +91,8 @@ class SyncBatchNorm(nn.BatchNorm):
         docs/memory.md for what it costs in precision.
     renorm : (float, float) or list of (int, float, float), optional
         Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
-        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in training,
-        on one device too.
+        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in
+        training, on one device too.
     fuse : bool, default True
         Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own
         passes. Only on the native back end, and where nobody else reads what lies between.
