@@ -1,5 +1,6 @@
 """``python -m gluon_syncbn`` tells what runs here, whether it works, and what to change."""
 
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ def test_a_healthy_installation(backend):
         assert words in done.stdout
     assert f"back end     {backend} on CPU" in done.stdout
     assert "all-reduce   right on cpu(0), cpu(1); " in done.stdout
+    assert re.search(r"waiting      first to last device: forward [\d.]+ ms, backward [\d.]+ ms", done.stdout)
 
 
 @pytest.mark.parametrize(

@@ -396,3 +396,16 @@ def test_fuse_is_an_option_of_the_layer_too():
     assert "fuse=False" in repr(net[0])
     with pytest.raises(TypeError, match="fuse must be True or False"):
         SyncBatchNorm(fuse=1)
+
+
+def test_a_symbol_that_was_saved_before_activations_had_names():
+    """Its ReLU is not lost."""
+    sym = convert_symbol(mx.sym.contrib.BatchNormWithReLU(mx.sym.var("x"), name="bn"), 2, backend="native")
+    text = sym.tojson()
+    assert '"activation": "relu"' in text
+    old = mx.sym.load_json(text.replace('"activation": "relu"', '"relu": "1"'))
+    module = mx.mod.Module(old, data_names=["x"], label_names=None, context=cpus(2))
+    module.bind([("x", (4, 3, 5, 5))], for_training=True)
+    module.init_params()
+    module.forward(mx.io.DataBatch([mx.nd.array(np.random.RandomState(0).randn(4, 3, 5, 5))]), is_train=True)
+    assert module.get_outputs()[0].asnumpy().min() == 0

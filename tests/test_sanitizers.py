@@ -25,9 +25,9 @@ THREAD = ["-fsanitize=thread", "-pthread"]
 PROGRAMS = {
     "rendezvous, threads": (RENDEZVOUS, THREAD, "30000", r"30000 generations.* 0 failures\n"),
     "rendezvous, addresses": (RENDEZVOUS, [*ADDRESS, "-pthread"], "20000", r"20000 generations.* 0 failures\n"),
-    "kernels, addresses": (KERNELS, ["-O3", "-fopenmp", *ADDRESS], "", r".*: 80 cases, 0 failures\n"),
+    "kernels, addresses": (KERNELS, ["-O3", "-fopenmp", *ADDRESS], "", r".*: 240 cases, 0 failures\n"),
     # Without OpenMP, whose runtime library the sanitizer cannot see into; 4 devices at once.
-    "kernels, threads": (KERNELS, ["-O2", *THREAD, "-Wno-unknown-pragmas"], "4", r".*: 320 cases, 0 failures\n"),
+    "kernels, threads": (KERNELS, ["-O2", *THREAD, "-Wno-unknown-pragmas"], "4", r".*: 960 cases, 0 failures\n"),
 }
 
 

@@ -117,7 +117,7 @@ class _Finder:
         return (
             custom["op"] == "Custom"
             and custom["attrs"].get("op_type") == OPERATOR
-            and custom["attrs"]["activation"] == "none"
+            and custom["attrs"].get("activation") == "none"
             and told["options"].get("fuse", True)
         )
 

@@ -327,7 +327,8 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
 // "relu", "leaky", or none.
 Activation activation_of(std::map<std::string, std::string>& arguments) {
   const std::string& name = arguments["activation"];
-  if (name == "relu") return {Activation::kReLU, 0};
+  // Graphs that were saved before activations had names say relu=1.
+  if (name == "relu" || arguments["relu"] == "1") return {Activation::kReLU, 0};
   if (name == "leaky") return {Activation::kLeakyReLU, std::stod(arguments["slope"])};
   return {};
 }
