@@ -70,7 +70,7 @@ def assert_alike(ones, others, tolerance):
         assert np.abs(one.astype(np.float64) - other).max() / scale < tolerance
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_the_numbers_are_those_of_the_plain_graph(pattern, mode, devices):
