@@ -10,7 +10,8 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.meeting import profile as notes
-from gluon_syncbn.meeting.profile import BACKWARD, FORWARD, Pass
+from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
+from gluon_syncbn.meeting.profile import Pass
 
 _SHOWN = 30  # rows of a printed table, and bars of a picture
 

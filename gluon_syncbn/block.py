@@ -172,37 +172,25 @@ class SyncBatchNorm(nn.BatchNorm):
             **kwargs,
         )
         self._synchronize(
-            num_devices, group_size, timeout, backend, activation, kvstore, process_group, in_place, renorm, fuse
-        )
-
-    def _synchronize(
-        self,
-        num_devices=None,
-        group_size=None,
-        timeout=None,
-        backend="auto",
-        activation=None,
-        kvstore=None,
-        process_group=None,
-        in_place=False,
-        renorm=None,
-        fuse=True,
-    ) -> None:
-        """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too."""
-        where = f"SyncBatchNorm '{self.name}'"
-        options = check_options(
-            where,
-            num_devices,
-            group_size,
-            timeout,
             backend,
             activation,
-            kvstore,
-            process_group,
-            renorm,
             in_place,
             fuse,
+            num_devices=num_devices,
+            group_size=group_size,
+            timeout=timeout,
+            kvstore=kvstore,
+            process_group=process_group,
+            renorm=renorm,
         )
+
+    def _synchronize(self, backend="auto", activation=None, in_place=False, fuse=True, **group) -> None:
+        """Take over the options that `nn.BatchNorm` does not have; `convert_sync_batchnorm` calls this too.
+
+        ``group`` are those of `Options`.
+        """
+        where = f"SyncBatchNorm '{self.name}'"
+        options = check_options(where, backend, activation, in_place, fuse, **group)
         find(options.process_group, where)  # one that cannot connect shows at once
         self._options = options
         self._requested_backend = backend

@@ -96,19 +96,14 @@ def SyncBatchNorm(
     with mx.name.NameManager():
         # For its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
-        options = check_options(
-            f"SyncBatchNorm '{name}'",
-            num_devices,
-            group_size,
-            timeout,
-            backend,
-            activation,
-            kvstore,
-            process_group,
-            renorm,
-            in_place,
-            fuse,
-        )
+        group: Dict[str, Any] = {
+            "num_devices": num_devices,
+            "group_size": group_size,
+            "timeout": timeout,
+            "kvstore": kvstore,
+        }
+        group.update(process_group=process_group, renorm=renorm)
+        options = check_options(f"SyncBatchNorm '{name}'", backend, activation, in_place, fuse, **group)
         spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
         form = Form(axis, activation, in_place, fuse)
         return make_node(plain.get_children(), backend, form, Node(name, spec, attr), use_global_stats)[0]

@@ -12,16 +12,16 @@ REQUESTS = ("auto", "native", "portable")
 
 def check_options(
     where: str,
+    backend: str = "auto",
+    activation: Optional[str] = None,
+    in_place: bool = False,
+    fuse: bool = True,
     num_devices: Optional[int] = None,
     group_size: Optional[int] = None,
     timeout: Optional[float] = None,
-    backend: str = "auto",
-    activation: Optional[str] = None,
     kvstore=None,
     process_group: Optional[ProcessGroupLike] = None,
     renorm: Optional[RenormLike] = None,
-    in_place: bool = False,
-    fuse: bool = True,
 ) -> Options:
     """The options of a group, or an error whose text starts with ``where``.
 

@@ -27,7 +27,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_operator_hook, json_of, owner_of_graph
-from gluon_syncbn.graphs.mark import MARK, is_marked, read_mark
+from gluon_syncbn.graphs.mark import MARK, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
@@ -61,13 +61,13 @@ def fuse(symbol: mx.sym.Symbol, sums: bool = True) -> Tuple[mx.sym.Symbol, Count
 
     ``symbol`` itself, and nothing, if there is none. ``sums`` says whether to look for the pattern with a sum.
     """
-    nothing: Counter = Counter()
-    if not is_marked(symbol):
-        return symbol, nothing
-    graph = parse(symbol)
+    text = json_of(symbol)
+    if MARK not in text:
+        return symbol, Counter()
+    graph = parse(text)
     patterns = _Finder(graph).find(sums)
     if not patterns:
-        return symbol, nothing
+        return symbol, Counter()
     kinds = Counter(pattern.kind for pattern in patterns)
     made = mx.sym.load_json(json.dumps(without_dead_nodes(_rewritten(graph, patterns))))
     return (made.as_np_ndarray() if is_numpy(symbol) else made), kinds
@@ -205,9 +205,10 @@ class _BoundSymbols:
         self._lock = threading.Lock()
 
     def fused(self, symbol: mx.sym.Symbol) -> mx.sym.Symbol:
-        if not is_marked(symbol):
+        text = json_of(symbol)
+        if MARK not in text:
             return symbol
-        key, text = symbol.handle.value, json_of(symbol)
+        key = symbol.handle.value
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or kept[1] != text:

@@ -120,7 +120,7 @@ class Group(LayerGroup):
         member = self._membership_of(device, set_id)
         arrived = time.monotonic()
         (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
-        self._note(device, profile.FORWARD, member.forward, round_id, arrived)
+        self._note(device, FORWARD, member.forward, round_id, arrived)
         round_id = round_id if number is None else number
         return moments, round_id, limits_at(self.spec.renorm, round_id - 1 + self._rounds_of_others(device, set_id))
 
@@ -135,7 +135,7 @@ class Group(LayerGroup):
         member = self._membership_of(device, set_id)
         arrived = time.monotonic()
         result = member.backward.all_reduce(member.rank, local, key=round_id).result
-        self._note(device, profile.BACKWARD, member.backward, round_id, arrived)
+        self._note(device, BACKWARD, member.backward, round_id, arrived)
         return result
 
     def _note(self, device: mx.Context, direction: str, place: Rendezvous, round_id: int, arrived: float) -> None:

@@ -8,8 +8,6 @@ from typing import Any, List, NamedTuple, Optional
 
 from gluon_syncbn.base import library
 
-FORWARD, BACKWARD = "forward", "backward"
-
 
 class Pass(NamedTuple):
     """One pass of one layer on one device; times in seconds of ``time.monotonic()``.

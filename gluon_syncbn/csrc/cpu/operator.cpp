@@ -182,12 +182,10 @@ class CpuOperator : public Operator {
   };
 
   void renormalize(const ForwardArrays& arrays, const Statistics& all, Saved& now) const {
-    const std::vector<double> mean = read(arrays.running_mean);
-    const std::vector<double> invstd = inverse_deviation(read(arrays.running_var));
-    for (size_t c = 0; c < mean.size(); ++c) {
-      now.r[c] = all.renorm.r(invstd[c] / now.invstd[c]);
-      now.d[c] = all.renorm.d((now.mean[c] - mean[c]) * invstd[c]);
-    }
+    RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, read(arrays.running_mean),
+                       read(arrays.running_var));
+    now.r = std::move(made.r);
+    now.d = std::move(made.d);
   }
 
   std::vector<double> read(const Array& vector) const {

@@ -17,7 +17,6 @@
 // kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
 // own thread; nobody here waits for that.
 
-#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -34,7 +33,8 @@
 namespace gluon_syncbn {
 namespace {
 
-int is_requested(int request) { return static_cast<Request>(request) != Request::kNull; }
+bool is_requested(Request request) { return request != Request::kNull; }
+bool is_requested(int request) { return is_requested(static_cast<Request>(request)); }
 
 class GpuOperator : public Operator {
  public:
@@ -46,7 +46,7 @@ class GpuOperator : public Operator {
     try {
       is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
-      fill_nan(program_, requests[0], arrays.out, call_.layout.size());
+      fill_nan(program_, static_cast<Request>(requests[0]), arrays.out, call_.layout.size());
       rethrow("forward pass");
     }
   }
@@ -57,11 +57,11 @@ class GpuOperator : public Operator {
     try {
       send_back(arrays, requests);
     } catch (...) {
-      fill_nan(program_, number(requests.data), arrays.d_data, call_.layout.size());
-      fill_nan(program_, number(requests.skip), arrays.d_skip, call_.layout.size());
+      fill_nan(program_, requests.data, arrays.d_data, call_.layout.size());
+      fill_nan(program_, requests.skip, arrays.d_skip, call_.layout.size());
       GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
-      fill_nan(parameters, number(requests.gamma), arrays.d_gamma, call_.layout.channels);
-      fill_nan(parameters, number(requests.beta), arrays.d_beta, call_.layout.channels);
+      fill_nan(parameters, requests.gamma, arrays.d_gamma, call_.layout.channels);
+      fill_nan(parameters, requests.beta, arrays.d_beta, call_.layout.channels);
       rethrow("backward pass");
     }
   }
@@ -86,13 +86,8 @@ class GpuOperator : public Operator {
     if (all.renorm.is_off()) {
       scratch->put({&all.mean, &all.variance});
     } else {
-      std::vector<double> r(running_mean), d(running_mean);
-      for (size_t c = 0; c < r.size(); ++c) {
-        const double deviation = std::sqrt(running_var[c] + call_.group->epsilon);
-        r[c] = all.renorm.r(std::sqrt(all.variance[c] + call_.group->epsilon) / deviation);
-        d[c] = all.renorm.d((all.mean[c] - running_mean[c]) / deviation);
-      }
-      scratch->put({&all.mean, &all.variance, &r, &d});
+      const RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, running_mean, running_var);
+      scratch->put({&all.mean, &all.variance, &made.r, &made.d});
     }
     normalize(arrays, requests, launch, *scratch, all.call, !all.renorm.is_off());
     Scratch::give_back(scratch);
@@ -109,8 +104,8 @@ class GpuOperator : public Operator {
     ProfiledPass pass(call_.group->name, call_.device, false);
     const bool has_skip = call_.has.skip, in_place = call_.in_place;
     const Array& values = in_place ? arrays.out : arrays.data;
-    const Array& d_data = is_requested(number(requests.data)) ? arrays.d_data : values;
-    const Array& d_skip = is_requested(number(requests.skip)) ? arrays.d_skip : d_data;
+    const Array& d_data = is_requested(requests.data) ? arrays.d_data : values;
+    const Array& d_skip = is_requested(requests.skip) ? arrays.d_skip : d_data;
     const void *v = values.data(), *out = has_skip ? arrays.out.data() : v;
     const Launch launch =
         launch_for(call_.dtype, call_.layout, {v, arrays.d_out.data(), d_data.data(), out, d_skip.data()});
@@ -137,7 +132,7 @@ class GpuOperator : public Operator {
           all_reduce_sums(*call_.group, call_.device, {numbers, behind}, forward_call, pass);
       scratch->put({&total});
     }
-    if (is_requested(number(requests.data))) {
+    if (is_requested(requests.data)) {
       const bool is_there = has_skip && requests.skip != Request::kNull && requests.skip != Request::kAdd;
       input_gradient(arrays, values, is_there ? arrays.d_skip : arrays.d_out, has_skip && !is_there, launch, *scratch,
                      requests.data);
@@ -165,7 +160,7 @@ class GpuOperator : public Operator {
   }
 
   // Runs while another exception propagates; its own failure is ignored.
-  void fill_nan(GpuProgram& program, int request, const Array& values, int64_t size) const {
+  void fill_nan(GpuProgram& program, Request request, const Array& values, int64_t size) const {
     try {
       if (is_requested(request)) program.fill_nan(device_, values, size);
     } catch (const MXNetFailure&) {

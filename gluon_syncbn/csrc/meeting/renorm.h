@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -22,6 +23,22 @@ struct RenormLimits {
   double r(double ratio) const { return std::max(1 / r_max, std::min(r_max, ratio)); }
   double d(double distance) const { return std::max(-d_max, std::min(d_max, distance)); }
   bool is_off() const { return r_max == 1 && d_max == 0; }
+};
+
+// r and d of each channel, where the statistics of the mini-batch and the running ones are these.
+struct RenormVectors {
+  RenormVectors(const RenormLimits& limits, double epsilon, const std::vector<double>& mean,
+                const std::vector<double>& variance, const std::vector<double>& running_mean,
+                const std::vector<double>& running_variance)
+      : r(mean.size()), d(mean.size()) {
+    for (size_t c = 0; c < mean.size(); ++c) {
+      const double deviation = std::sqrt(running_variance[c] + epsilon);
+      r[c] = limits.r(std::sqrt(variance[c] + epsilon) / deviation);
+      d[c] = limits.d((mean[c] - running_mean[c]) / deviation);
+    }
+  }
+
+  std::vector<double> r, d;
 };
 
 // The layout is that of RenormPointStruct in base/library.py.
