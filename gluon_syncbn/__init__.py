@@ -16,6 +16,7 @@ from gluon_syncbn.job.default import init_process_group  # noqa: E402
 from gluon_syncbn.job.process_group import ProcessGroup  # noqa: E402
 from gluon_syncbn.process.abandon import abandon_step  # noqa: E402
 from gluon_syncbn.process.lifecycle import watch_exits_and_forks  # noqa: E402
+from gluon_syncbn.process.updates import guard_update  # noqa: E402
 from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 
 watch_exits_and_forks()
@@ -33,6 +34,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "devices",
     "freeze_statistics",
+    "guard_update",
     "init_process_group",
     "install",
     "plain_symbol",

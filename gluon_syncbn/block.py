@@ -13,7 +13,8 @@ from gluon_syncbn.backends.choose import Choice, choose
 from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import contexts_of
-from gluon_syncbn.graphs.calls import declare_writes, remember
+from gluon_syncbn.engine import failures
+from gluon_syncbn.graphs.calls import remember
 from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.job.default import find
@@ -281,7 +282,9 @@ class SyncBatchNorm(nn.BatchNorm):
         if not active_set.includes(x.context, active_set.current()):
             raise ValueError(absent_text(self.name, x.context))
         begin_forward(self, x.context)
-        return self._on_backend(mx.nd, arrays)[0]
+        out = self._on_backend(mx.nd, arrays)[0]
+        failures.watch([out], arrays[3:], f"an operator before SyncBatchNorm '{self.name}' on {x.context} had failed.")
+        return out
 
     def as_node(self, inputs, trace: Optional[Trace], name: str, dtypes: Dict[str, Any], hidden=None, after=None):
         """The layer as a node of a graph, and its order token or None (see `Node` for the arguments).
@@ -307,8 +310,6 @@ class SyncBatchNorm(nn.BatchNorm):
             spec = checked_spec(self._spec(len(devices) or self._options.num_devices))
             node = Node(name, spec, hidden, after)
             return make_node(inputs, self._requested_backend, self._form(), node)
-        if trace.is_static:
-            declare_writes(trace.net, self)
         node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
         return self._on_backend(mx.sym, inputs, node)
 

@@ -13,7 +13,7 @@ COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" 
 
 RENDEZVOUS = [
     os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"),
-    *(os.path.join(CSRC, name) for name in ("meeting/rendezvous.cpp", "meeting/waiting.cpp")),
+    *(os.path.join(CSRC, name) for name in ("meeting/rendezvous.cpp", "meeting/step.cpp", "meeting/waiting.cpp")),
 ]
 KERNELS = [
     os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"),

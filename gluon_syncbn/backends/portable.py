@@ -45,18 +45,19 @@ from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import last_registered_operator
+from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import Group, find_group
 from gluon_syncbn.meeting.host_arrays import HostArrays
 from gluon_syncbn.meeting.renorm import r_and_d
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
-from gluon_syncbn.meeting.waiting import SECONDS_BETWEEN_FAILURES
 
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _NAN = np.nan
 # All that the backward pass is handed where the forward pass was in prediction mode, and met no one.
 _PREDICTION = -1.0
+_SECONDS_BETWEEN_FAILURES = 0.05
 _turn = threading.Lock()
 _last_failure = 0.0
 
@@ -135,24 +136,34 @@ def _centre(F, rows, is_on_gpu: bool):
 
 @contextlib.contextmanager
 def _keeping_the_text():
-    """Let the text of an error reach whoever reads the output; MXNet alone would only print it.
-
-    It prints what is raised in any case, with a traceback. Of a device that did not come that says nothing more, so
-    that is not raised where its text gets there without.
-    """
+    """Let the text of an error reach whoever asks for names, shapes or types; MXNet alone would only print it."""
     try:
         yield
     except Exception as problem:
-        _wait_for_turn_to_fail()
         if not (library.leave_error(str(problem)) and isinstance(problem, SyncBatchNormError)):
             raise
 
 
+@contextlib.contextmanager
+def _failing_the_step(array: mx.nd.NDArray):
+    """What a pass raises fails the step, and reaches whoever reads its outputs through ``array``, one of its own.
+
+    Where nothing is compiled it is raised: MXNet prints it, and whoever reads the outputs gets a text that says less.
+    """
+    try:
+        yield
+    except Exception as problem:
+        failures.fail(str(problem))
+        if not failures.poison(array, str(problem)):
+            _wait_for_turn_to_fail()
+            raise
+
+
 def _wait_for_turn_to_fail() -> None:
-    """Returns when the last failure has been out for `SECONDS_BETWEEN_FAILURES`."""
+    """Returns when the last failure has been out for a while: MXNet has one slot for them, and could lose one."""
     global _last_failure
     with _turn:
-        turn = _last_failure = max(time.monotonic(), _last_failure + SECONDS_BETWEEN_FAILURES)
+        turn = _last_failure = max(time.monotonic(), _last_failure + _SECONDS_BETWEEN_FAILURES)
     time.sleep(max(0.0, turn - time.monotonic()))
 
 
@@ -163,16 +174,25 @@ class _AllReduce(mx.operator.CustomOp):
         self._device = device
         self._channels = channels
         self._host = HostArrays(device)
+        self._forward_generation = 0  # of the step in which the last forward pass was completed
 
-    @_keeping_the_text()
     def forward(self, is_train, req, in_data, out_data, aux):
+        self._forward_generation = 0
+        if is_train:
+            with _failing_the_step(out_data[0]):
+                self._train(in_data, out_data, aux)
+                self._forward_generation = failures.generation()
+        else:
+            spec, channels = self._group.spec, self._channels
+            affine = [self._gamma(in_data), self._read(in_data[3])]
+            self._host.write(out_data[0], (2, channels), spec.dtype, affine)
+            self._host.write(out_data[1], (_saved_size(channels),), np.float64, _PREDICTION)
+            self._forward_generation = failures.generation()
+
+    def _train(self, in_data, out_data, aux):
         spec, host, channels = self._group.spec, self._host, self._channels
         affine, saved = out_data
         gamma, beta = self._gamma(in_data), self._read(in_data[3])
-        if not is_train:
-            host.write(affine, (2, channels), spec.dtype, [gamma, beta])
-            host.write(saved, (_saved_size(channels),), np.float64, _PREDICTION)
-            return
         set_id = active_set.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
         if not size:
@@ -182,6 +202,8 @@ class _AllReduce(mx.operator.CustomOp):
             )
         local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), spec.dtype))
         try:
+            if failures.failure():
+                raise SyncBatchNormError(self._not_run("forward"))
             merged, round_id, limits = self._group.all_reduce_moments(self._device, local, set_id)
         except Exception:
             host.write(affine, (2, channels), spec.dtype, _NAN)
@@ -196,21 +218,27 @@ class _AllReduce(mx.operator.CustomOp):
             average = moving_average(self._read(running), value, spec.momentum)
             host.write(running, (channels,), spec.dtype, average)
 
-    @_keeping_the_text()
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        with _failing_the_step(out_grad[0]):
+            self._send_back(req, out_grad, in_data, out_data, in_grad)
+
+    def _send_back(self, req, out_grad, in_data, out_data, in_grad):
         spec, host, channels = self._group.spec, self._host, self._channels
         d_weight, d_bias = host.read(out_grad[0], (2, channels), spec.dtype)
         saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
         count, total_count, round_id, set_id = saved[-4:]
+        has_run = self._forward_generation == failures.generation()
+        if failures.failure() or not has_run:
+            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
+            raise SyncBatchNormError(
+                self._not_run("backward")
+                if has_run
+                else f"{spec.where}: the backward pass on {self._device} cannot be run: its forward pass never ran, "
+                f"because an operator before it had failed, or its step was given up."
+            )
         if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete
             self._write_gradients(in_grad, req, 0, d_weight, d_bias)
             return
-        if not (count >= 1 and round_id >= 1 and active_set.is_known(set_id)):
-            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
-            raise SyncBatchNormError(
-                f"{spec.where}: the backward pass on {self._device} has nothing to go by, because its "
-                f"forward pass was not run: something before it had failed. The first error tells what."
-            )
         *parts, r, d = saved[:-4].reshape(5, channels)
         view = BatchView(*parts)
         own_s1, own_s2 = view.sums(d_weight, d_bias)
@@ -226,6 +254,12 @@ class _AllReduce(mx.operator.CustomOp):
         total = host.read(in_data[0], (3, channels), spec.dtype)[1]
         d_sums = [np.zeros(channels), constant - slope * total / count, slope / 2]
         self._write_gradients(in_grad, req, d_sums, r * own_s2 + d * own_s1, own_s1)
+
+    def _not_run(self, direction):
+        return (
+            f"{self._group.spec.where}: the {direction} pass on {self._device} was not run, because the step had "
+            f"failed: {failures.failure()}"
+        )
 
     def _gamma(self, in_data):
         return self._read(in_data[2]) if self._group.spec.scale else np.ones(self._channels)

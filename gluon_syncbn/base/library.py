@@ -7,7 +7,7 @@ missing, `core` is None, `unavailable_reason` says why, and everything runs on t
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Sequence
 
 from mxnet.base import _LIB as LIBMXNET
 from mxnet.base import check_call
@@ -50,7 +50,7 @@ EXCHANGE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_i
 FAIL = ctypes.CFUNCTYPE(None, c_int64, c_char_p)
 WARN = ctypes.CFUNCTYPE(None, c_char_p)
 DROP_LINK = ctypes.CFUNCTYPE(None, c_int64)
-_STRINGS = POINTER(c_char_p)
+_STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_int)
 
 # What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
 _PROTOTYPES = {
@@ -63,11 +63,22 @@ _PROTOTYPES = {
     "rounds": (c_int64, [c_int64, c_int64]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
-    "empty_operator": (None, [c_void_p, c_void_p]),
+    "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_char_p]),
+    "gate": (c_int, [_HANDLES, _INTEGERS, c_int, c_char_p, c_char_p, POINTER(c_int64)]),
+    "seal": (c_int, [_HANDLES, c_int]),
+    "reserve": (c_int, [c_int]),
+    "gate_has_opened": (c_int, [c_int64]),
+    "forget_gates": (None, []),
+    "poison": (c_int, [c_void_p, c_char_p]),
+    "fail_step": (None, [c_char_p]),
+    "step_failure": (c_char_p, []),
+    "step_failed_at": (c_double, []),
+    "step_generation": (c_int64, []),
+    "reset_step": (None, []),
     "wrap_python_operator": (c_int, [c_char_p, c_char_p, c_void_p]),
     "leave_error": (c_int, [c_char_p]),
     "stop_calling_python": (None, []),
-    "set_waiting_times": (None, [c_double, c_double, c_double]),
+    "set_waiting_times": (None, [c_double, c_double]),
     "cut_waits_short": (None, [c_char_p]),
     "watch_signals": (None, [c_int]),
     "signalled_at": (c_double, []),
@@ -110,11 +121,6 @@ def renorm_points(schedule: Sequence[Sequence[float]]):
 def leave_error(text: str) -> bool:
     """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
     return core is not None and bool(core.gluon_syncbn_leave_error(text.encode()))
-
-
-def empty_operator() -> Optional[c_void_p]:
-    """The address of a function that MXNet's engine may run as an operator that does nothing; None if not compiled."""
-    return None if core is None else ctypes.cast(core.gluon_syncbn_empty_operator, c_void_p)
 
 
 def stop_calling_python() -> None:

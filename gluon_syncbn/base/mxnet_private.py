@@ -5,7 +5,7 @@ The methods of MXNet's that are extended stand in `gluon_syncbn._hooks`.
 
 import ctypes
 import inspect
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -146,6 +146,72 @@ def has_fresh_gradient(array: mx.nd.NDArray) -> bool:
 def set_fresh_gradient(array: mx.nd.NDArray, is_fresh: bool) -> None:
     """MXNetError for an array of which autograd does not know."""
     array._fresh_grad = is_fresh
+
+
+# Trainers and Modules
+
+
+def parameters_of(trainer: mx.gluon.Trainer) -> List[Parameter]:
+    return trainer._params
+
+
+def optimizer_of(trainer) -> mx.optimizer.Optimizer:
+    """Of a Trainer or a Module."""
+    return trainer._optimizer
+
+
+def is_first_update(trainer: mx.gluon.Trainer) -> bool:
+    """Whether it is about to copy parameters into its KVStore."""
+    return not trainer._kv_initialized or any(not item._deferred_init for item in trainer._params_to_init)
+
+
+def gradients_of(parameters: Iterable[Parameter]) -> List[List[mx.nd.NDArray]]:
+    """All of a device, for each device."""
+    by_device: Dict[mx.Context, List[mx.nd.NDArray]] = {}
+    for parameter in parameters:
+        if has_gradient(parameter):
+            for gradient in parameter._grad:
+                by_device.setdefault(gradient.context, []).append(gradient)
+    return list(by_device.values())
+
+
+def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
+    """On all devices."""
+    return [array for parameter in parameters if parameter.grad_req != "null" for array in arrays_of(parameter)]
+
+
+def states_of(trainer: mx.gluon.Trainer) -> List[mx.nd.NDArray]:
+    """What its optimizer keeps in arrays."""
+    updaters = [trainer._kvstore._updater] if trainer._update_on_kvstore else trainer._updaters
+    return _arrays_in([getattr(updater, "states", {}) for updater in updaters])
+
+
+def _arrays_in(state) -> List[mx.nd.NDArray]:
+    """All arrays in nested lists, tuples and dicts."""
+    if isinstance(state, mx.nd.NDArray):
+        return [state]
+    if isinstance(state, dict):
+        state = state.values()
+    elif not isinstance(state, (list, tuple)):
+        return []
+    return [array for item in state for array in _arrays_in(item)]
+
+
+def gradients_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
+    """All of a device, for each device."""
+    lists = (some for some in module._exec_group.grad_arrays if some)
+    return [[gradient for gradient in device if gradient is not None] for device in zip(*lists)]
+
+
+def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
+    """On all devices, and what its optimizer keeps in arrays."""
+    updater = module._kvstore._updater if module._update_on_kvstore else module._updater
+    return _arrays_in(module._exec_group.param_arrays) + _arrays_in(getattr(updater, "states", {}))
+
+
+def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
+    """What its graph has computed, for each device."""
+    return [execution.outputs for execution in module._exec_group.execs]
 
 
 # Custom operators and KVStores

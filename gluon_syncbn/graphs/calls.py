@@ -6,7 +6,8 @@ there, and then the net moves (``reset_ctx``). On one device a layer is plain Ba
 stayed would never synchronize, and nothing would tell.
 
 MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
-before each call of a graph. Behind the call, the engine is told what a static graph has written (`engine.writes`).
+before each call of a graph. After the call, its outputs are watched, and the engine is told what it has written
+(`engine.failures`).
 
 The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
 the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
@@ -14,13 +15,13 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 
 import functools
 import weakref
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import context_list, drop_graph, has_operator_hook
-from gluon_syncbn.engine.writes import tell_writes
+from gluon_syncbn.base.mxnet_private import arrays_of, context_list, drop_graph, flatten, has_operator_hook
+from gluon_syncbn.engine import failures
 from gluon_syncbn.process.abandon import begin_forward
 
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -34,7 +35,6 @@ class _Graph:
         self.has_hook = has_hook  # what operators compute must show then (`graphs.fuse`)
         self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._is_placed = False
-        self.written: weakref.WeakSet[Block] = weakref.WeakSet()  # those whose writing the engine must be told
 
     def add(self, layer: Block) -> None:
         self._contexts[layer] = context_list(layer.running_mean)
@@ -49,6 +49,16 @@ class _Graph:
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
+
+    def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
+        """The running statistics that its synchronized layers have on this device."""
+        found = []
+        for layer in list(self._contexts):
+            contexts = context_list(layer.running_mean) if getattr(layer, "_group", None) else None
+            if contexts and device in contexts:
+                rank = contexts.index(device)
+                found += [arrays_of(layer.running_mean)[rank], arrays_of(layer.running_var)[rank]]
+        return found
 
     def has_moved(self) -> bool:
         for layer, made_for in list(self._contexts.items()):
@@ -65,11 +75,6 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
     if net not in _graphs or _graphs[net].trace is not trace:
         _graphs[net] = _Graph(trace, has_operator_hook(net))
     _graphs[net].add(layer)
-
-
-def declare_writes(net: Block, layer: Block) -> None:
-    """The graph of ``net`` that is being made, which has `layer` (see `remember`), is static and writes it."""
-    _graphs[net].written.add(layer)
 
 
 def _device_of(inputs) -> Optional[mx.Context]:
@@ -96,8 +101,10 @@ def following_moves(call):
                 return out
             device = _device_of(args)
             graph.begin_forward(device)  # it has been made in the call
-        if graph.written:
-            tell_writes(graph.written, device)
+        if device is not None and mx.autograd.is_training() and failures.is_in_use():
+            error = f"an operator of '{self.name}', or one before it, had failed on {device}."
+            outputs = [item for item in flatten(out, "output")[0] if item is not None]
+            failures.watch(outputs, graph.statistics(device), error)
         return out
 
     return _call_cached_op

@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.engine import failures
 from gluon_syncbn.engine.cpu_resources import settings_in_force
 from gluon_syncbn.meeting import active_set, profile, waiting
 from gluon_syncbn.meeting.link import Link, link_of
@@ -26,6 +27,7 @@ _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary
 
 def next_id() -> int:
     """The id by which a graph names a group; no two groups of this process share one."""
+    failures.begin_use()
     return next(_ids)
 
 

@@ -135,10 +135,10 @@ class Processes:
         if not self.group.can_resume:
             self.group.abandon(text, 0)
 
-    def abandon(self) -> None:
-        """`abandon_step` was called; nothing is running."""
+    def abandon(self, has_failed: bool) -> None:
+        """`abandon_step` was called, perhaps of a step that ``has_failed`` here; nothing is running."""
         with self._lock:
-            if not self._failure and not self._pending:
+            if not self._failure and not self._pending and not has_failed:
                 return
             text = self._failure or "gluon_syncbn.abandon_step() was called in the middle of a step"
             self._failure, self._is_resuming = "", True
@@ -276,10 +276,10 @@ def processes_of(group: ProcessGroup) -> Processes:
         return _all[group]
 
 
-def abandon_on_all_processes() -> None:
+def abandon_on_all_processes(has_failed: bool) -> None:
     """Whoever waits for this process in the middle of a step need not wait any longer."""
     for processes in list(_all.values()):
-        processes.abandon()
+        processes.abandon(has_failed)
 
 
 def _merged(rows: np.ndarray) -> np.ndarray:

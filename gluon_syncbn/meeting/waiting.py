@@ -10,6 +10,7 @@ import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
+from gluon_syncbn.engine import failures
 
 # For devices that are on their way when waits are cut short: they may still arrive.
 GRACE_SECONDS = 2.0
@@ -17,15 +18,13 @@ GRACE_SECONDS = 2.0
 LAST_STEP_SECONDS = 60.0
 # How often a device that waits looks whether its wait has been cut short.
 POLL_SECONDS = 0.1
-# Errors of layers leave at least this far apart, or MXNet could lose one (csrc/mxnet/operator.cpp).
-SECONDS_BETWEEN_FAILURES = 0.05
 
 _cut_short = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
 _under_way = 0  # how many `cut_short` there are
 _lock = threading.Lock()
 
 if library.core is not None:
-    library.core.gluon_syncbn_set_waiting_times(GRACE_SECONDS, POLL_SECONDS, SECONDS_BETWEEN_FAILURES)
+    library.core.gluon_syncbn_set_waiting_times(GRACE_SECONDS, POLL_SECONDS)
 
 
 class Waited(NamedTuple):
@@ -113,6 +112,9 @@ def _ended(began: float, timeout: float, is_for_processes: bool) -> Optional[Wai
     signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
     if signalled >= began and now >= signalled + GRACE_SECONDS:
         return Waited(now - began, "Ctrl-C or SIGTERM came")
+    error = failures.failure()
+    if error and now >= max(began, failures.failed_at()) + GRACE_SECONDS:
+        return Waited(now - began, f"the step has failed ({error})")
     because, since, process_grace = _cut_short
     if because and now >= max(began, since) + (process_grace if is_for_processes else GRACE_SECONDS):
         return Waited(now - began, because)

@@ -13,10 +13,10 @@ from typing import List
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph
+from gluon_syncbn.graphs.rewrite import Graph
 from gluon_syncbn.process.passes import take_net_of_scope
 
 _SHOWN = 3
@@ -57,8 +57,8 @@ def _warn(net: Block) -> None:
 def _plain_norms(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
-        is_synchronized = isinstance(block, SynchronizedSymbolBlock)
-        norms = [norm for norm in parsed_graph(block).norms() if not norm.use_global_stats]
-        return [norm.name for norm in norms if not (is_synchronized and block.is_synchronized(norm))]
+        is_synchronized = hasattr(block, "plain_norms")
+        norms = block.plain_norms() if is_synchronized else Graph(graph_of(block)[1]).norms()
+        return [norm.name for norm in norms if not norm.use_global_stats]
     is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
     return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []

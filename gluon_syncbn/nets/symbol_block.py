@@ -38,13 +38,13 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """The layers that stand for the nodes, out of Gluon's sight."""
         return list(self._norms.layers.values())
 
-    def is_synchronized(self, norm: Norm) -> bool:
-        """Whether this node of the block's symbol synchronizes."""
-        return _key(norm) in self._norms.layers
+    def plain_norms(self) -> List[Norm]:
+        """The nodes of the block's symbol that do not synchronize."""
+        return [norm for norm in self._norms.graph.norms() if _key(norm) not in self._norms.layers]
 
     def count_nodes(self) -> int:
         """How many nodes synchronize."""
-        return sum(map(self.is_synchronized, self._norms.graph.norms()))
+        return len(self._norms.graph.norms()) - len(self.plain_norms())
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):

@@ -3,7 +3,11 @@
 When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
 what it has brought would meet the second device's next step. So such a step is given up: whoever waits is released with
 an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the
-beginning of a step if the one before broke off between the ```backward()`` of two devices.
+beginning of a step if the one before broke off between the ``backward()`` of two devices.
+
+A step that has failed (`engine.failures`) must be given up, too: until then no synchronized layer computes, and no
+weight is updated. Where nobody has, the next ``autograd.record()`` does, if someone has been told of the error; if not,
+it raises it.
 """
 
 import functools
@@ -11,12 +15,15 @@ import logging
 
 import mxnet as mx
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import is_record
+from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes
+from gluon_syncbn.process.passes import clear_added_gradients, forget_passes
+from gluon_syncbn.process.updates import undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -28,9 +35,11 @@ def abandon_step() -> None:
     and goes on, or saves the net. Where the exception has left ``with autograd.record()`` or
     ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
 
+    Weights and the states of optimizers are then as they were before the step, and running statistics as they were
+    before it, or as its own forward passes have made them. Its outputs and gradients are not to be used; those of
+    parameters with ``grad_req='add'`` are set to zero. One sentence in the log says that a step was given up.
+
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
-    Errors of synchronized layers that no one has read are dropped, others are logged, and the step's outputs are not to
-    be used. Parameters and running statistics keep what completed passes have made of them.
 
     In a job of several processes, those that wait for this one in the step get an error, and call this too; then the
     next step is right. Through Horovod, which cannot take a step back, the job has ended.
@@ -44,10 +53,19 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
+    error, was_told = failures.failure(), failures.was_told()
     with waiting.cut_short("the step was abandoned"):
-        finish_pending_work("When a step was abandoned", expected="SyncBatchNorm '")
-    abandon_on_all_processes()
+        pending = finish_pending_work()
+    has_failed = bool(failures.failure() or pending)
+    undo_held_updates()
+    abandon_on_all_processes(has_failed)
     forget_passes()
+    failures.reset()
+    failures.forget_told()
+    if has_failed:
+        clear_added_gradients()
+        untold = "" if was_told or not (error or pending) else f" Its error, which nobody has read: {error or pending}"
+        _log.warning("A step was given up. Weights and optimizer states are as they were before it.%s", untold)
 
 
 def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
@@ -65,6 +83,32 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
         )
         abandon_step()
     passes.begin_forward(device)
+
+
+def starting_anew(enter):
+    """The beginning of ``autograd.record()``: a step that has failed before is given up, or its error raised."""
+
+    @functools.wraps(enter)
+    def __enter__(self):
+        if is_record(self) and failures.is_in_use():
+            _leave_failed_step()
+        enter(self)
+
+    return __enter__
+
+
+def _leave_failed_step() -> None:
+    error = failures.failure()
+    if not error:
+        failures.forget_told()  # of what is not about the step that begins
+    elif failures.was_told():
+        abandon_step()
+    else:
+        failures.tell(error)
+        raise SyncBatchNormError(
+            f"A step before this one has failed, and nobody has read its error. {error} Weights and optimizer states "
+            f"are as they were before that step. Begin the next step, or call gluon_syncbn.abandon_step() first."
+        )
 
 
 def abandoning_what_raises(leave):

@@ -7,9 +7,9 @@ fault.
 
 
 def before_fork() -> None:
-    from gluon_syncbn.process.lifecycle import finish_pending_work
+    from gluon_syncbn.process import lifecycle
 
-    finish_pending_work("When the process forked")
+    lifecycle.before_fork()
 
 
 def after_fork_in_child() -> None:

@@ -21,14 +21,15 @@ import contextlib
 import logging
 import os
 import time
-from typing import Optional, Set
+from typing import Set
 
 import mxnet as mx
 
 from gluon_syncbn.base.library import stop_calling_python
+from gluon_syncbn.engine import failures
 from gluon_syncbn.job.default import leave_processes
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.process.fork import after_fork_in_child, before_fork
+from gluon_syncbn.process import fork
 from gluon_syncbn.process.live_layers import live_layers
 
 _SECONDS_TO_DROP_OPERATORS = 0.01
@@ -37,27 +38,37 @@ _lost_gpus = False
 _log = logging.getLogger("gluon_syncbn")
 
 
-def finish_pending_work(occasion: str, expected: Optional[str] = None) -> None:
-    """Wait until nothing runs; log an error of work that no one has asked for, since no one else will tell it.
-
-    Not one whose text contains what is ``expected``.
-    """
+def finish_pending_work() -> str:
+    """Wait until nothing runs. Returns the error of work that no one has asked for, if there is one."""
+    error = ""
     try:
         mx.nd.waitall()
-    except mx.MXNetError as error:
-        text = str(error).split("\nStack trace")[0].strip()
-        if expected is None or expected not in text:
-            _log.error("%s, pending work had failed; what it should have computed is undefined. %s", occasion, text)
+    except mx.MXNetError as problem:
+        error = str(problem).split("\nStack trace")[0].strip()
     for device in _devices_in_use():
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
     time.sleep(_SECONDS_TO_DROP_OPERATORS)
+    return error
+
+
+def _log_pending_work(occasion: str, advice: str = "") -> None:
+    """Finish it, and log the error that no one else will tell."""
+    was_told = bool(failures.failure()) and failures.was_told()
+    error = finish_pending_work()
+    if error and not was_told:
+        _log.error("%s, pending work had failed: %s%s", occasion, error, advice)
+
+
+def before_fork() -> None:
+    """Called by `process.fork`."""
+    _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
 
 
 def _at_exit() -> None:
     waiting.cut_short_from_now_on("the process ends", waiting.LAST_STEP_SECONDS)
-    finish_pending_work("When the process ended")
+    _log_pending_work("When the process ended")
     leave_processes()
     stop_calling_python()
 
@@ -90,4 +101,4 @@ def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
+        os.register_at_fork(before=fork.before_fork, after_in_child=fork.after_fork_in_child)

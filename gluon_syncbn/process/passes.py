@@ -24,9 +24,11 @@ from typing import List, Optional, Tuple
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
+from gluon_syncbn.engine import failures
 
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
+_nets_of_step: "weakref.WeakSet[mx.gluon.Block]" = weakref.WeakSet()  # those that have been called in it
 _notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
 
@@ -58,6 +60,8 @@ class Passes:
         is_first = getattr(_scope, "has_begun", False)
         if is_first:
             _scope.has_begun, _scope.net = False, outermost_block()
+            if _scope.net is not None:
+                _nets_of_step.add(_scope.net)
         if not self._is_watched(is_first):
             return
         devices = [array.context for array in self.arrays()]
@@ -143,11 +147,24 @@ def forget_passes() -> None:
         passes.forget()
 
 
+def clear_added_gradients() -> None:
+    """With ``grad_req='add'`` a failed step may have added anything to the gradients of the nets that it called."""
+    for net in list(_nets_of_step):
+        for parameter in net.collect_params().values():
+            if parameter.grad_req == "add" and has_gradient(parameter):
+                parameter.zero_grad()
+    _nets_of_step.clear()
+
+
 def counting_backward(backward):
     """``backward()`` of an array, and of several with ``autograd.backward``: counts the passes that it starts."""
 
     @functools.wraps(backward)
     def counted_backward(*args, **kwargs):
+        if failures.is_in_use():
+            heads = args[0] if args else kwargs.get("heads")
+            for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
+                failures.watch([head], [], f"an operator before backward() on {head.context} had failed.")
         with _notes_lock:
             notes = [note for passes in _watched_now() for note in passes.take_notes()]
             try:

@@ -6,6 +6,7 @@
 #define MSHADOW_USE_MKL 0
 #include <mxnet/base.h>
 #include <mxnet/c_api.h>
+#include <mxnet/engine.h>
 #include <mxnet/op_attr_types.h>
 
 #include <cstddef>
@@ -39,6 +40,7 @@ SAME_FUNCTION(array_data, MXNDArrayGetData);
 SAME_FUNCTION(array_free, MXNDArrayFree);
 SAME_FUNCTION(last_error, MXGetLastError);
 SAME_FUNCTION(array_create, MXNDArrayCreateEx);
+SAME_FUNCTION(engine_push, MXEnginePushSyncND);
 SAME_FUNCTION(array_wait, MXNDArrayWaitToRead);
 SAME_FUNCTION(array_copy_from_cpu, MXNDArraySyncCopyFromCPU);
 SAME_FUNCTION(program_create, MXRtcCudaModuleCreate);
@@ -71,6 +73,10 @@ static_assert(ours::kPropertyBackwardDependency == static_cast<int>(kCustomOpPro
 static_assert(ours::kPropertyCreateOperator == static_cast<int>(kCustomOpPropCreateOperator), "");
 static_assert(ours::kPropertyInferType == static_cast<int>(kCustomOpPropInferType), "");
 
+static_assert(static_cast<int>(ours::EngineProperty::kOrdinary) == static_cast<int>(mxnet::FnProperty::kNormal), "");
+static_assert(static_cast<int>(ours::EngineProperty::kNoSkip) == static_cast<int>(mxnet::FnProperty::kNoSkip), "");
+static_assert(sizeof(mxnet::Context) == 2 * sizeof(int), "");
+static_assert(ours::kCpu == mxnet::Context::kCPU, "");
 static_assert(ours::kGpu == mxnet::Context::kGPU && ours::kPinned == mxnet::Context::kCPUPinned, "");
 static_assert(ours::kInt32 == mshadow::kInt32 && ours::kInt64 == mshadow::kInt64, "");
 static_assert(static_cast<int>(ours::Request::kNull) == mxnet::kNullOp, "");

@@ -49,10 +49,9 @@ struct Parameters {
 
 class CpuOperator : public Operator {
  public:
-  explicit CpuOperator(Call call) : call_(std::move(call)), threads_(omp_get_max_threads()) {}
+  explicit CpuOperator(Call call) : Operator(std::move(call)), threads_(omp_get_max_threads()) {}
 
-  void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(Handles(handles), call_.has);
+  void forward(const ForwardArrays& arrays, const int* requests, bool is_train) override {
     const void* x = arrays.data.data();
     const void* skip = call_.has.skip ? arrays.skip.data() : nullptr;
     void* y = data_if_requested(arrays.out, requests[0]);
@@ -64,6 +63,7 @@ class CpuOperator : public Operator {
     }
     ProfiledPass pass(call_.group->name, call_.device, true);
     try {
+      begin_forward();
       const Moments local = moments(call_.dtype, x, call_.layout, threads_);
       const Statistics all = all_reduce_moments(*call_.group, call_.device, local, pass);
       Saved now = Saved::plain(all.mean, inverse_deviation(all.variance));
@@ -84,13 +84,12 @@ class CpuOperator : public Operator {
     }
   }
 
-  void backward(void** handles, const int* asked) override {
-    const BackwardArrays arrays(Handles(handles), call_.has);
-    const BackwardRequests requests(asked, call_.has);
+  void backward(const BackwardArrays& arrays, const BackwardRequests& requests) override {
     const size_t channels = static_cast<size_t>(call_.layout.channels);
     const auto* saved = static_cast<const double*>(arrays.saved.data());
     ProfiledPass pass(call_.group->name, call_.device, false);
     try {
+      begin_backward();
       const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
       const Saved then(saved, channels);
       const Parameters parameters = parameters_of(arrays.gamma, arrays.beta, then);
@@ -246,7 +245,6 @@ class CpuOperator : public Operator {
     return static_cast<Request>(request) == Request::kNull ? nullptr : array.data();
   }
 
-  const Call call_;
   const int threads_;
 };
 

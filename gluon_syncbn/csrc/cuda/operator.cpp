@@ -39,10 +39,9 @@ bool is_requested(int request) { return is_requested(static_cast<Request>(reques
 class GpuOperator : public Operator {
  public:
   explicit GpuOperator(Call call)
-      : call_(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
+      : Operator(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
 
-  void forward(void** handles, const int* requests, bool is_train) override {
-    const ForwardArrays arrays(Handles(handles), call_.has);
+  void forward(const ForwardArrays& arrays, const int* requests, bool is_train) override {
     try {
       is_train ? train(arrays, requests) : predict(arrays, requests);
     } catch (...) {
@@ -51,9 +50,7 @@ class GpuOperator : public Operator {
     }
   }
 
-  void backward(void** handles, const int* asked) override {
-    const BackwardArrays arrays(Handles(handles), call_.has);
-    const BackwardRequests requests(asked, call_.has);
+  void backward(const BackwardArrays& arrays, const BackwardRequests& requests) override {
     try {
       send_back(arrays, requests);
     } catch (...) {
@@ -70,6 +67,7 @@ class GpuOperator : public Operator {
   static int number(Request request) { return static_cast<int>(request); }
 
   void train(const ForwardArrays& arrays, const int* requests) {
+    begin_forward();
     ProfiledPass pass(call_.group->name, call_.device, true);
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
@@ -101,6 +99,7 @@ class GpuOperator : public Operator {
   }
 
   void send_back(const BackwardArrays& arrays, const BackwardRequests& requests) {
+    begin_backward();
     ProfiledPass pass(call_.group->name, call_.device, false);
     const bool has_skip = call_.has.skip, in_place = call_.in_place;
     const Array& values = in_place ? arrays.out : arrays.data;
@@ -211,7 +210,6 @@ class GpuOperator : public Operator {
 
   int64_t channels() const { return call_.layout.channels; }
 
-  const Call call_;
   GpuProgram& program_;
   const int device_;
 };

@@ -41,8 +41,8 @@ ForwardCall ForwardCall::load(const Group& group, const std::string& device, con
                            active_set < kMost && active_sets().knows(static_cast<int64_t>(active_set));
   if (is_possible) return {count, static_cast<uint64_t>(round_id), static_cast<int64_t>(active_set)};
   throw std::runtime_error("SyncBatchNorm '" + group.name + "': the backward pass on " + device +
-                           " has nothing to go by, because its forward pass was not run: something before it had "
-                           "failed. The first error tells what.");
+                           " cannot be run: its forward pass never ran, because an operator before it had failed, or "
+                           "its step was given up.");
 }
 
 }  // namespace gluon_syncbn

@@ -117,6 +117,10 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
   if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
   const auto signal = signalled_at();
   if (signal >= began && now >= signal + waiting_times().grace) return Waited{seconds, "Ctrl-C or SIGTERM came"};
+  const auto failed = step().failed_at();
+  if (failed && now >= std::max(began, *failed) + waiting_times().grace) {
+    return Waited{seconds, "the step has failed (" + step().failure() + ")"};
+  }
   std::lock_guard<std::mutex> lock(shared().mutex);
   if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + waiting_times().grace) {
     return Waited{seconds, shared().because};
@@ -128,9 +132,9 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
 
 // What Python calls (base/library.py)
 
-EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll, double between_failures) {
+EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
   using gluon_syncbn::Seconds;
-  gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll), Seconds(between_failures)};
+  gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll)};
 }
 
 EXPORTED void gluon_syncbn_cut_waits_short(const char* because) { gluon_syncbn::cut_waits_short(because); }

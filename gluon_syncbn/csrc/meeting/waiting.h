@@ -1,6 +1,6 @@
 // How long a device waits for the others: the layer's timeout, or less once the wait can no longer succeed.
 //
-// There are two such cases. Every wait ends a grace period after them, or after it has begun, whichever is later:
+// There are three such cases. Every wait ends a grace period after them, or after it has begun, whichever is later:
 //
 //   Python says so (cut_waits_short): the process ends, or a step has been abandoned. It holds for all waits from then
 //   on, until Python takes it back. The grace period is for devices that are on their way and may still arrive.
@@ -10,6 +10,8 @@
 //   device that has waited for longer than the poll interval puts a handler before the one that it finds, which notes
 //   the time and calls that one. It ends the waits that had begun by then, and the last of them takes the handler away.
 //   A signal that is ignored, or ends the process anyway, is left alone.
+//
+//   The step has failed (step.h): who has not come by now will hardly come.
 //
 // A waiting device looks once per poll interval whether its wait has been cut short. No one has to wake it for that,
 // least of all a signal handler, which could not.
@@ -22,15 +24,15 @@
 #include <optional>
 #include <string>
 
-namespace gluon_syncbn {
+#include "meeting/step.h"
 
-using Clock = std::chrono::steady_clock;
+namespace gluon_syncbn {
 
 using Seconds = std::chrono::duration<double>;
 
 // Python has the numbers, and says what they are for (meeting/waiting.py). They change while nothing waits.
 struct WaitingTimes {
-  Seconds grace{0}, poll{0}, between_failures{0};
+  Seconds grace{0}, poll{0};
 };
 WaitingTimes& waiting_times();
 

@@ -30,6 +30,7 @@ EXPORTED int gluon_syncbn_connect(void* libmxnet) {
                      find(libmxnet, "MXNDArrayFree", f.array_free) &&
                      find(libmxnet, "MXGetLastError", f.last_error) &&
                      find(libmxnet, "MXNDArrayCreateEx", f.array_create) &&
+                     find(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
                      find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
                      find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
                      find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&

@@ -52,10 +52,15 @@ struct MXNetFunctions {
   int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
   int (*array_data)(void* array, void** data);
   int (*array_free)(void* array);
-  // The rest is for GPUs.
   const char* (*last_error)();
   int (*array_create)(const unsigned* shape, unsigned ndim, int device_type, int device, int delay_alloc, int dtype,
                       void** array);
+  // An operation of the engine: `function(run_context, argument)`, then `drop(argument)`. `context` is a Context,
+  // `property` an FnProperty.
+  int (*engine_push)(void (*function)(void*, void*), void* argument, void (*drop)(void*), const void* context,
+                     void** reads, int num_reads, void** writes, int num_writes, const void* property, int priority,
+                     const char* name);
+  // The rest is for GPUs.
   int (*array_wait)(void* array);
   int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
   int (*program_create)(const char* source, int num_options, const char** options, int num_exports,
@@ -93,10 +98,15 @@ void while_python_lives(const std::function<void()>& call);
 
 // Kinds of devices (include/mxnet/base.h, Context::DeviceType), and types of numbers that are not activations
 // (mshadow/base.h).
+constexpr int kCpu = 1;
 constexpr int kGpu = 2;
 constexpr int kPinned = 3;
 constexpr int kInt32 = 4;
 constexpr int kInt64 = 6;
+
+// FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error, and one
+// that runs all the same.
+enum class EngineProperty : int { kOrdinary = 0, kNoSkip = 7 };
 
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };

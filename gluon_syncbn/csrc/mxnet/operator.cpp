@@ -21,7 +21,6 @@
 // therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -29,7 +28,6 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -38,7 +36,9 @@
 #include "exported.h"
 #include "meeting/all_reduce.h"
 #include "meeting/group.h"
+#include "meeting/step.h"
 #include "mxnet/c_api.h"
+#include "mxnet/engine.h"
 #include "mxnet/operator.h"
 #include "mxnet/off_main_thread.h"
 #include "tensor.h"
@@ -125,37 +125,6 @@ int or_error(const Body& body) {
   } catch (const std::exception& problem) {
     throw dmlc::Error(problem.what());
   }
-}
-
-// Returns when the last failure has been out for a while. MXNet keeps the failure of a custom operator in one slot per
-// process, so two that fail in the same instant can lose one error. So failures leave one after the other, whatever layer
-// they are of: devices that missed the same one, and parallel branches that time out together.
-void wait_for_turn_to_fail() {
-  struct LastFailure {
-    std::mutex mutex;
-    Clock::time_point left;
-  };
-  static auto* last = new LastFailure;  // never destroyed, because operators may still fail while the process exits
-  Clock::time_point turn;
-  {
-    std::lock_guard<std::mutex> lock(last->mutex);
-    const auto apart = std::chrono::duration_cast<Clock::duration>(waiting_times().between_failures);
-    turn = last->left = std::max(Clock::now(), last->left + apart);
-  }
-  std::this_thread::sleep_until(turn);
-}
-
-// `or_error` for what runs beside others.
-template <typename Body>
-int or_error_in_turn(const Body& body) {
-  return or_error([&] {
-    try {
-      body();
-    } catch (...) {
-      wait_for_turn_to_fail();
-      throw;
-    }
-  });
 }
 
 int list_names(char*** names, const char** list) {
@@ -285,12 +254,49 @@ int delete_operator(void* state) {
   return 1;
 }
 
-int run_forward(int, void** arrays, int*, const int* requests, int is_train, void* state) {
-  return or_error_in_turn([&] { static_cast<Operator*>(state)->forward(arrays, requests, is_train != 0); });
+// Runs a pass of an operator. What it throws is not returned to MXNet, which keeps the failures of custom operators in one
+// slot per process, and can lose one of two that come in the same instant. It is given to `array` instead, one of those
+// that MXNet has handed over: MXNet looks at all of them when the call is complete.
+template <typename Pass>
+int or_poison(const Array& array, const Pass& pass) {
+  return or_error([&] {
+    try {
+      pass();
+    } catch (const std::exception& problem) {
+      poison(array.handle(), problem.what());
+    }
+  });
 }
 
-int run_backward(int, void** arrays, int*, const int* requests, int, void* state) {
-  return or_error_in_turn([&] { static_cast<Operator*>(state)->backward(arrays, requests); });
+// `or_poison` for passes in training, with which the step fails.
+template <typename Pass>
+int or_fail(const Array& array, const Pass& pass) {
+  return or_poison(array, [&] {
+    try {
+      pass();
+    } catch (const std::exception& problem) {
+      step().fail(problem.what());
+      throw;
+    }
+  });
+}
+
+int run_forward(int, void** handles, int*, const int* requests, int is_train, void* state) {
+  auto* self = static_cast<Operator*>(state);
+  const ForwardArrays arrays(Handles(handles), self->call().has);
+  const auto pass = [&] {
+    self->forward_generation = 0;
+    self->forward(arrays, requests, is_train != 0);
+    self->forward_generation = step().generation();
+  };
+  return is_train ? or_fail(arrays.out, pass) : or_poison(arrays.out, pass);
+}
+
+int run_backward(int, void** handles, int*, const int* requests, int, void* state) {
+  auto* self = static_cast<Operator*>(state);
+  const OptionalInputs has = self->call().has;
+  const BackwardArrays arrays(Handles(handles), has);
+  return or_fail(arrays.d_out, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
 }
 
 // MXNet's leaky ReLU has its slope as float32, and multiplies float16 by one of float16.
@@ -372,6 +378,23 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 }  // namespace
 
+void Operator::begin_forward() const {
+  if (!step().has_failed()) return;
+  throw std::runtime_error("SyncBatchNorm '" + call_.group->name + "': the forward pass on " + call_.device +
+                           " was not run, because the step had failed: " + step().failure());
+}
+
+void Operator::begin_backward() const {
+  const std::string where = "SyncBatchNorm '" + call_.group->name + "': the backward pass on " + call_.device;
+  if (step().has_failed()) {
+    throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
+  }
+  if (forward_generation != step().generation()) {
+    throw std::runtime_error(where + " cannot be run: its forward pass never ran, because an operator before it had "
+                             "failed, or its step was given up.");
+  }
+}
+
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
   char number[40];
   std::snprintf(number, sizeof number, "%.1e", usable);
@@ -413,9 +436,6 @@ EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec*
 
 // Forgets a group; calls that are under way keep it until they are done.
 EXPORTED void gluon_syncbn_drop_group(int64_t id) { gluon_syncbn::drop_group(id); }
-
-// What the engine runs for its order's sake alone (engine/writes.py).
-EXPORTED void gluon_syncbn_empty_operator(void*, void*) {}
 
 // Groups that are alive; for tests.
 EXPORTED int64_t gluon_syncbn_count_groups() { return gluon_syncbn::count_groups(); }

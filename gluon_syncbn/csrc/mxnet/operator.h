@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "activation.h"
 #include "meeting/all_reduce.h"
@@ -32,13 +33,26 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
 
 class Operator {
  public:
+  explicit Operator(Call call) : call_(std::move(call)) {}
   virtual ~Operator() = default;
+  Operator(const Operator&) = delete;
+  Operator& operator=(const Operator&) = delete;
 
-  // Both free `handles`. What they throw is the error that the user sees.
-  virtual void forward(void** handles, const int* requests, bool is_train) = 0;
-  virtual void backward(void** handles, const int* requests) = 0;
+  // What they throw fails the step, and is the error that the user sees.
+  virtual void forward(const ForwardArrays& arrays, const int* requests, bool is_train) = 0;
+  virtual void backward(const BackwardArrays& arrays, const BackwardRequests& requests) = 0;
+
+  const Call& call() const { return call_; }
 
   void* contexts[3] = {this, this, this};  // of the three callbacks
+  uint64_t forward_generation = 0;         // of the step in which the last forward pass was completed; 0 if none was
+
+ protected:
+  // Throw if the step has failed, the second also if the forward pass of this call was not run in this step.
+  void begin_forward() const;
+  void begin_backward() const;
+
+  const Call call_;
 };
 
 std::unique_ptr<Operator> make_cpu_operator(Call call);

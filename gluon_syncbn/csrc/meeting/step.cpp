@@ -1,0 +1,60 @@
+#include "meeting/step.h"
+
+#include "exported.h"
+
+namespace gluon_syncbn {
+
+// Never destroyed, because operators may still run while the process exits.
+Step& step() {
+  static auto* one = new Step;
+  return *one;
+}
+
+void Step::fail(const std::string& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (has_failed()) return;
+  failure_ = error;
+  failed_at_ = Clock::now();
+  has_failed_.store(true, std::memory_order_release);
+}
+
+void Step::reset() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  has_failed_.store(false, std::memory_order_release);
+  failure_.clear();
+  generation_ += 1;
+}
+
+std::string Step::failure() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+std::optional<Clock::time_point> Step::failed_at() const {
+  if (!has_failed()) return std::nullopt;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failed_at_;
+}
+
+}  // namespace gluon_syncbn
+
+// What Python calls (base/library.py)
+
+EXPORTED void gluon_syncbn_fail_step(const char* error) { gluon_syncbn::step().fail(error); }
+
+EXPORTED void gluon_syncbn_reset_step() { gluon_syncbn::step().reset(); }
+
+// The first error of the step, empty if it has not failed; valid until this thread calls again.
+EXPORTED const char* gluon_syncbn_step_failure() {
+  thread_local std::string text;
+  text = gluon_syncbn::step().failure();
+  return text.c_str();
+}
+
+// In seconds of the steady clock; 0 if it has not failed.
+EXPORTED double gluon_syncbn_step_failed_at() {
+  const auto at = gluon_syncbn::step().failed_at();
+  return at ? std::chrono::duration<double>(at->time_since_epoch()).count() : 0;
+}
+
+EXPORTED uint64_t gluon_syncbn_step_generation() { return gluon_syncbn::step().generation(); }

@@ -1,0 +1,50 @@
+// The step that this process is in: open, or failed.
+//
+//   open    Layers compute, and updates of weights pass.
+//   failed  Something in the step has failed: a pass of a layer has thrown, or MXNet has skipped operators because of an
+//           error before them (mxnet/engine.h notices that). From then on no pass of a layer that starts computes or
+//           writes running statistics: it throws. Devices that wait in a layer wait for a grace period more. No update
+//           of a weight passes its gate.
+//
+// `fail` leads from open to failed; the first error stays. `reset` leads back, when Python gives the step up
+// (process/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows that
+// its forward pass ran in a step that was given up, or never.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace gluon_syncbn {
+
+using Clock = std::chrono::steady_clock;
+
+class Step {
+ public:
+  void fail(const std::string& error);
+  void reset();
+
+  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
+
+  // The first error, or an empty text.
+  std::string failure() const;
+  std::optional<Clock::time_point> failed_at() const;
+
+  // From 1.
+  uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
+
+ private:
+  mutable std::mutex mutex_;
+  std::atomic<bool> has_failed_{false};
+  std::atomic<uint64_t> generation_{1};
+  std::string failure_;
+  Clock::time_point failed_at_;
+};
+
+// The one of this process.
+Step& step();
+
+}  // namespace gluon_syncbn

@@ -1,0 +1,278 @@
+#include "mxnet/engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "exported.h"
+#include "meeting/step.h"
+#include "mxnet/array.h"
+#include "mxnet/c_api.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// The CPU thread of the engine on which all gates are.
+constexpr int kGateThread = 0;
+
+// Hands `function(object)` to the engine, for the CPU thread number `thread`.
+template <typename Object>
+void push(void (*function)(Object&), std::shared_ptr<Object> object, EngineProperty property, int thread,
+          std::vector<void*> reads, std::vector<void*> writes) {
+  struct Task {
+    void (*function)(Object&);
+    std::shared_ptr<Object> object;
+  };
+  const auto run = [](void*, void* task) {
+    const auto* mine = static_cast<Task*>(task);
+    mine->function(*mine->object);
+  };
+  const auto drop = [](void* task) { delete static_cast<Task*>(task); };
+  const int context[] = {kCpu, thread};
+  // With a priority, so that it is not bundled with other operators, which would then wait with it.
+  const int priority = 1;
+  // The engine drops the task, also if it refuses it.
+  check_mxnet(mxnet().engine_push(run, new Task{function, std::move(object)}, drop, context, reads.data(),
+                                  static_cast<int>(reads.size()), writes.data(), static_cast<int>(writes.size()),
+                                  &property, priority, "SyncBatchNorm"),
+              "MXNet's engine took no operation");
+}
+
+void throw_error(const std::string& error) { throw dmlc::Error(error); }
+
+// An array without contents, for the order that it gives.
+class Token {
+ public:
+  Token() {
+    const unsigned shape[] = {1};
+    const int delay_alloc = 1, float32 = 0;
+    check_mxnet(mxnet().array_create(shape, 1, kCpu, 0, delay_alloc, float32, &handle_), "no token");
+  }
+  ~Token() { mxnet().array_free(handle_); }  // the engine keeps what it needs of it
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+
+  void* handle() const { return handle_; }
+
+ private:
+  void* handle_ = nullptr;
+};
+
+// How many have counted themselves of those who must.
+struct Count {
+  explicit Count(int expected) : expected(expected) {}
+
+  bool is_complete() const { return present == expected; }
+
+  const int expected;
+  std::atomic<int> present{0};
+};
+
+struct Watch : Count {
+  Watch(int expected, std::string error) : Count(expected), error(std::move(error)) {}
+
+  const std::string error;  // of the step, if something was skipped
+};
+
+void look(Watch& watch) {
+  if (!watch.is_complete()) step().fail(watch.error);
+}
+
+void wait_for_turn(std::chrono::microseconds time);
+
+void protect(Watch& watch) {
+  look(watch);
+  if (!step().has_failed()) return;
+  wait_for_turn(std::chrono::milliseconds(1));
+  throw dmlc::Error("These running statistics were not updated, because the step had failed: " + step().failure());
+}
+
+// Numbers of gates that have not opened. A gate leaves when it opens; one that is still here when nothing runs any more
+// has held its update back.
+struct Gates {
+  std::mutex mutex;
+  int64_t last = 0;
+  std::set<int64_t> closed;
+};
+Gates& gates() {
+  static auto* all = new Gates;  // never destroyed, like the step
+  return *all;
+}
+
+class Gate : public Count {
+ public:
+  Gate(int num_devices, int num_gradients, std::string skipped_text, std::string advice)
+      : Count(num_devices),
+        num_gradients_(num_gradients),
+        skipped_text_(std::move(skipped_text)),
+        advice_(std::move(advice)) {
+    std::lock_guard<std::mutex> lock(gates().mutex);
+    number = ++gates().last;
+    gates().closed.insert(number);
+  }
+
+  // Throws if the update must not be. The first who asks decides for all.
+  void pass() {
+    std::call_once(decided_, [this] { decide(); });
+    if (!error_.empty()) throw dmlc::Error(error_);
+  }
+
+  int64_t number;
+
+ private:
+  void decide() {
+    if (!is_complete()) step().fail(skipped_text_);
+    if (step().has_failed()) {
+      error_ = "This update was not made, because its step had failed: " + step().failure() + " " + advice_;
+      return wait_for_turn(std::chrono::microseconds(1000 + 50 * num_gradients_));
+    }
+    std::lock_guard<std::mutex> lock(gates().mutex);
+    gates().closed.erase(number);
+  }
+
+  const int num_gradients_;
+  const std::string skipped_text_, advice_;
+  std::once_flag decided_;
+  std::string error_;
+};
+
+// Returns when those who were here before have had the time that they wanted for what they throw.
+void wait_for_turn(std::chrono::microseconds time) {
+  struct Turns {
+    std::mutex mutex;
+    Clock::time_point free;
+  };
+  static auto* turns = new Turns;  // never destroyed, because operators may still fail while the process exits
+  Clock::time_point mine;
+  {
+    std::lock_guard<std::mutex> lock(turns->mutex);
+    mine = std::max(Clock::now(), turns->free);
+    turns->free = mine + time;
+  }
+  std::this_thread::sleep_until(mine);
+}
+
+struct Nothing {};
+
+void do_nothing(Nothing&) {}
+
+void count(Count& all) { all.present += 1; }
+void pass(Gate& gate) { gate.pass(); }
+
+}  // namespace
+
+void poison(void* array, const std::string& error) {
+  wait_for_turn(std::chrono::milliseconds(5));  // the engine is yet to run what throws
+  push(throw_error, std::make_shared<const std::string>(error), EngineProperty::kNoSkip, kGateThread, {}, {array});
+}
+
+}  // namespace gluon_syncbn
+
+// What Python calls (base/library.py). These return 0, or -1 after leaving MXNet's text for MXGetLastError.
+
+using namespace gluon_syncbn;
+
+// Whoever reads `array` gets this error.
+EXPORTED int gluon_syncbn_poison(void* array, const char* error) {
+  try {
+    poison(array, error);
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// Watches `arrays` of one device, and protects the running `statistics` that the same call writes, from the device's own
+// `thread`. `error` is that of the step if something was skipped. No handle may stand twice in `statistics`.
+EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics, int num_statistics, int thread,
+                                const char* error) {
+  try {
+    const auto watch = std::make_shared<Watch>(num_arrays, error);
+    // One array alone needs no token: who writes it comes after who reads it.
+    const std::unique_ptr<Token> token(num_arrays + num_statistics > 1 ? new Token : nullptr);
+    const std::vector<void*> tokens(token ? 1 : 0, token ? token->handle() : nullptr);
+    for (int i = 0; i < num_arrays; ++i) {
+      push<Count>(count, watch, EngineProperty::kOrdinary, thread, {arrays[i]}, tokens);
+    }
+    for (int i = 0; i < num_arrays; ++i) {  // each on its own: two of them may be the same memory
+      push<Watch>(look, watch, EngineProperty::kNoSkip, thread, tokens, {arrays[i]});
+    }
+    if (num_statistics > 0) {
+      push<Watch>(protect, watch, EngineProperty::kNoSkip, thread, tokens,
+                  std::vector<void*>(statistics, statistics + num_statistics));
+    }
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// A gate before the updates that read these gradients: `counts[d]` of each of `num_devices` devices, one after the other.
+// Returns its number in `number`.
+EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_devices, const char* skipped_text,
+                               const char* advice, int64_t* number) {
+  try {
+    const int num_gradients = std::accumulate(counts, counts + num_devices, 0);
+    const auto gate = std::make_shared<Gate>(num_devices, num_gradients, skipped_text, advice);
+    *number = gate->number;
+    const Token token;
+    void** first = gradients;
+    for (int device = 0; device < num_devices; first += counts[device++]) {
+      push<Count>(count, gate, EngineProperty::kOrdinary, kGateThread,
+                  std::vector<void*>(first, first + counts[device]), {token.handle()});
+    }
+    for (int i = 0; i < num_gradients; ++i) {
+      push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, {token.handle()}, {gradients[i]});
+    }
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// Whoever reads one of `arrays` from now on comes after all that has been asked for with any of them. No handle may stand
+// twice in it.
+EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays) {
+  try {
+    push(do_nothing, std::make_shared<Nothing>(), EngineProperty::kNoSkip, kGateThread, {},
+         std::vector<void*>(arrays, arrays + num_arrays));
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// Gives the engine's list of exceptions memory for `exceptions`: it doubles it when it is full. Nothing may be running.
+// The exceptions that this takes are still there afterwards.
+EXPORTED int gluon_syncbn_reserve(int exceptions) {
+  try {
+    const Token token;
+    const auto error = std::make_shared<const std::string>("gluon_syncbn: this error is of no account.");
+    for (int i = 0; i < exceptions / 2 + 1; ++i) {
+      push(throw_error, error, EngineProperty::kNoSkip, kGateThread, {}, {token.handle()});
+    }
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// Whether a gate has opened.
+EXPORTED int gluon_syncbn_gate_has_opened(int64_t number) {
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  return gates().closed.count(number) == 0;
+}
+
+// Forgets the gates that held updates back. Nothing may be running.
+EXPORTED void gluon_syncbn_forget_gates() {
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  gates().closed.clear();
+}

@@ -1,0 +1,205 @@
+"""Failed steps: what MXNet's engine is given so that they are noticed and change no weight.
+
+csrc/mxnet/engine.h has the protocol, csrc/meeting/step.h the states of a step. Python only says where: it watches the
+outputs of nets (`graphs.calls`, `block`) and the heads of backward passes, and puts a gate before each optimizer
+(`process.updates`).
+
+One thing more is told to the engine here, because it goes with the watch after a call of a graph: that the call writes
+the running statistics of its layers. The engine orders operators by the arrays that they write, and a graph with
+``static_alloc`` and ``static_shape`` counts running statistics as only read. Whoever reads them next would not wait:
+``save_parameters``, or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an
+update was lost. And while the outputs of one call are in use, the next call of the net runs in memory of its own, and
+nothing would order the two: a layer would meet the second call of one device with the first of another. So the watch
+writes them. (`SyncBatchNorm.order_token_before` orders several calls of a layer within one graph.)
+
+Where nothing is compiled, nothing is watched, and a gate waits until all gradients are there.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from typing import Iterable, List, Sequence
+
+import mxnet as mx
+
+from gluon_syncbn.base import library
+from gluon_syncbn.base.library import LIBMXNET, check_call
+
+_ADVICE = (
+    "Weights and the states of optimizers are as they were before that step. Call gluon_syncbn.abandon_step(), or just "
+    "begin the next step."
+)
+_in_use = False
+_reserved = 0  # exceptions for which MXNet has memory
+_failure, _failed_at, _generation = "", 0.0, 1  # where nothing is compiled
+_lock = threading.Lock()
+
+
+def begin_use() -> None:
+    """There are synchronized layers in this process: steps are watched from now on."""
+    global _in_use
+    _in_use = True
+
+
+def is_in_use() -> bool:
+    return _in_use
+
+
+# The state of the step
+
+
+def fail(error: str) -> None:
+    """The step has failed; its first error stays."""
+    global _failure, _failed_at
+    if library.core is not None:
+        return library.core.gluon_syncbn_fail_step(error.encode())
+    with _lock:
+        if not _failure:
+            _failure, _failed_at = error, time.monotonic()
+
+
+def failure() -> str:
+    """The first error of the step; empty if it has not failed."""
+    return _failure if library.core is None else library.core.gluon_syncbn_step_failure().decode()
+
+
+def failed_at() -> float:
+    """When it failed, on the clock of `time.monotonic`; to be asked only of a step that has."""
+    return _failed_at if library.core is None else library.core.gluon_syncbn_step_failed_at()
+
+
+def generation() -> int:
+    """The number of the steps that were given up, from 1: a backward pass must be of its forward pass's."""
+    return _generation if library.core is None else library.core.gluon_syncbn_step_generation()
+
+
+def reset() -> None:
+    """The step was given up; nothing runs."""
+    global _failure, _generation
+    _failure, _generation = "", _generation + 1
+    if library.core is not None:
+        library.core.gluon_syncbn_reset_step()
+
+
+# Whether someone has been told. MXNet keeps the text of the last error that it has thrown to a thread.
+
+
+def was_told() -> bool:
+    """Whether this thread has seen an error of MXNet's since `forget_told`."""
+    return bool(LIBMXNET.MXGetLastError())
+
+
+def tell(error: str) -> None:
+    """This thread has seen this error."""
+    LIBMXNET.NNAPISetLastError(ctypes.c_char_p(error.encode()))
+
+
+def forget_told() -> None:
+    if was_told():
+        tell("")
+
+
+# What the engine is given
+
+
+def _handles(arrays: Sequence[mx.nd.NDArray]):
+    return (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
+
+
+def _distinct(arrays: Iterable[mx.nd.NDArray]) -> List[mx.nd.NDArray]:
+    """The engine waits for ever for an array that an operation writes twice."""
+    return list({array.handle.value: array for array in arrays}.values())
+
+
+def watch(arrays: Sequence[mx.nd.NDArray], statistics: Iterable[mx.nd.NDArray], error: str) -> None:
+    """Notice if MXNet skips what computes ``arrays``, of one device: the step has failed then, with this ``error``.
+
+    The same call writes these running ``statistics``: whoever reads them comes after it, and if the step has failed,
+    nothing writes them any more.
+    """
+    if library.core is None or not arrays:
+        return
+    distinct = _distinct(statistics)
+    thread = arrays[0].context.device_id  # a CPU's own; several GPUs have several
+    check_call(
+        library.core.gluon_syncbn_watch(
+            _handles(arrays), len(arrays), _handles(distinct), len(distinct), thread, error.encode()
+        )
+    )
+
+
+def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
+    """Skip the updates that read these gradients, a list per device, if the step has failed when all of them are there.
+
+    Returns the number of the gate.
+
+    Raises
+    ------
+    MXNetError
+        Where nothing is compiled: the step has failed.
+    """
+    gradients = [some for some in gradients if some]
+    if library.core is None:
+        return _wait_for(gradients)
+    flat = [array for some in gradients for array in some]
+    _reserve(len(flat))
+    counts = (ctypes.c_int * len(gradients))(*map(len, gradients))
+    number = ctypes.c_int64()
+    skipped = b"an operator had failed, so that MXNet did not compute all gradients."
+    check_call(
+        library.core.gluon_syncbn_gate(
+            _handles(flat), counts, len(gradients), skipped, _ADVICE.encode(), ctypes.byref(number)
+        )
+    )
+    return number.value
+
+
+def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
+    """Whoever reads one of these from now on comes after all that has been asked for with any of them."""
+    if library.core is not None:
+        distinct = _distinct(arrays)
+        check_call(library.core.gluon_syncbn_seal(_handles(distinct), len(distinct)))
+
+
+def _reserve(num_gradients: int) -> None:
+    """Before the first gate for so many gradients: give MXNet's list of exceptions memory, or it may crash.
+
+    Waits until nothing runs, and so raises what is pending.
+    """
+    global _reserved
+    wanted = 4 * num_gradients + 64
+    if wanted <= _reserved:
+        return
+    mx.nd.waitall()
+    check_call(library.core.gluon_syncbn_reserve(wanted))
+    with contextlib.suppress(mx.MXNetError):
+        mx.nd.waitall()
+    forget_told()
+    _reserved = wanted
+
+
+def poison(array: mx.nd.NDArray, error: str) -> bool:
+    """Whoever reads ``array`` gets this error. Returns whether it can be done."""
+    return library.core is not None and library.core.gluon_syncbn_poison(array.handle, error.encode()) == 0
+
+
+def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
+    try:
+        for array in (array for some in gradients for array in some):
+            array.wait_to_read()
+    except mx.MXNetError as problem:
+        fail(str(problem))
+    if failure():
+        raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
+    return 0
+
+
+def has_opened(gate_number: int) -> bool:
+    return library.core is None or bool(library.core.gluon_syncbn_gate_has_opened(gate_number))
+
+
+def forget_gates() -> None:
+    """Nothing may be running."""
+    if library.core is not None:
+        library.core.gluon_syncbn_forget_gates()
