@@ -1,6 +1,9 @@
 """Time of a full training step with SyncBatchNorm against the same net with nn.BatchNorm.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --net chain      # also resnet50, detector; --devices 4
+    OMP_NUM_THREADS=1 python benchmarks/step_time.py --net resnet50 --update --only native "native, unguarded"
+
+With --update a step includes that of a Trainer; `native, unguarded` neither watches a step nor guards its update.
 
 All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
 `chain` is 8 × (conv 3×3 with 64 channels, norm, relu) and also runs MXNet's contrib layer, which is possible only
@@ -8,6 +11,7 @@ because gluon_syncbn has set MXNET_CPU_TEMP_COPY: by default it hangs.
 """
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -20,6 +24,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import contrib, nn
 
 from gluon_syncbn import convert_sync_batchnorm
+from gluon_syncbn.engine import failures
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # first: it has a module `processes`, too
 from train_detection import DigitsTrainTransform, TrainingLoss, make_detector  # noqa: E402
@@ -87,11 +92,14 @@ def build(make, devices, backend=None, contrib_norm=False, fuse=True):
     return net
 
 
-def step(net, inputs) -> float:
+def step(net, inputs, trainer=None, guarded=True) -> float:
+    failures._in_use = guarded  # no user can ask for that
     started = time.perf_counter()
     with autograd.record():
         outputs = [net(*items) for items in inputs]
     autograd.backward(outputs)
+    if trainer is not None:
+        trainer.step(len(inputs))
     mx.nd.waitall()
     return time.perf_counter() - started
 
@@ -101,6 +109,7 @@ def main() -> None:
     parser.add_argument("--net", choices=list(NETS), default="chain")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--update", action="store_true", help="with a Trainer's step")
     parser.add_argument("--only", nargs="*", help="layers to run beside nn.BatchNorm")
     options = parser.parse_args()
     devices = [mx.cpu(i) for i in range(options.devices)]
@@ -114,10 +123,17 @@ def main() -> None:
     }
     if options.net == "chain":
         kinds["contrib"] = {"contrib_norm": True}
+    if options.update:
+        kinds["native, unguarded"] = kinds["native"]
     if options.only is not None:
         kinds = {name: kind for name, kind in kinds.items() if name in ["nn.BatchNorm", *options.only]}
     nets = {name: build(make, devices, **kind) for name, kind in kinds.items()}
-    seconds = interleaved({name: lambda net=net: step(net, inputs) for name, net in nets.items()}, options.steps)
+    runs = {}
+    for name, net in nets.items():
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9, "learning_rate": 1e-3})
+        arguments = net, inputs, trainer if options.update else None, name != "native, unguarded"
+        runs[name] = functools.partial(step, *arguments)
+    seconds = interleaved(runs, options.steps)
     print(f"{machine()}; {options.net}, {options.devices} CPU contexts, {shape} each, {options.steps} steps")
     print("| layer | median step | throughput against nn.BatchNorm |\n| --- | --- | --- |")
     for name, values in seconds.items():

@@ -283,7 +283,7 @@ class SyncBatchNorm(nn.BatchNorm):
             raise ValueError(absent_text(self.name, x.context))
         begin_forward(self, x.context)
         out = self._on_backend(mx.nd, arrays)[0]
-        failures.watch([out], arrays[3:], f"an operator before SyncBatchNorm '{self.name}' on {x.context} had failed.")
+        failures.watch([out], f"an operator before SyncBatchNorm '{self.name}' on {x.context} had failed.", arrays[3:])
         return out
 
     def as_node(self, inputs, trace: Optional[Trace], name: str, dtypes: Dict[str, Any], hidden=None, after=None):

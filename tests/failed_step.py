@@ -5,7 +5,9 @@
 A small net trains on two CPU devices. In one step something fails; the program reads the loss at some time, gives the
 step up or just goes on. A second net has the same weights and sees the same data, but not the failed step. What must
 hold: weights and optimizer states are bit for bit those before the failed step; running statistics are those before
-it, or those of its own forward pass; two steps later the weights are those of the second net.
+it, or those of its own forward pass; two steps later the weights are those of the second net. Where a backward pass has
+failed and a KVStore adds up gradients, each weight and its states may be those after the same step of the second net
+instead.
 
 test_failed_step.py runs some of each; what is not named on the command line is drawn at random.
 """
@@ -248,7 +250,9 @@ def run_case(backend, mode, fault, read, settle, optimizer, kvstore):
         undisturbed.step(number)
     before, states = arrays_of(net), states_of(trainer)
     undisturbed.step(2)
-    after_forward = arrays_of(twin)
+    after, states_after = arrays_of(twin), states_of(its_trainer)
+    may_be_partial = kvstore[0] is not None and "in_backward" in fault
+    changed = set()
     wrong = []
 
     def compare(when):
@@ -256,13 +260,19 @@ def run_case(backend, mode, fault, read, settle, optimizer, kvstore):
         for name in before:
             for rank in range(len(DEVICES)):
                 seen = now[name][rank]
-                if "running" in name and np.array_equal(seen, after_forward[name][rank]):
+                if "running" in name and np.array_equal(seen, after[name][rank]):
+                    continue
+                if may_be_partial and same(now[name], after[name]):
+                    changed.add(name)
                     continue
                 if not np.array_equal(seen, before[name][rank]):
                     worst = np.abs(seen - before[name][rank]).max()
                     wrong.append(f"{when}: {name} on {DEVICES[rank]} changed by {worst}")
         theirs = states_of(trainer)
-        wrong.extend(f"{when}: state {key} changed" for key in states if not same(states[key], theirs.get(key, [])))
+        for key, expected in states.items():
+            is_updated = may_be_partial and same(states_after[key], theirs.get(key, []))
+            if not (is_updated or same(expected, theirs.get(key, []))):
+                wrong.append(f"{when}: state {key} changed")
 
     set_trouble(fault)
     error = None
@@ -304,7 +314,7 @@ def run_case(backend, mode, fault, read, settle, optimizer, kvstore):
         undisturbed.step(3)
         ours, theirs = arrays_of(net), arrays_of(twin)
         for name in ours:
-            if "running" not in name and not same(ours[name], theirs[name]):
+            if "running" not in name and not changed and not same(ours[name], theirs[name]):
                 wrong.append(f"two steps later: {name} differs")
     except mx.MXNetError as problem:
         wrong.append(f"the next step failed: {str(problem)[:300]}")

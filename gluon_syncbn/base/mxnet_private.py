@@ -165,14 +165,9 @@ def is_first_update(trainer: mx.gluon.Trainer) -> bool:
     return not trainer._kv_initialized or any(not item._deferred_init for item in trainer._params_to_init)
 
 
-def gradients_of(parameters: Iterable[Parameter]) -> List[List[mx.nd.NDArray]]:
-    """All of a device, for each device."""
-    by_device: Dict[mx.Context, List[mx.nd.NDArray]] = {}
-    for parameter in parameters:
-        if has_gradient(parameter):
-            for gradient in parameter._grad:
-                by_device.setdefault(gradient.context, []).append(gradient)
-    return list(by_device.values())
+def gradients_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]]:
+    """On all devices, by the parameter's place among ``parameters``."""
+    return {i: list(parameter._grad) for i, parameter in enumerate(parameters) if has_gradient(parameter)}
 
 
 def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
@@ -197,10 +192,18 @@ def _arrays_in(state) -> List[mx.nd.NDArray]:
     return [array for item in state for array in _arrays_in(item)]
 
 
-def gradients_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
-    """All of a device, for each device."""
-    lists = (some for some in module._exec_group.grad_arrays if some)
-    return [[gradient for gradient in device if gradient is not None] for device in zip(*lists)]
+def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
+    """Whether it adds them up over devices, or processes, before it updates."""
+    return trainer._kvstore is not None or type(trainer)._allreduce_grads is not mx.gluon.Trainer._allreduce_grads
+
+
+def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[List[mx.nd.NDArray]]]:
+    """For each parameter, how the optimizer counts it (by name, or by number and device), and all its gradients."""
+    group = module._exec_group
+    count = len(module._context)
+    names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
+    found = [(name, _arrays_in(some)) for name, some in zip(names, group.grad_arrays)]
+    return [name for name, some in found if some], [some for _, some in found if some]
 
 
 def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:

@@ -26,12 +26,10 @@ import mxnet as mx
 from gluon_syncbn.base import library
 from gluon_syncbn.base.library import LIBMXNET, check_call
 
-_ADVICE = (
-    "Weights and the states of optimizers are as they were before that step. Call gluon_syncbn.abandon_step(), or just "
-    "begin the next step."
-)
+_ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
+_EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 _in_use = False
-_reserved = 0  # exceptions for which MXNet has memory
+_has_memory = False
 _failure, _failed_at, _generation = "", 0.0, 1  # where nothing is compiled
 _lock = threading.Lock()
 
@@ -112,11 +110,13 @@ def _distinct(arrays: Iterable[mx.nd.NDArray]) -> List[mx.nd.NDArray]:
     return list({array.handle.value: array for array in arrays}.values())
 
 
-def watch(arrays: Sequence[mx.nd.NDArray], statistics: Iterable[mx.nd.NDArray], error: str) -> None:
+def watch(
+    arrays: Sequence[mx.nd.NDArray], error: str, statistics: Iterable[mx.nd.NDArray] = (), are_heads: bool = False
+) -> None:
     """Notice if MXNet skips what computes ``arrays``, of one device: the step has failed then, with this ``error``.
 
     The same call writes these running ``statistics``: whoever reads them comes after it, and if the step has failed,
-    nothing writes them any more.
+    nothing writes them any more. The ``arrays`` may be the heads of a backward pass.
     """
     if library.core is None or not arrays:
         return
@@ -124,35 +124,34 @@ def watch(arrays: Sequence[mx.nd.NDArray], statistics: Iterable[mx.nd.NDArray], 
     thread = arrays[0].context.device_id  # a CPU's own; several GPUs have several
     check_call(
         library.core.gluon_syncbn_watch(
-            _handles(arrays), len(arrays), _handles(distinct), len(distinct), thread, error.encode()
+            _handles(arrays), len(arrays), _handles(distinct), len(distinct), are_heads, thread, error.encode()
         )
     )
 
 
 def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
-    """Skip the updates that read these gradients, a list per device, if the step has failed when all of them are there.
+    """Skip updates that read these gradients if the step has failed. Those in a list are updated together or not.
 
-    Returns the number of the gate.
+    Returns the number of the first list's gate; the others follow.
 
     Raises
     ------
     MXNetError
         Where nothing is compiled: the step has failed.
     """
-    gradients = [some for some in gradients if some]
     if library.core is None:
         return _wait_for(gradients)
+    _give_memory()
     flat = [array for some in gradients for array in some]
-    _reserve(len(flat))
     counts = (ctypes.c_int * len(gradients))(*map(len, gradients))
-    number = ctypes.c_int64()
+    first = ctypes.c_int64()
     skipped = b"an operator had failed, so that MXNet did not compute all gradients."
     check_call(
         library.core.gluon_syncbn_gate(
-            _handles(flat), counts, len(gradients), skipped, _ADVICE.encode(), ctypes.byref(number)
+            _handles(flat), counts, len(gradients), skipped, _ADVICE.encode(), ctypes.byref(first)
         )
     )
-    return number.value
+    return first.value
 
 
 def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
@@ -162,21 +161,20 @@ def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
         check_call(library.core.gluon_syncbn_seal(_handles(distinct), len(distinct)))
 
 
-def _reserve(num_gradients: int) -> None:
-    """Before the first gate for so many gradients: give MXNet's list of exceptions memory, or it may crash.
+def _give_memory() -> None:
+    """Before the first gate: MXNet's list of exceptions needs memory, or it may crash.
 
     Waits until nothing runs, and so raises what is pending.
     """
-    global _reserved
-    wanted = 4 * num_gradients + 64
-    if wanted <= _reserved:
+    global _has_memory
+    if _has_memory:
         return
     mx.nd.waitall()
-    check_call(library.core.gluon_syncbn_reserve(wanted))
+    check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
     with contextlib.suppress(mx.MXNetError):
         mx.nd.waitall()
     forget_told()
-    _reserved = wanted
+    _has_memory = True
 
 
 def poison(array: mx.nd.NDArray, error: str) -> bool:

@@ -104,7 +104,7 @@ def following_moves(call):
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]
-            failures.watch(outputs, graph.statistics(device), error)
+            failures.watch(outputs, error, graph.statistics(device))
         return out
 
     return _call_cached_op

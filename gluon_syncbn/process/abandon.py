@@ -26,6 +26,11 @@ from gluon_syncbn.process.passes import clear_added_gradients, forget_passes
 from gluon_syncbn.process.updates import undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
+_NOT_UPDATED = "Weights and optimizer states are as they were before it."
+_UPDATED_IN_PART = (
+    "Its backward pass had failed when some weights had their whole gradient: those are updated, on all devices. The "
+    "others, and their optimizer states, are as they were before it."
+)
 
 
 def abandon_step() -> None:
@@ -35,9 +40,10 @@ def abandon_step() -> None:
     and goes on, or saves the net. Where the exception has left ``with autograd.record()`` or
     ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
 
-    Weights and the states of optimizers are then as they were before the step, and running statistics as they were
-    before it, or as its own forward passes have made them. Its outputs and gradients are not to be used; those of
-    parameters with ``grad_req='add'`` are set to zero. One sentence in the log says that a step was given up.
+    Weights and the states of optimizers are then as they were before the step. If a backward pass has failed, some may
+    be updated instead, with their whole gradient, on all devices; what is logged says which of the two holds. Running
+    statistics are as they were before the step, or as its own forward passes have made them. Its outputs and gradients
+    are not to be used; those of parameters with ``grad_req='add'`` are set to zero.
 
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
@@ -57,7 +63,7 @@ def abandon_step() -> None:
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
     has_failed = bool(failures.failure() or pending)
-    undo_held_updates()
+    is_partial = undo_held_updates()
     abandon_on_all_processes(has_failed)
     forget_passes()
     failures.reset()
@@ -65,7 +71,7 @@ def abandon_step() -> None:
     if has_failed:
         clear_added_gradients()
         untold = "" if was_told or not (error or pending) else f" Its error, which nobody has read: {error or pending}"
-        _log.warning("A step was given up. Weights and optimizer states are as they were before it.%s", untold)
+        _log.warning("A step was given up. %s%s", _UPDATED_IN_PART if is_partial else _NOT_UPDATED, untold)
 
 
 def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
@@ -106,8 +112,8 @@ def _leave_failed_step() -> None:
     else:
         failures.tell(error)
         raise SyncBatchNormError(
-            f"A step before this one has failed, and nobody has read its error. {error} Weights and optimizer states "
-            f"are as they were before that step. Begin the next step, or call gluon_syncbn.abandon_step() first."
+            f"A step before this one has failed, and nobody has read its error. {error} Call "
+            f"gluon_syncbn.abandon_step(), or just begin the next step."
         )
 
 

@@ -141,6 +141,11 @@ def _watched_now() -> List[Passes]:
         return list(_watched)
 
 
+def any_is_uneven() -> bool:
+    """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
+    return any(passes.is_unfinished() for passes in _watched_now())
+
+
 def forget_passes() -> None:
     """All steps are done with."""
     for passes in _watched_now():
@@ -164,7 +169,7 @@ def counting_backward(backward):
         if failures.is_in_use():
             heads = args[0] if args else kwargs.get("heads")
             for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
-                failures.watch([head], [], f"an operator before backward() on {head.context} had failed.")
+                failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
         with _notes_lock:
             notes = [note for passes in _watched_now() for note in passes.take_notes()]
             try:

@@ -1,11 +1,11 @@
-"""The gate before each optimizer: a failed step updates no weight, and leaves no trace in the optimizer.
+"""The gates before each optimizer: a failed step updates no weight, and leaves no trace in the optimizer.
 
-In a failed step the gate (`engine.failures`) makes MXNet skip the updates of weights, and of what the optimizer keeps
+In a failed step the gates (`engine.failures`) make MXNet skip the updates of weights, and of what the optimizer keeps
 in arrays. What it keeps in Python has changed when the update was *asked for*: the number of updates, by which Adam
-corrects its means and schedules choose the learning rate. So that is remembered at the gate, until the gate is known to
+corrects its means and schedules choose the learning rate. So that is remembered at the gates, until they are known to
 have opened, and put back when the step is given up.
 
-A Trainer's first step also copies all parameters into its KVStore, and back. There the gate is waited for, and the
+A Trainer's first step also copies all parameters into its KVStore, and back. There the gates are waited for, and the
 error raised, before anything is copied.
 """
 
@@ -26,23 +26,29 @@ from gluon_syncbn.base.mxnet_private import (
     optimizer_of,
     outputs_of_module,
     parameters_of,
+    reduces_gradients,
     states_of,
     weights_of,
     weights_of_module,
 )
 from gluon_syncbn.engine import failures
+from gluon_syncbn.process.passes import any_is_uneven
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
 
 
 class _Update(NamedTuple):
-    """One that is not known to have passed its gate."""
+    """One that is not known to have passed all of its gates."""
 
-    gate: int
+    first_gate: int
+    indices: List[List[Any]]  # by gate, as the optimizer counts
     optimizer: "weakref.ref[mx.optimizer.Optimizer]"
     numbers: Dict[str, Any]
     counts: Dict[int, Dict[Any, int]]  # by device
+
+    def opened(self) -> List[bool]:
+        return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
 
 
 _updates: List[_Update] = []  # oldest first
@@ -77,7 +83,10 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
     ...             mx.nd.sgd_update(weight.data(), weight.grad(), lr=0.1, out=weight.data())
     """
     listed = list(parameters.values() if isinstance(parameters, collections.abc.Mapping) else parameters)
-    gradients = gradients_of(listed) if failures.is_in_use() else []
+    if not failures.is_in_use():
+        yield
+        return
+    gradients = [[array for some in gradients_of(listed).values() for array in some]]
     with _guarding(gradients, lambda: weights_of(listed)):
         yield
 
@@ -90,11 +99,20 @@ def guarding_trainer(update):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
         parameters = parameters_of(self)
+        by_index = gradients_of(parameters)
+        is_first = is_first_update(self)
+        # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
+        # needed where the gradients of some device may be those of the step before.
+        if is_first or any_is_uneven() or not reduces_gradients(self):
+            indices = [list(by_index)]
+        else:
+            indices = [[index] for index in by_index]
+        gradients = [[array for index in some for array in by_index[index]] for some in indices]
 
         def written():
             return weights_of(parameters) + states_of(self)
 
-        with _guarding(gradients_of(parameters), written, optimizer_of(self), is_first_update(self)):
+        with _guarding(gradients, written, is_first, optimizer_of(self), indices):
             return update(self, *args, **kwargs)
 
     return guarded
@@ -108,8 +126,9 @@ def guarding_module(update):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
         for outputs in outputs_of_module(self):
-            failures.watch(outputs, [], f"an operator of the Module on {outputs[0].context} had failed.")
-        with _guarding(gradients_of_module(self), lambda: weights_of_module(self), optimizer_of(self)):
+            failures.watch(outputs, f"an operator of the Module on {outputs[0].context} had failed.", are_heads=True)
+        indices, gradients = gradients_of_module(self)
+        with _guarding(gradients, lambda: weights_of_module(self), False, optimizer_of(self), indices):
             return update(self, *args, **kwargs)
 
     return guarded
@@ -119,54 +138,62 @@ def guarding_module(update):
 def _guarding(
     gradients: Sequence[Sequence[mx.nd.NDArray]],
     written: Callable[[], List[mx.nd.NDArray]],
-    optimizer: Optional[mx.optimizer.Optimizer] = None,
     is_first: bool = False,
+    optimizer: Optional[mx.optimizer.Optimizer] = None,
+    indices: Sequence[List[Any]] = (),
 ) -> Iterator[None]:
-    """A gate before the block, and a seal after it, for what is ``written`` in it beside the gradients.
+    """Gates before the block, and a seal after it, for what is ``written`` in it beside the gradients.
 
-    ``is_first``: the block copies all parameters into a KVStore.
+    ``is_first``: the block copies all parameters into a KVStore. ``indices`` are those of the gradients.
     """
-    devices = [list(some) for some in gradients if some]
-    if not devices:
+    if not any(gradients):
         yield
         return
     probe = mx.nd.empty(1)
-    number = failures.gate([[probe], *devices] if is_first else devices)
-    _remember(number, optimizer)
+    gate = failures.gate([[probe, *gradients[0]], *gradients[1:]] if is_first else gradients)
+    _remember(gate, indices, optimizer)
     if is_first:
         probe.wait_to_read()
     try:
         yield
     finally:
-        failures.seal([array for some in devices for array in some] + written())
+        failures.seal([array for some in gradients for array in some] + written())
 
 
-def _remember(number: int, optimizer: Optional[mx.optimizer.Optimizer]) -> None:
+def _remember(gate: int, indices: Sequence[List[Any]], optimizer: Optional[mx.optimizer.Optimizer]) -> None:
     with _lock:
-        while _updates and failures.has_opened(_updates[0].gate):
+        while _updates and all(_updates[0].opened()):
             del _updates[0]
         if optimizer is not None:
             numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
             counts = {device: dict(some) for device, some in _counts(optimizer).items()}
-            _updates.append(_Update(number, weakref.ref(optimizer), numbers, counts))
+            _updates.append(_Update(gate, list(indices), weakref.ref(optimizer), numbers, counts))
 
 
 def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
     return getattr(optimizer, "_all_index_update_counts", {})
 
 
-def undo_held_updates() -> None:
-    """The step was given up, and nothing runs: optimizers have not made the updates that were held back."""
+def undo_held_updates() -> bool:
+    """The step was given up, and nothing runs: optimizers have not made the updates that were held back.
+
+    Returns whether an update was made of some parameters, and held back of others.
+    """
     with _lock:
-        held = [update for update in _updates if not failures.has_opened(update.gate)]
+        updates = [(update, update.opened()) for update in _updates]
         _updates.clear()
-    for update in reversed(held):  # so that the oldest of an optimizer's has the last word
+    for update, opened in reversed(updates):  # so that the oldest of an optimizer's has the last word
         optimizer = update.optimizer()
-        if optimizer is None:
-            continue
-        for name, value in update.numbers.items():
-            setattr(optimizer, name, value)
-        for device, counts in _counts(optimizer).items():
-            counts.clear()
-            counts.update(update.counts.get(device, {}))
+        if optimizer is not None and not all(opened):
+            held = [index for some, is_open in zip(update.indices, opened) if not is_open for index in some]
+            for device, counts in _counts(optimizer).items():
+                before = update.counts.get(device, {})
+                for index in held:
+                    counts.pop(index, None)
+                    if index in before:
+                        counts[index] = before[index]
+            if not any(opened):
+                for name, value in update.numbers.items():
+                    setattr(optimizer, name, value)
     failures.forget_gates()
+    return any(any(opened) and not all(opened) for _, opened in updates)

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <set>
 #include <string>
 #include <thread>
@@ -22,6 +21,9 @@ namespace {
 
 // The CPU thread of the engine on which all gates are.
 constexpr int kGateThread = 0;
+
+// What is thrown is in the engine's list of exceptions by then.
+constexpr std::chrono::microseconds kTimeToThrow{500};
 
 // Hands `function(object)` to the engine, for the CPU thread number `thread`.
 template <typename Object>
@@ -66,6 +68,12 @@ class Token {
   void* handle_ = nullptr;
 };
 
+// Written by who looks at a head of a backward pass.
+const Token& heads() {
+  static const auto* token = new Token;  // never destroyed, like the step
+  return *token;
+}
+
 // How many have counted themselves of those who must.
 struct Count {
   explicit Count(int expected) : expected(expected) {}
@@ -91,7 +99,7 @@ void wait_for_turn(std::chrono::microseconds time);
 void protect(Watch& watch) {
   look(watch);
   if (!step().has_failed()) return;
-  wait_for_turn(std::chrono::milliseconds(1));
+  wait_for_turn(kTimeToThrow);
   throw dmlc::Error("These running statistics were not updated, because the step had failed: " + step().failure());
 }
 
@@ -107,42 +115,28 @@ Gates& gates() {
   return *all;
 }
 
-class Gate : public Count {
- public:
-  Gate(int num_devices, int num_gradients, std::string skipped_text, std::string advice)
-      : Count(num_devices),
-        num_gradients_(num_gradients),
-        skipped_text_(std::move(skipped_text)),
-        advice_(std::move(advice)) {
+struct Gate : Count {
+  Gate(std::string skipped_text, std::string advice)
+      : Count(1), skipped_text(std::move(skipped_text)), advice(std::move(advice)) {
     std::lock_guard<std::mutex> lock(gates().mutex);
     number = ++gates().last;
     gates().closed.insert(number);
   }
 
-  // Throws if the update must not be. The first who asks decides for all.
-  void pass() {
-    std::call_once(decided_, [this] { decide(); });
-    if (!error_.empty()) throw dmlc::Error(error_);
-  }
-
   int64_t number;
-
- private:
-  void decide() {
-    if (!is_complete()) step().fail(skipped_text_);
-    if (step().has_failed()) {
-      error_ = "This update was not made, because its step had failed: " + step().failure() + " " + advice_;
-      return wait_for_turn(std::chrono::microseconds(1000 + 50 * num_gradients_));
-    }
-    std::lock_guard<std::mutex> lock(gates().mutex);
-    gates().closed.erase(number);
-  }
-
-  const int num_gradients_;
-  const std::string skipped_text_, advice_;
-  std::once_flag decided_;
-  std::string error_;
+  const std::string skipped_text, advice;
 };
+
+// Throws if the update must not be.
+void pass(Gate& gate) {
+  if (!gate.is_complete()) step().fail(gate.skipped_text);
+  if (step().has_failed()) {
+    wait_for_turn(kTimeToThrow);
+    throw dmlc::Error("This update was not made, because its step had failed: " + step().failure() + " " + gate.advice);
+  }
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  gates().closed.erase(gate.number);
+}
 
 // Returns when those who were here before have had the time that they wanted for what they throw.
 void wait_for_turn(std::chrono::microseconds time) {
@@ -165,12 +159,11 @@ struct Nothing {};
 void do_nothing(Nothing&) {}
 
 void count(Count& all) { all.present += 1; }
-void pass(Gate& gate) { gate.pass(); }
 
 }  // namespace
 
 void poison(void* array, const std::string& error) {
-  wait_for_turn(std::chrono::milliseconds(5));  // the engine is yet to run what throws
+  wait_for_turn(10 * kTimeToThrow);  // the engine is yet to run it
   push(throw_error, std::make_shared<const std::string>(error), EngineProperty::kNoSkip, kGateThread, {}, {array});
 }
 
@@ -191,9 +184,10 @@ EXPORTED int gluon_syncbn_poison(void* array, const char* error) {
 }
 
 // Watches `arrays` of one device, and protects the running `statistics` that the same call writes, from the device's own
-// `thread`. `error` is that of the step if something was skipped. No handle may stand twice in `statistics`.
-EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics, int num_statistics, int thread,
-                                const char* error) {
+// `thread`. `error` is that of the step if something was skipped. Gates wait for those that are `heads` of a backward
+// pass. No handle may stand twice in `statistics`.
+EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics, int num_statistics, int are_heads,
+                                int thread, const char* error) {
   try {
     const auto watch = std::make_shared<Watch>(num_arrays, error);
     // One array alone needs no token: who writes it comes after who reads it.
@@ -203,7 +197,9 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
       push<Count>(count, watch, EngineProperty::kOrdinary, thread, {arrays[i]}, tokens);
     }
     for (int i = 0; i < num_arrays; ++i) {  // each on its own: two of them may be the same memory
-      push<Watch>(look, watch, EngineProperty::kNoSkip, thread, tokens, {arrays[i]});
+      std::vector<void*> writes{arrays[i]};
+      if (are_heads) writes.push_back(heads().handle());
+      push<Watch>(look, watch, EngineProperty::kNoSkip, thread, tokens, writes);
     }
     if (num_statistics > 0) {
       push<Watch>(protect, watch, EngineProperty::kNoSkip, thread, tokens,
@@ -215,22 +211,17 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
   }
 }
 
-// A gate before the updates that read these gradients: `counts[d]` of each of `num_devices` devices, one after the other.
-// Returns its number in `number`.
-EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_devices, const char* skipped_text,
-                               const char* advice, int64_t* number) {
+// Gates before the updates that read these gradients: `counts[i]` of them, on all devices, at gate i of `num_gates`, one
+// after the other. Gives the number of the first gate in `first`; those of the others follow.
+EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gates, const char* skipped_text,
+                               const char* advice, int64_t* first) {
   try {
-    const int num_gradients = std::accumulate(counts, counts + num_devices, 0);
-    const auto gate = std::make_shared<Gate>(num_devices, num_gradients, skipped_text, advice);
-    *number = gate->number;
-    const Token token;
-    void** first = gradients;
-    for (int device = 0; device < num_devices; first += counts[device++]) {
-      push<Count>(count, gate, EngineProperty::kOrdinary, kGateThread,
-                  std::vector<void*>(first, first + counts[device]), {token.handle()});
-    }
-    for (int i = 0; i < num_gradients; ++i) {
-      push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, {token.handle()}, {gradients[i]});
+    for (int i = 0; i < num_gates; gradients += counts[i++]) {
+      const std::vector<void*> guarded(gradients, gradients + counts[i]);
+      const auto gate = std::make_shared<Gate>(skipped_text, advice);
+      if (i == 0) *first = gate->number;
+      push<Count>(count, gate, EngineProperty::kOrdinary, kGateThread, guarded, {});
+      push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, {heads().handle()}, guarded);
     }
     return 0;
   } catch (const MXNetFailure&) {

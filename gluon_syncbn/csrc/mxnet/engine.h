@@ -18,9 +18,12 @@
 //           failure is known before its exception can be forgotten. After a call, one more operation writes the running
 //           statistics that the call writes, and throws if the step has failed: so they have an exception of their own,
 //           and nothing writes them any more (a backward pass of MXNet's own BatchNorm would, on a CPU).
-//   gate    Before an optimizer: an ordinary operation per device reads all its gradients and counts itself. When all
-//           have been there, or were skipped, an operation per gradient, not skipped, writes it: if the step has failed,
-//           or someone is missing, it throws. So the gradient has an error, and the update that reads it is skipped.
+//   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one that is
+//           not skipped writes them, and throws if the step has failed, or the other was skipped. So the gradients have an
+//           error, and the updates that read them are skipped. All gates wait for the heads of the backward passes, so none
+//           opens after a failure in a forward pass. If a backward pass fails, some gates may be open already: the
+//           gradients behind them were complete on all devices. (Where a KVStore adds gradients up, one gate for all would
+//           cost the time in which that runs beside the backward pass: 10% of a step.)
 //   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer. Who
 //           reads one of them comes after all updates, and cannot make the engine forget an exception by which one is yet
 //           to be skipped.
@@ -29,11 +32,11 @@
 // The engine also has a list of all exceptions, to which each thread of it adds what is thrown there, without a lock. Two
 // that add in the same instant, or one that adds while the list moves to more memory and another looks something up,
 // corrupt it: a crash, there or much later ("double free or corruption"). So what throws here waits for its turn, since those
-// who throw often come together; all that is thrown at a gate is thrown on one thread; and before there is a gate, the list
-// is given memory for as many exceptions as it can throw (`reserve`; the engine keeps the memory when it clears the list).
+// who throw often come together; and before there is a gate, the list is given memory for many exceptions (`reserve`; the
+// engine keeps the memory when it clears the list).
 //
-// Nobody waits in any of these; who must come first is told to the engine by the arrays, and by a token, an array
-// without contents that all who count themselves write, and all who look read.
+// Nobody waits in any of these for another; who comes first is told to the engine by the arrays, and by tokens, arrays
+// without contents that those write who come before, and those read who come after.
 #pragma once
 
 #include <cstdint>
