@@ -1,4 +1,5 @@
 import os
+import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -10,6 +11,16 @@ import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes 
 import pytest  # noqa: E402
 
 from gluon_syncbn.backends import native  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, help="of tests that draw at random; else another in each run")
+
+
+@pytest.fixture
+def seed(request):
+    given = request.config.getoption("--seed")
+    return random.SystemRandom().randrange(1 << 30) if given is None else given
 
 
 def pytest_report_header(config):

@@ -304,7 +304,8 @@ def run_case(backend, mode, fault, read, settle, optimizer, kvstore):
                 if attempt:
                     wrong.append(f"second record() raised {problem}")
                 error = problem
-        compare("after record")
+        if error is None or "in between" not in str(error):  # else it is given up when a layer is called
+            compare("after record")
     trouble.clear()
     if error is None and read == "never" and settle == "go on":
         wrong.append("nobody was told")
@@ -330,6 +331,7 @@ def main():
     parser.add_argument("--read", choices=READS)
     parser.add_argument("--settle", choices=SETTLES)
     parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--each-fault", action="store_true", help="once, in place of --cases")
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -337,14 +339,15 @@ def main():
     library.core.gluon_syncbn_set_waiting_times(GRACE, 0.05)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
     print("seed", seed, flush=True)
-    failures = 0
-    for number in range(options.cases):
+    number_wrong = 0
+    faults = FAULTS if options.each_fault else [options.fault] * options.cases
+    for number, fault in enumerate(faults):
         random.seed(seed + number)
         mx.random.seed(seed + number)
         np.random.seed((seed + number) % (1 << 32))
         case = (
             options.mode or random.choice(list(MODES)),
-            options.fault or random.choice(FAULTS),
+            fault or random.choice(FAULTS),
             options.read or random.choice(READS),
             options.settle or random.choice(SETTLES),
             random.choice(OPTIMIZERS),
@@ -354,12 +357,12 @@ def main():
         wrong = run_case(options.backend, *case)
         seconds = time.monotonic() - started
         if wrong:
-            failures += 1
+            number_wrong += 1
             print(f"WRONG {number} {case} ({seconds:.1f} s): {len(wrong)}:", *wrong[:4], sep="\n    ", flush=True)
         elif os.environ.get("VERBOSE"):
             print(f"right {number} {case} ({seconds:.1f} s)", flush=True)
-    print(f"{failures} of {options.cases} cases wrong")
-    raise SystemExit(failures > 0)
+    print(f"{number_wrong} of {len(faults)} cases wrong")
+    raise SystemExit(number_wrong > 0)
 
 
 if __name__ == "__main__":

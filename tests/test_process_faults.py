@@ -43,13 +43,14 @@ FAULTS = [
     (fault, direction)
     for fault in ("killed", "stopped", "raising", "ending", "absent", "caught")
     for direction in ("forward", "backward")
-] + [(fault, "forward") for fault in ("interrupted", "one_step_more", "other_net")]
+] + [(fault, "forward") for fault in ("interrupted", "one_step_more", "other_net", "bad_input")]
 SHORT = {
     ("mpi", "killed", "backward", "native"),
     ("mpi", "stopped", "forward", "native"),
     ("mpi", "raising", "backward", "portable"),
     ("mpi", "absent", "backward", "native"),
     ("mpi", "caught", "backward", "native"),
+    ("mpi", "bad_input", "forward", "native"),
     ("mpi", "other_net", "forward", "native"),
     ("horovod", "ending", "forward", "native"),
     ("horovod", "absent", "backward", "native"),
@@ -72,6 +73,13 @@ def test_the_others_say_so_in_time(engine, fault, direction, backend):
     }
     survivors = set(range(SIZE)) - {VICTIM}
     assert "terminate called" not in done.text and "WRONG" not in done.text
+    if fault == "bad_input" and engine == "mpi":
+        assert done.returncode == 0 and set(errors) == {*survivors, VICTIM}, done.text
+        assert "scale parameter in gaussian" in errors[VICTIM][1], done.text
+        for rank in range(SIZE):
+            assert f"RIGHT AFTERWARDS {rank}" in done.text, done.text
+            assert rank == VICTIM or re.search(gave_up(engine, direction), errors[rank][1]), done.text
+        return
     if fault == "caught" and (engine == "mpi" or direction == "forward"):
         # Before the others' first round of the step nothing is lost: they meet its next step.
         assert done.returncode == 0 and f"RIGHT AFTERWARDS {VICTIM}" in done.text, done.text
@@ -92,7 +100,7 @@ def test_the_others_say_so_in_time(engine, fault, direction, backend):
         assert seconds < TIMEOUT + 20, done.text  # of a slow machine; who hangs takes minutes
         if fault in ("stopped", "absent"):
             assert re.search(waited(direction), text), text
-        elif fault == "caught":
+        elif fault in ("caught", "bad_input"):
             assert re.search(gave_up(engine, direction), text), text
         elif fault == "other_net":
             assert re.search(

@@ -9,7 +9,6 @@ A Trainer's first step also copies all parameters into its KVStore, and back. Th
 error raised, before anything is copied.
 """
 
-import collections.abc
 import contextlib
 import functools
 import threading
@@ -73,6 +72,8 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
     MXNetError
         The first time, and always where nothing is compiled: the step has failed. (Else the weights carry the error
         until `gluon_syncbn.abandon_step`.)
+    TypeError
+        Something else than Parameters.
 
     Examples
     --------
@@ -82,7 +83,10 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
     ...         if weight.grad_req != "null":
     ...             mx.nd.sgd_update(weight.data(), weight.grad(), lr=0.1, out=weight.data())
     """
-    listed = list(parameters.values() if isinstance(parameters, collections.abc.Mapping) else parameters)
+    listed = list(parameters.values() if hasattr(parameters, "values") else parameters)
+    for item in listed:
+        if not isinstance(item, Parameter):
+            raise TypeError(f"gluon_syncbn.guard_update: expected Parameters, not {type(item).__name__}.")
     if not failures.is_in_use():
         yield
         return

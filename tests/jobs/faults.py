@@ -75,6 +75,10 @@ def caught():
     raise Passed
 
 
+def bad_input():
+    """An operator of MXNet's before its net fails, and nobody looks until the weights are updated."""
+
+
 def one_step_more():
     """It runs a step more than the others."""
 
@@ -101,6 +105,32 @@ def step(net, fault=None):
     return y.asnumpy(), x.grad.asnumpy()
 
 
+def failing_step(net):
+    """Everyone updates; the victim's input cannot be computed. No process's arrays may change."""
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=None)
+    trainer.step(1)  # of the step before, so that there are states
+    before = [item.data().asnumpy() for item in net.collect_params().values()]
+    x = mx.nd.array(shards[group.rank], ctx=device, dtype="float32")
+    if is_victim:
+        x = x + mx.nd.random.normal(0, -1, shape=(1,))
+    with autograd.record():
+        y = net(x)
+    y.backward()
+    trainer.step(1)
+    try:
+        y.asnumpy()
+    finally:
+        gluon_syncbn.abandon_step()
+        after = [item.data().asnumpy() for item in net.collect_params().values()]
+        if not all(np.array_equal(a, b) for a, b in zip(before, after)):
+            job.say("WRONG: an array has changed", group.rank)
+        for item, good in zip(net.collect_params().values(), START):
+            item.set_data(good)
+
+
+START = []
+
+
 def expected():
     reference = build(lambda **options: nn.BatchNorm(**options))
     whole = mx.nd.array(np.concatenate(shards), dtype="float32")
@@ -116,6 +146,7 @@ def main():
         net.initialize(ctx=device)
     fault = globals()[FAULT]
     began = time.monotonic()
+    START.extend(item.data().copy() for item in net.collect_params().values())
     try:
         for _ in range(GOOD_STEPS):
             step(net)
@@ -124,12 +155,14 @@ def main():
         if FAULT == "one_step_more":
             for _ in range(1 + is_victim):
                 step(net)
+        elif FAULT == "bad_input":
+            failing_step(net)
         else:
             step(net, fault if is_victim else None)
     except (mx.MXNetError, Passed) as error:
         text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
         job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
-        if FAULT != "caught":
+        if FAULT not in ("caught", "bad_input"):
             sys.exit(9)
         gluon_syncbn.abandon_step()
         seen, _ = step(net)
