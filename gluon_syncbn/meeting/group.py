@@ -223,6 +223,6 @@ def usual_reasons() -> str:
         "(timeout=, GLUON_SYNCBN_TIMEOUT)"
     )
     settings = settings_in_force()
-    if not settings:
-        return reasons + "."
-    return reasons + f"; (4) several CPU contexts ran out of temp-space slots or random generators (now {settings})."
+    if settings:
+        reasons += f"; (4) several CPU contexts ran out of temp-space slots or random generators (now {settings})"
+    return f"{reasons}. To go on, call gluon_syncbn.abandon_step(), or begin the next step."

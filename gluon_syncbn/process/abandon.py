@@ -103,6 +103,18 @@ def starting_anew(enter):
     return __enter__
 
 
+def starting_anew_with_symbols(forward):
+    """The same at ``Executor.forward`` in training, with which a step of symbols and Modules begins."""
+
+    @functools.wraps(forward)
+    def started(self, is_train=False, **kwargs):
+        if is_train and failures.is_in_use():
+            _leave_failed_step()
+        return forward(self, is_train, **kwargs)
+
+    return started
+
+
 def _leave_failed_step() -> None:
     error = failures.failure()
     if not error:

@@ -87,11 +87,14 @@ class Passes:
     def take_notes(self) -> List[Tuple["Passes", mx.nd.NDArray, bool]]:
         """Take from each of these arrays the note whether its gradient is fresh."""
         taken = []
+        was_told = failures.was_told()
         for array in self.arrays():
             was_fresh = has_fresh_gradient(array)
             try:
                 set_fresh_gradient(array, False)
             except mx.MXNetError:  # a copy, of which autograd does not know
+                if not was_told:
+                    failures.forget_told()
                 break
             taken.append((self, array, was_fresh))
         return taken

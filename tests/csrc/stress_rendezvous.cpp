@@ -111,7 +111,7 @@ void disturb() {
 
 int main(int count, char** arguments) {
   using gluon_syncbn::Seconds;
-  gluon_syncbn::waiting_times() = {Seconds(2), Seconds(0.1), Seconds(0.05)};
+  gluon_syncbn::waiting_times() = {Seconds(2), Seconds(0.1)};
   const uint64_t generations = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100000;
   std::vector<std::string> names;
   for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));
