@@ -8,7 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from failed_step import FAULTS, arrays_of, make, same, states_of
-from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, set_mode
+from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, run_python, set_mode
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -194,6 +194,61 @@ def test_a_loop_of_its_own(mode):
     gluon_syncbn.abandon_step()
     after = arrays_of(net)
     assert all(same(updated[name], after[name]) for name in before if "running" not in name)
+
+
+UNCOMPILED = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
+from harness import *
+from gluon_syncbn.base import library
+from gluon_syncbn import SyncBatchNorm
+from mxnet import gluon
+assert library.core is None
+net = gluon.nn.HybridSequential()
+for _ in range(4):
+    net.add(gluon.nn.Conv2D(8, 3, padding=1), SyncBatchNorm(timeout=0.5), gluon.nn.Activation('relu'))
+net.add(gluon.nn.Dense(2))
+net.initialize(ctx=cpus(2))
+set_mode(net, 'hybridize')
+trainer = gluon.Trainer(net.collect_params(), 'adam', kvstore={kvstore!r})
+
+def step(count=2, broken=()):
+    inputs = [mx.nd.random.normal(shape=(2, 3, 8, 8), ctx=device) for device in cpus(count)]
+    for rank in broken:
+        inputs[rank] = inputs[rank] + mx.nd.random.normal(0, -1, shape=(1,), ctx=cpus(2)[rank])
+    with autograd.record():
+        losses = [net(item).sum() for item in inputs]
+    autograd.backward(losses)
+    trainer.step(4, ignore_stale_grad=count < 2)
+
+def weights():
+    return [a.asnumpy() for key, p in net.collect_params().items() for a in p.list_data() if 'running' not in key]
+
+for _ in range(2):
+    step()
+before = weights()
+for case in ({{'count': 1}}, {{'broken': [1]}}, {{'broken': [0, 1]}}):
+    try:
+        step(**case)
+        raise AssertionError('no error')
+    except mx.MXNetError as error:
+        assert 'This update was not made, because its step had failed' in str(error), error
+    with autograd.record():
+        pass
+    mx.nd.waitall()
+    assert all(np.array_equal(a, b) for a, b in zip(before, weights())), case
+    assert trainer.optimizer.num_update == 2
+step()
+mx.nd.waitall()
+"""
+
+
+@pytest.mark.parametrize("kvstore", [None, "device"])
+def test_where_nothing_is_compiled(kvstore):
+    done = run_python(UNCOMPILED.format(kvstore=kvstore))
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    assert done.stderr.count(GIVEN_UP) == 3
 
 
 @pytest.mark.parametrize("kvstore", [None, "local", "device"])

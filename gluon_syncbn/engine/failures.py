@@ -17,6 +17,7 @@ Where nothing is compiled, nothing is watched, and a gate waits until all gradie
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from typing import Iterable, List, Sequence
@@ -35,9 +36,12 @@ _lock = threading.Lock()
 
 
 def begin_use() -> None:
-    """There are synchronized layers in this process: steps are watched from now on."""
+    """There are synchronized layers in this process: steps are watched from now on.
+
+    MXNet's NaiveEngine raises each error where it happens.
+    """
     global _in_use
-    _in_use = True
+    _in_use = os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine"
 
 
 def is_in_use() -> bool:
@@ -189,6 +193,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     except mx.MXNetError as problem:
         fail(str(problem))
     if failure():
+        tell(failure())
         raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
     return 0
 
