@@ -31,7 +31,7 @@ from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
 
 DEVICES = cpus(2)
-TIMEOUT = 0.4
+TIMEOUT = 2  # seconds in which even a slow machine starts both devices
 GRACE = 0.2
 fired = threading.Event()  # the user's operator has failed
 trouble = {}  # by place in the net: the devices on which the user's operator fails, and the direction
@@ -183,7 +183,7 @@ class Loop:
         if read == "during":
             reader = threading.Thread(target=read_quietly, args=(which,))
             reader.start()
-            time.sleep(random.choice([0, 0, 0.001, 0.01, TIMEOUT]))
+            time.sleep(random.choice([0, 0, 0.001, 0.01, 0.5]))
         try:
             self.trainer.step(sum(len(part) for part in parts), ignore_stale_grad=fault is not None)
         finally:

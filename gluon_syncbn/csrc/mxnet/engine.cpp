@@ -116,14 +116,10 @@ Gates& gates() {
 }
 
 struct Gate : Count {
-  Gate(std::string skipped_text, std::string advice)
-      : Count(1), skipped_text(std::move(skipped_text)), advice(std::move(advice)) {
-    std::lock_guard<std::mutex> lock(gates().mutex);
-    number = ++gates().last;
-    gates().closed.insert(number);
-  }
+  Gate(int64_t number, std::string skipped_text, std::string advice)
+      : Count(1), number(number), skipped_text(std::move(skipped_text)), advice(std::move(advice)) {}
 
-  int64_t number;
+  const int64_t number;
   const std::string skipped_text, advice;
 };
 
@@ -216,10 +212,14 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
 EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gates, const char* skipped_text,
                                const char* advice, int64_t* first) {
   try {
+    {
+      std::lock_guard<std::mutex> lock(gates().mutex);
+      *first = gates().last + 1;
+      while (gates().last < *first + num_gates - 1) gates().closed.insert(++gates().last);
+    }
     for (int i = 0; i < num_gates; gradients += counts[i++]) {
       const std::vector<void*> guarded(gradients, gradients + counts[i]);
-      const auto gate = std::make_shared<Gate>(skipped_text, advice);
-      if (i == 0) *first = gate->number;
+      const auto gate = std::make_shared<Gate>(*first + i, skipped_text, advice);
       push<Count>(count, gate, EngineProperty::kOrdinary, kGateThread, guarded, {});
       push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, {heads().handle()}, guarded);
     }
