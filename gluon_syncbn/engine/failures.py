@@ -146,6 +146,7 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     if library.core is None:
         return _wait_for(gradients)
     _give_memory()
+    gradients = [_distinct(some) for some in gradients]  # a Trainer takes a parameter twice
     flat = [array for some in gradients for array in some]
     counts = (ctypes.c_int * len(gradients))(*map(len, gradients))
     first = ctypes.c_int64()
