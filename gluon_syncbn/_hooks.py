@@ -16,7 +16,12 @@ from gluon_syncbn.graphs.fuse import fusing_bind, fusing_graphs
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
-from gluon_syncbn.process.abandon import abandoning_what_raises, starting_anew, starting_anew_with_symbols
+from gluon_syncbn.process.abandon import (
+    abandoning_what_raises,
+    failing_what_cannot_be_read,
+    starting_anew,
+    starting_anew_with_symbols,
+)
 from gluon_syncbn.process.passes import counting_backward, noticing_record
 from gluon_syncbn.process.updates import guarding_module, guarding_trainer
 
@@ -27,6 +32,9 @@ _EXTENSIONS = [
     (RecordingScope, "__exit__", warning_of_plain_norms),
     (mx.nd.NDArray, "backward", counting_backward),
     (mx.autograd, "backward", counting_backward),
+    (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
+    (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
+    (mx.nd, "waitall", failing_what_cannot_be_read),
     (mx.executor.Executor, "forward", starting_anew_with_symbols),
     (mx.gluon.Trainer, "step", guarding_trainer),
     (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),

@@ -177,7 +177,9 @@ def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
 
 def states_of(trainer: mx.gluon.Trainer) -> List[mx.nd.NDArray]:
     """What its optimizer keeps in arrays."""
-    updaters = [trainer._kvstore._updater] if trainer._update_on_kvstore else trainer._updaters
+    if not type(trainer._optimizer).__module__.startswith("mxnet."):  # its states may be views of each other
+        return []
+    updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
     return _arrays_in([getattr(updater, "states", {}) for updater in updaters])
 
 
@@ -203,7 +205,10 @@ def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[Li
     count = len(module._context)
     names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
     found = [(name, _arrays_in(some)) for name, some in zip(names, group.grad_arrays)]
-    return [name for name, some in found if some], [some for _, some in found if some]
+    found = [(name, some) for name, some in found if some]
+    if not module._kvstore:  # as for a Trainer: one for all
+        found = [([item for name, _ in found for item in name], [item for _, some in found for item in some])]
+    return [name for name, _ in found], [some for _, some in found]
 
 
 def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:

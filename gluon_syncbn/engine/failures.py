@@ -15,7 +15,6 @@ writes them. (`SyncBatchNorm.order_token_before` orders several calls of a layer
 Where nothing is compiled, nothing is watched, and a gate waits until all gradients are there.
 """
 
-import contextlib
 import ctypes
 import os
 import threading
@@ -32,6 +31,7 @@ _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some
 _in_use = False
 _has_memory = False
 _failure, _failed_at, _generation = "", 0.0, 1  # where nothing is compiled
+_is_by_reading = _was_read = False
 _lock = threading.Lock()
 
 
@@ -61,6 +61,18 @@ def fail(error: str) -> None:
             _failure, _failed_at = error, time.monotonic()
 
 
+def fail_by_reading(error: str) -> None:
+    """The step has failed as far as anyone knows: an array could not be read, which may have to do with no layer."""
+    global _is_by_reading, _was_read
+    _is_by_reading, _was_read = _is_by_reading or not failure(), True
+    fail(error)
+
+
+def is_by_reading() -> bool:
+    """Whether that is all that is known of the failure."""
+    return _is_by_reading
+
+
 def failure() -> str:
     """The first error of the step; empty if it has not failed."""
     return _failure if library.core is None else library.core.gluon_syncbn_step_failure().decode()
@@ -78,8 +90,8 @@ def generation() -> int:
 
 def reset() -> None:
     """The step was given up; nothing runs."""
-    global _failure, _generation
-    _failure, _generation = "", _generation + 1
+    global _failure, _generation, _is_by_reading, _was_read
+    _failure, _generation, _is_by_reading, _was_read = "", _generation + 1, False, False
     if library.core is not None:
         library.core.gluon_syncbn_reset_step()
 
@@ -88,8 +100,8 @@ def reset() -> None:
 
 
 def was_told() -> bool:
-    """Whether this thread has seen an error of MXNet's since `forget_told`."""
-    return bool(LIBMXNET.MXGetLastError())
+    """Whether this thread has seen an error of MXNet's since `forget_told`, or another could not read an array."""
+    return _was_read or bool(LIBMXNET.MXGetLastError())
 
 
 def tell(error: str) -> None:
@@ -98,7 +110,7 @@ def tell(error: str) -> None:
 
 
 def forget_told() -> None:
-    if was_told():
+    if LIBMXNET.MXGetLastError():
         tell("")
 
 
@@ -175,10 +187,11 @@ def _give_memory() -> None:
     if _has_memory:
         return
     mx.nd.waitall()
+    has_been_told = was_told()
     check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
-    with contextlib.suppress(mx.MXNetError):
-        mx.nd.waitall()
-    forget_told()
+    LIBMXNET.MXNDArrayWaitAll()  # which fails
+    if not has_been_told:
+        forget_told()
     _has_memory = True
 
 

@@ -78,7 +78,8 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
 
 
 def _device_of(inputs) -> Optional[mx.Context]:
-    return next((item.context for item in inputs if isinstance(item, mx.nd.NDArray)), None)
+    given = flatten(inputs, "input")[0]
+    return next((item.context for item in given if isinstance(item, mx.nd.NDArray)), None)
 
 
 def following_moves(call):

@@ -44,11 +44,6 @@ def active_ranks(group: ProcessGroup, set_id: int, members: Sequence[int]) -> Se
     return members if chosen is None else [rank for rank in members if rank in chosen]
 
 
-def is_known(set_id: float) -> bool:
-    """Whether there is such a set; ``set_id`` may be anything."""
-    return set_id in range(len(_sets))
-
-
 def includes(device: mx.Context, set_id: int) -> bool:
     """Whether ``device`` is in this set."""
     members = _sets[set_id]

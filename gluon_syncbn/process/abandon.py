@@ -22,15 +22,16 @@ from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import clear_added_gradients, forget_passes
-from gluon_syncbn.process.updates import undo_held_updates
+from gluon_syncbn.process.passes import forget_passes
+from gluon_syncbn.process.updates import Updated, clear_added_gradients, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
-_NOT_UPDATED = "Weights and optimizer states are as they were before it."
-_UPDATED_IN_PART = (
-    "Its backward pass had failed when some weights had their whole gradient: those are updated, on all devices. The "
-    "others, and their optimizer states, are as they were before it."
-)
+_UPDATED = {
+    Updated.NOTHING: "Weights and optimizer states are as they were before it.",
+    Updated.A_PART: "Its backward pass had failed when some weights had their whole gradient: those are updated, on all"
+    " devices. The others, and their optimizer states, are as they were before it.",
+    Updated.NOT_ASKED: "No weight has been updated since it failed.",
+}
 
 
 def abandon_step() -> None:
@@ -43,7 +44,7 @@ def abandon_step() -> None:
     Weights and the states of optimizers are then as they were before the step. If a backward pass has failed, some may
     be updated instead, with their whole gradient, on all devices; what is logged says which of the two holds. Running
     statistics are as they were before the step, or as its own forward passes have made them. Its outputs and gradients
-    are not to be used; those of parameters with ``grad_req='add'`` are set to zero.
+    are not to be used; those of all parameters with ``grad_req='add'`` that a Trainer has are set to zero.
 
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
@@ -62,16 +63,16 @@ def abandon_step() -> None:
     error, was_told = failures.failure(), failures.was_told()
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
-    has_failed = bool(failures.failure() or pending)
-    is_partial = undo_held_updates()
-    abandon_on_all_processes(has_failed)
+    has_failed = bool(failures.failure())
+    updated = undo_held_updates()
+    abandon_on_all_processes(has_failed and not failures.is_by_reading())
     forget_passes()
     failures.reset()
     failures.forget_told()
     if has_failed:
         clear_added_gradients()
-        untold = "" if was_told or not (error or pending) else f" Its error, which nobody has read: {error or pending}"
-        _log.warning("A step was given up. %s%s", _UPDATED_IN_PART if is_partial else _NOT_UPDATED, untold)
+        untold = "" if was_told else f" Its error was not read: {_with_cause(error or pending, pending)}"
+        _log.warning("A step was given up. %s%s", _UPDATED[updated], untold)
 
 
 def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
@@ -96,7 +97,7 @@ def starting_anew(enter):
 
     @functools.wraps(enter)
     def __enter__(self):
-        if is_record(self) and failures.is_in_use():
+        if is_record(self):
             _leave_failed_step()
         enter(self)
 
@@ -108,7 +109,7 @@ def starting_anew_with_symbols(forward):
 
     @functools.wraps(forward)
     def started(self, is_train=False, **kwargs):
-        if is_train and failures.is_in_use():
+        if is_train:
             _leave_failed_step()
         return forward(self, is_train, **kwargs)
 
@@ -118,15 +119,40 @@ def starting_anew_with_symbols(forward):
 def _leave_failed_step() -> None:
     error = failures.failure()
     if not error:
-        failures.forget_told()  # of what is not about the step that begins
+        if failures.is_in_use():
+            failures.forget_told()  # of what is not about the step that begins
     elif failures.was_told():
         abandon_step()
     else:
+        error = _with_cause(error, finish_pending_work())
         failures.tell(error)
         raise SyncBatchNormError(
-            f"A step before this one has failed, and nobody has read its error. {error} Call "
-            f"gluon_syncbn.abandon_step(), or just begin the next step."
+            f"A step has failed, and its error was not read. {error} Call gluon_syncbn.abandon_step(), or just begin "
+            f"the next step."
         )
+
+
+def _with_cause(error: str, pending: str) -> str:
+    """The first error of a step may only say that MXNet skipped something; the one that is pending says why."""
+    return error if not pending or pending in error or error in pending else f"{error} MXNet's own error: {pending}"
+
+
+def failing_what_cannot_be_read(read):
+    """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, whatever it was that failed.
+
+    MXNet has forgotten the error for all that shares it, and goes on with what it has skipped.
+    """
+
+    @functools.wraps(read)
+    def reading(*args, **kwargs):
+        try:
+            return read(*args, **kwargs)
+        except mx.MXNetError as error:
+            if failures.is_in_use():
+                failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
+            raise
+
+    return reading
 
 
 def abandoning_what_raises(leave):

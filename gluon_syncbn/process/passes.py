@@ -28,7 +28,6 @@ from gluon_syncbn.engine import failures
 
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
-_nets_of_step: "weakref.WeakSet[mx.gluon.Block]" = weakref.WeakSet()  # those that have been called in it
 _notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
 
@@ -60,8 +59,6 @@ class Passes:
         is_first = getattr(_scope, "has_begun", False)
         if is_first:
             _scope.has_begun, _scope.net = False, outermost_block()
-            if _scope.net is not None:
-                _nets_of_step.add(_scope.net)
         if not self._is_watched(is_first):
             return
         devices = [array.context for array in self.arrays()]
@@ -153,15 +150,6 @@ def forget_passes() -> None:
     """All steps are done with."""
     for passes in _watched_now():
         passes.forget()
-
-
-def clear_added_gradients() -> None:
-    """With ``grad_req='add'`` a failed step may have added anything to the gradients of the nets that it called."""
-    for net in list(_nets_of_step):
-        for parameter in net.collect_params().values():
-            if parameter.grad_req == "add" and has_gradient(parameter):
-                parameter.zero_grad()
-    _nets_of_step.clear()
 
 
 def counting_backward(backward):

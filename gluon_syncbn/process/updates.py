@@ -10,6 +10,7 @@ error raised, before anything is copied.
 """
 
 import contextlib
+import enum
 import functools
 import threading
 import weakref
@@ -21,6 +22,7 @@ from mxnet.gluon import Parameter
 from gluon_syncbn.base.mxnet_private import (
     gradients_of,
     gradients_of_module,
+    has_gradient,
     is_first_update,
     optimizer_of,
     outputs_of_module,
@@ -50,7 +52,14 @@ class _Update(NamedTuple):
         return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
 
 
+class Updated(enum.Enum):
+    """What a failed step has updated."""
+
+    NOTHING, A_PART, NOT_ASKED = range(3)
+
+
 _updates: List[_Update] = []  # oldest first
+_trainers: "weakref.WeakSet[mx.gluon.Trainer]" = weakref.WeakSet()  # all that have updated
 _lock = threading.Lock()
 
 
@@ -102,12 +111,14 @@ def guarding_trainer(update):
     def guarded(self, *args, **kwargs):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
+        _trainers.add(self)
         parameters = parameters_of(self)
         by_index = gradients_of(parameters)
         is_first = is_first_update(self)
         # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
         # needed where the gradients of some device may be those of the step before.
-        if is_first or any_is_uneven() or not reduces_gradients(self):
+        ignores_stale = kwargs.get("ignore_stale_grad", args[1:] and args[1])
+        if is_first or ignores_stale or any_is_uneven() or not reduces_gradients(self):
             indices = [list(by_index)]
         else:
             indices = [[index] for index in by_index]
@@ -178,11 +189,16 @@ def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
     return getattr(optimizer, "_all_index_update_counts", {})
 
 
-def undo_held_updates() -> bool:
-    """The step was given up, and nothing runs: optimizers have not made the updates that were held back.
+def clear_added_gradients() -> None:
+    """With ``grad_req='add'`` a failed step may have added anything to the gradients."""
+    for trainer in list(_trainers):
+        for parameter in parameters_of(trainer):
+            if parameter.grad_req == "add" and has_gradient(parameter):
+                parameter.zero_grad()
 
-    Returns whether an update was made of some parameters, and held back of others.
-    """
+
+def undo_held_updates() -> Updated:
+    """The step was given up, and nothing runs: optimizers have not made the updates that were held back."""
     with _lock:
         updates = [(update, update.opened()) for update in _updates]
         _updates.clear()
@@ -200,4 +216,7 @@ def undo_held_updates() -> bool:
                 for name, value in update.numbers.items():
                     setattr(optimizer, name, value)
     failures.forget_gates()
-    return any(any(opened) and not all(opened) for _, opened in updates)
+    held = [opened for _, opened in updates if not all(opened)]
+    if not held:
+        return Updated.NOT_ASKED
+    return Updated.A_PART if any(map(any, held)) else Updated.NOTHING

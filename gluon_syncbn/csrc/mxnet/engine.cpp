@@ -221,7 +221,9 @@ EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gate
       const std::vector<void*> guarded(gradients, gradients + counts[i]);
       const auto gate = std::make_shared<Gate>(*first + i, skipped_text, advice);
       push<Count>(count, gate, EngineProperty::kOrdinary, kGateThread, guarded, {});
-      push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, {heads().handle()}, guarded);
+      // One gate for all needs no heads: a failure shows in some gradient.
+      const std::vector<void*> heads_of_step(num_gates > 1, heads().handle());
+      push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, heads_of_step, guarded);
     }
     return 0;
   } catch (const MXNetFailure&) {

@@ -20,7 +20,7 @@
 //           and nothing writes them any more (a backward pass of MXNet's own BatchNorm would, on a CPU).
 //   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one that is
 //           not skipped writes them, and throws if the step has failed, or the other was skipped. So the gradients have an
-//           error, and the updates that read them are skipped. All gates wait for the heads of the backward passes, so none
+//           error, and the updates that read them are skipped. Several gates wait for the heads of backward passes, so none
 //           opens after a failure in a forward pass. If a backward pass fails, some gates may be open already: the
 //           gradients behind them were complete on all devices. (Where a KVStore adds gradients up, one gate for all would
 //           cost the time in which that runs beside the backward pass: 10% of a step.)
