@@ -164,10 +164,10 @@ def _guarding(
     if not any(gradients):
         yield
         return
-    probe = mx.nd.empty(1)
-    gate = failures.gate([[probe, *gradients[0]], *gradients[1:]] if is_first else gradients)
+    probes = [mx.nd.empty(1)] if is_first else []
+    gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]])
     _remember(gate, indices, optimizer)
-    if is_first:
+    for probe in probes:
         probe.wait_to_read()
     try:
         yield

@@ -385,14 +385,12 @@ void Operator::begin_forward() const {
 }
 
 void Operator::begin_backward() const {
+  const bool has_failed = step().has_failed();
+  if (!has_failed && forward_generation == step().generation()) return;
   const std::string where = "SyncBatchNorm '" + call_.group->name + "': the backward pass on " + call_.device;
-  if (step().has_failed()) {
-    throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
-  }
-  if (forward_generation != step().generation()) {
-    throw std::runtime_error(where + " cannot be run: its forward pass never ran, because an operator before it had "
-                             "failed, or its step was given up.");
-  }
+  if (has_failed) throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
+  throw std::runtime_error(where + " cannot be run: its forward pass never ran, because an operator before it had "
+                           "failed, or its step was given up.");
 }
 
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
