@@ -16,6 +16,8 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
+from gluon_syncbn.base.library import LIBMXNET
+
 # MXNet's stand-in for a type that NumPy does not have.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
@@ -27,10 +29,11 @@ def is_native_to_mxnet() -> bool:
         with autograd.pause(), mx.cpu(0):
             x, vector = mx.nd.zeros((1, 1, 1, 1)), mx.nd.ones(1)
             x = mx.nd.cast(x, dtype=BFLOAT16)  # an error in MXNet 1.6, which does not know it
-            mx.nd.BatchNorm(x, vector, vector, vector, vector).wait_to_read()
+            out = mx.nd.BatchNorm(x, vector, vector, vector, vector)
     except mx.MXNetError:
         return False
-    return True
+    # Not by wait_to_read: what cannot be read there fails the step, and this is no array of a step.
+    return LIBMXNET.MXNDArrayWaitToRead(out.handle) == 0
 
 
 def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
