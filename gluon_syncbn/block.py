@@ -14,7 +14,7 @@ from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.engine import failures
-from gluon_syncbn.graphs.calls import remember
+from gluon_syncbn.graphs.calls import order_tokens, remember
 from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.job.default import find
@@ -30,7 +30,7 @@ from gluon_syncbn.process.lifecycle import end_before_engines
 from gluon_syncbn.process.live_layers import add_live, remove_live
 from gluon_syncbn.process.passes import Passes
 from gluon_syncbn.process.positions import place_of
-from gluon_syncbn.symbol import checked_spec, make_node, plain_node
+from gluon_syncbn.symbol import check_names, checked_spec, make_node, plain_node
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -200,8 +200,12 @@ class SyncBatchNorm(nn.BatchNorm):
         self._activation, self._in_place, self._fuse = activation, in_place, fuse
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
-        self._last_order_token: Optional[Tuple[Any, Any]] = None
         self._passes = Passes(self)
+
+    def chosen_options(self) -> Dict[str, Any]:
+        """All that `nn.BatchNorm` does not have, by the names that it has in ``__init__``."""
+        chosen = {"backend": self._requested_backend, "activation": self._activation, "in_place": self._in_place}
+        return {**chosen, "fuse": self._fuse, **self._options._asdict()}
 
     def _stop_synchronizing(self) -> None:
         """Undo `_synchronize`; `convert_batchnorm` calls this before the layer is of another class."""
@@ -210,7 +214,6 @@ class SyncBatchNorm(nn.BatchNorm):
             "_options",
             "_group",
             "_group_lock",
-            "_last_order_token",
             "_passes",
             "_requested_backend",
             "_activation",
@@ -235,7 +238,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        state = {**self.__dict__, "_group": None, "_last_order_token": None}
+        state = {**self.__dict__, "_group": None}
         del state["_group_lock"], state["_passes"]
         return state
 
@@ -264,9 +267,10 @@ class SyncBatchNorm(nn.BatchNorm):
         if F is mx.nd:
             return self._imperative(arrays)
         trace = find_trace()
-        dtypes = trace.dtypes() if trace else {}
-        out, order_token = self.as_node(arrays, trace, "fwd", dtypes, after=self.order_token_before(trace))
-        self.remember_order_token(trace, order_token)
+        dtypes, tokens = trace.dtypes() if trace else {}, order_tokens(trace)
+        out, token = self.as_node(arrays, trace, "fwd", dtypes, after=tokens.get(self.running_mean))
+        if token is not None:
+            tokens[self.running_mean] = token
         return out
 
     def _imperative(self, arrays):
@@ -299,7 +303,8 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is None and len(devices) == 1 and not (is_for_one or self._never_synchronizes()):
             # The parameters are on one device, where base weights are loaded, and most move before they train. So this
             # tells what it is, and a SymbolBlock, or `symbol.load`, makes a layer of it.
-            told = mark(self._spec(self._options.num_devices), self._form(), relu=False, is_plain=True)
+            spec = check_names(self._spec(self._options.num_devices))
+            told = mark(spec, self._form(), relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
         if devices:
             self._check_devices(devices)
@@ -309,7 +314,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is None or not devices:
             spec = checked_spec(self._spec(len(devices) or self._options.num_devices))
             node = Node(name, spec, hidden, after)
-            return make_node(inputs, self._requested_backend, self._form(), node)
+            return make_node(inputs, self._form(), node)
         node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
         return self._on_backend(mx.sym, inputs, node)
 
@@ -330,28 +335,12 @@ class SyncBatchNorm(nn.BatchNorm):
         return backend.normalize(F, arrays, group.reference, self._form(), node)
 
     def _form(self) -> Form:
-        return Form(self._kwargs["axis"], self._activation, self._in_place, self._fuse)
+        return Form(self._kwargs["axis"], self._activation, self._in_place, self._fuse, self._requested_backend)
 
     def _spec(self, num_devices: Optional[int]) -> GroupSpec:
         options, kwargs = self._options._replace(num_devices=num_devices), self._kwargs
         scale = not kwargs["fix_gamma"]
         return GroupSpec.of(self.name, options, self._dtype(), kwargs["momentum"], kwargs["eps"], scale)
-
-    def remember_order_token(self, trace: Optional[Trace], order_token) -> None:
-        """Of the last call in a static graph; `order_token_before` returns it in the same graph."""
-        self._last_order_token = (trace.symbol, order_token) if trace is not None and trace.is_static else None
-
-    def order_token_before(self, trace: Optional[Trace]):
-        """That of the last call of this layer in the same static graph, or None.
-
-        A static graph does not count what a call does to the running statistics as writing, so calls of a layer on
-        parallel branches have no order, neither on one device nor the same on all. Each is therefore made to depend on
-        the one before. Elsewhere the engine orders them by the running statistics.
-        """
-        last = self._last_order_token
-        if trace is None or not trace.is_static or last is None or last[0] is not trace.symbol:
-            return None
-        return last[1]
 
     def _devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""

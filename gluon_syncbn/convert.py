@@ -6,37 +6,40 @@ names and position in ``.params`` files are the same as before.
 """
 
 import logging
-from typing import List, Optional
+from typing import Any, Dict, List
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.nets.fused_relu import fuse_relus, separate_relus
+from gluon_syncbn.nets.fused_relu import BatchNormReLU, fuse_relus, separate_relus
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph, restore, synchronize
 
 _log = logging.getLogger(__name__)
+_AS_IT_IS: Any = object()
 
 
-def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse: bool = True, **options) -> Block:
+def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, **options) -> Block:
     """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
 
     Converts `nn.BatchNorm`, its subclasses that only choose options, ``contrib.nn.SyncBatchNorm``, and the BatchNorm
     nodes of every SymbolBlock (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they hang in the net;
     before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and built anew with the
-    same flags). Layers that are `SyncBatchNorm` already take over the new options. Logs at level INFO how many layers
-    it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves alone: with a forward pass of
-    their own, as `nn.BatchNormReLU`, or nodes of a symbol whose mean or variance is an output.
+    same flags). Layers that are `SyncBatchNorm` already take over the options that are given, and keep the others.
+    Logs at level INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves
+    alone: with a forward pass of their own, as `nn.BatchNormReLU`, or nodes of a symbol whose mean or variance is an
+    output.
 
     Parameters
     ----------
     block : Block
         The net; it is changed in place.
     num_devices : int, optional
-        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``activation``,
-        ``kvstore``, ``process_group``, ``in_place``, ``renorm``.
+        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``kvstore``,
+        ``process_group``, ``in_place``, ``renorm``.
     fuse : bool, default True
         Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum
         and ReLU, wherever the graph has them and nobody else reads what lies between; a line of the log (INFO, logger
@@ -53,7 +56,8 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     Raises
     ------
     TypeError
-        ``block`` is not a Gluon block, or an option is unknown.
+        ``block`` is not a Gluon block, or an option is unknown. (``activation`` is: it belongs to what a layer
+        computes, and no conversion changes that.)
     ValueError
         An option has an impossible value; nothing has been converted then.
 
@@ -64,22 +68,28 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
     >>> net.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
     """
     blocks = all_blocks(block)
-    # Refuses wrong options before anything has changed; with a prefix, takes no number from other BatchNorms' names.
-    SyncBatchNorm(num_devices=num_devices, prefix=block.prefix, fuse=fuse, **options)
+    for name, value in (("num_devices", num_devices), ("fuse", fuse)):
+        if value is not _AS_IT_IS:
+            options[name] = value
+    _check(block, blocks, options)
+    separate_relus(blocks)
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
-        synchronize(item, num_devices=num_devices, fuse=fuse, **options)
+        synchronize(item, **options)
         blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
-        if not isinstance(layer, SyncBatchNorm):
+        own: Dict[str, Any] = {}
+        if isinstance(layer, SyncBatchNorm):
+            own = layer.chosen_options()
+        else:
+            own = {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
             layer._converted_from = type(layer)
             layer.__class__ = SyncBatchNorm
             if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
-        layer._synchronize(num_devices=num_devices, fuse=fuse, **options)
-    separate_relus(blocks)
-    fused = fuse_relus(blocks) if fuse else 0
+        layer._synchronize(**{**own, **options})
+    fused = fuse_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
     if fused:
@@ -91,8 +101,9 @@ def convert_sync_batchnorm(block: Block, num_devices: Optional[int] = None, fuse
 def convert_batchnorm(block: Block) -> Block:
     """Make every `SyncBatchNorm` of a net the plain BatchNorm that it was, for deployment.
 
-    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`. Parameters stay the same objects; cached graphs are
-    dropped. For ``export`` it is not needed, since that writes plain BatchNorm nodes anyway.
+    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one; its options are
+    forgotten. Parameters stay the same objects; cached graphs are dropped. For ``export`` it is not needed, since that
+    writes plain BatchNorm nodes anyway.
 
     Raises
     ------
@@ -101,14 +112,15 @@ def convert_batchnorm(block: Block) -> Block:
     """
     blocks = all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
+    separate_relus(blocks)
     for layer in layers:
+        made_as = BatchNormReLU if layer._activation else nn.BatchNorm
         layer._stop_synchronizing()
-        original = layer.__dict__.pop("_converted_from", nn.BatchNorm)
+        original = layer.__dict__.pop("_converted_from", made_as)
         layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
     for item in blocks:
         if isinstance(item, SynchronizedSymbolBlock):
             restore(item)
-    separate_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
     return block
@@ -139,9 +151,23 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     return block
 
 
+def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
+    """Refuse wrong options before anything has changed."""
+    if "activation" in options:
+        raise TypeError(
+            "convert_sync_batchnorm: activation is no option of a conversion, which keeps what each layer computes. "
+            "Give it to the layers where they are made."
+        )
+    # With a prefix, it takes no number from other BatchNorms' names.
+    SyncBatchNorm(prefix=block.prefix, **options)
+    for layer in blocks:
+        if isinstance(layer, SyncBatchNorm):
+            check_options(f"SyncBatchNorm '{layer.name}'", **{**layer.chosen_options(), **options})
+
+
 def _can_convert(block: Block) -> bool:
     """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can tell."""
-    if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm)):
+    if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm, BatchNormReLU)):
         return True
     if not isinstance(block, nn.BatchNorm):
         return False

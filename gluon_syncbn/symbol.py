@@ -24,6 +24,9 @@ from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, c
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
+# What `convert_symbol` takes, beside the number of devices.
+_OPTIONS = {"group_size", "timeout", "backend", "kvstore", "process_group", "in_place", "renorm", "fuse", "dtype"}
+
 
 def SyncBatchNorm(
     data: mx.sym.Symbol,
@@ -105,28 +108,17 @@ def SyncBatchNorm(
         group.update(process_group=process_group, renorm=renorm)
         options = check_options(f"SyncBatchNorm '{name}'", backend, activation, in_place, fuse, **group)
         spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
-        form = Form(axis, activation, in_place, fuse)
-        return make_node(plain.get_children(), backend, form, Node(name, spec, attr), use_global_stats)[0]
+        form = Form(axis, activation, in_place, fuse, backend)
+        return make_node(plain.get_children(), form, Node(name, spec, attr), use_global_stats)[0]
 
 
-def convert_symbol(
-    sym: mx.sym.Symbol,
-    num_devices: int,
-    group_size: Optional[int] = None,
-    timeout: Optional[float] = None,
-    backend: str = "auto",
-    kvstore: Optional[str] = None,
-    process_group: Optional[str] = None,
-    in_place: bool = False,
-    renorm: Optional[RenormLike] = None,
-    fuse: bool = True,
-    dtype: str = "float32",
-) -> mx.sym.Symbol:
+def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Symbol:
     """A copy of a symbol in which every Batch Normalization synchronizes.
 
     Nodes keep their names, attributes and variables, so that checkpoints fit both ways. Takes over ``BatchNorm``,
-    ``contrib.SyncBatchNorm``, ``contrib.BatchNormWithReLU``, and nodes that synchronize already, which get the new
-    options. Those with ``use_global_stats`` stay as they are. For blocks see `gluon_syncbn.convert_sync_batchnorm`.
+    ``contrib.SyncBatchNorm``, ``contrib.BatchNormWithReLU``, and nodes that synchronize already, which get the options
+    that are given, and keep the others. Those with ``use_global_stats`` stay as they are. For blocks see
+    `gluon_syncbn.convert_sync_batchnorm`.
 
     Parameters
     ----------
@@ -134,8 +126,9 @@ def convert_symbol(
         For example from ``mx.model.load_checkpoint``.
     num_devices : int
         How many devices will train it: ``len(context)`` of the Module.
-    group_size, timeout, backend, kvstore, process_group, in_place, renorm, fuse, dtype :
-        As in `SyncBatchNorm`.
+    **options
+        ``group_size``, ``timeout``, ``backend``, ``kvstore``, ``process_group``, ``in_place``, ``renorm``, ``fuse`` and
+        ``dtype``, as in `SyncBatchNorm`.
 
     Returns
     -------
@@ -145,7 +138,7 @@ def convert_symbol(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        ``sym`` is not a Symbol, or an option cannot work.
+        ``sym`` is not a Symbol, or an option is unknown or cannot work.
     ValueError
         The mean or variance of a Batch Normalization is an output of the graph, which a synchronized one does not give.
 
@@ -165,13 +158,14 @@ def convert_symbol(
             f"convert_symbol: the mean or variance of {graph.count_others()} BatchNorm nodes is used as an output, "
             f"which synchronized ones do not give."
         )
-    chosen: Dict[str, Any] = {"num_devices": num_devices, "group_size": group_size, "timeout": timeout}
-    chosen.update(kvstore=kvstore, process_group=process_group, in_place=in_place, renorm=renorm, fuse=fuse)
+    if options.keys() - _OPTIONS:
+        unknown = ", ".join(sorted(options.keys() - _OPTIONS))
+        raise TypeError(f"convert_symbol: unknown options: {unknown}. There are {', '.join(sorted(_OPTIONS))}.")
 
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
             return None
-        return _make_again(norm, inputs, after, backend, dtype, chosen)
+        return _make_again(norm, inputs, after, {**(norm.options or {}), "num_devices": num_devices, **options})
 
     return graph.rewrite(make)[0]
 
@@ -213,28 +207,24 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     def make(norm: Norm, inputs, after):
         if norm.options is None:
             return None
-        chosen = dict(norm.options)
-        return _make_again(norm, inputs, after, backend, chosen.pop("dtype"), chosen)
+        return _make_again(norm, inputs, after, {**norm.options, "backend": backend})
 
     return Graph(text).rewrite(make)[0]
 
 
-def _make_again(norm: Norm, inputs, after, backend: str, dtype: str, chosen: Dict[str, Any]):
+def _make_again(norm: Norm, inputs, after, chosen: Dict[str, Any]):
     """A synchronized layer for this node, with the options ``chosen``."""
-    options = check_options(f"SyncBatchNorm '{norm.name}'", backend=backend, **chosen)
+    dtype = chosen.pop("dtype", "float32")
+    options = check_options(f"SyncBatchNorm '{norm.name}'", **chosen)
     spec = checked_spec(GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma))
-    form = Form(norm.axis, "relu" if norm.relu else None, chosen.get("in_place", False), chosen.get("fuse", True))
-    return make_node(inputs, backend, form, Node(norm.name, spec, norm.hidden, after))
+    local = {name: chosen[name] for name in ("in_place", "fuse", "backend") if name in chosen}
+    form = Form(norm.axis, "relu" if norm.relu else None, **local)
+    return make_node(inputs, form, Node(norm.name, spec, norm.hidden, after))
 
 
 def checked_spec(spec: GroupSpec) -> GroupSpec:
     """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents."""
-    for option in ("kvstore", "process_group"):
-        value = getattr(spec, option)
-        if value is not None and not isinstance(value, str):
-            raise TypeError(
-                f"{spec.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
-            )
+    check_names(spec)
     check_engine(spec.name, spec.num_devices)
     spec.check()
     num_processes = count_processes(spec.process_group, spec.where)
@@ -242,7 +232,18 @@ def checked_spec(spec: GroupSpec) -> GroupSpec:
     return spec
 
 
-def make_node(inputs, backend: str, form: Form, node: Node, use_global_stats: bool = False):
+def check_names(spec: GroupSpec) -> GroupSpec:
+    """The same, or TypeError if it has what cannot be saved in a symbol."""
+    for option in ("kvstore", "process_group"):
+        value = getattr(spec, option)
+        if value is not None and not isinstance(value, str):
+            raise TypeError(
+                f"{spec.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
+            )
+    return spec
+
+
+def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False):
     """The last node of a synchronized layer that no layer object owns, and its order token."""
     spec, relu = node.spec, form.activation == "relu"
     is_alone = spec.num_devices == 1 and count_processes(spec.process_group, spec.where) == 1
@@ -252,7 +253,7 @@ def make_node(inputs, backend: str, form: Form, node: Node, use_global_stats: bo
         options["use_global_stats"] = use_global_stats
         return lowered(plain_node([x, *inputs[1:]], node.name, relu, node.hidden, **options)), None
     devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-    chosen = choose(spec.where, backend, devices, spec.kvstore).backend
+    chosen = choose(spec.where, form.backend, devices, spec.kvstore).backend
     return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), form, node)
 
 

@@ -183,3 +183,73 @@ def test_gluoncvs_pruned_networks_whose_parameters_have_no_shape():
     for mean in means:
         first, second = (mean.data(device).asnumpy() for device in cpus(2))
         assert np.array_equal(first, second) and first.any()
+
+
+OPTIONS = {
+    "num_devices": 2,
+    "group_size": 1,
+    "timeout": 7.0,
+    "kvstore": "local",
+    "process_group": "none",
+    "renorm": ((0.0, 2.0, 1.0),),
+    "backend": "portable",
+    "fuse": False,
+    "activation": "relu",
+}
+IN_PLACE = {"in_place": True, "backend": "native"}
+
+
+@pytest.mark.parametrize("options", [OPTIONS, IN_PLACE], ids=["all but in_place", "in_place"])
+@pytest.mark.parametrize("name", ["num_devices", "timeout", "fuse"])
+def test_a_second_conversion_keeps_what_it_is_not_given(options, name):
+    layer = SyncBatchNorm(**options)
+    before = layer.chosen_options()
+    assert before.items() >= options.items()
+    convert_sync_batchnorm(layer)
+    assert layer.chosen_options() == before
+    given = {"num_devices": 4, "timeout": 9.0, "fuse": True}[name]
+    convert_sync_batchnorm(layer, **{name: given})
+    assert layer.chosen_options() == {**before, name: given}
+
+
+def test_what_does_not_fit_a_layers_own_options_is_refused_before_anything_changes():
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), SyncBatchNorm(in_place=True))
+    with pytest.raises(ValueError, match="in_place=True needs the native back end"):
+        convert_sync_batchnorm(net, backend="portable")
+    assert type(net[0]) is nn.BatchNorm and net[1].chosen_options()["backend"] == "auto"
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("is_np", [False, True], ids=["nd", "np"])
+def test_an_activation_goes_there_and_back(mode, is_np):
+    """It is part of what the layer computes, and no conversion may drop it."""
+    with mx.util.np_shape(is_np), mx.util.np_array(is_np):
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(SyncBatchNorm(in_channels=3, activation="relu"), nn.BatchNorm(in_channels=3), nn.Activation("relu"))
+        net.initialize(ctx=cpus(2))
+        x = (mx.np if is_np else mx.nd).array(random_shards([(2, 3, 5, 5)], mean=0)[0], dtype="float32")
+        expected = net(x).asnumpy()
+        names = sorted(net.collect_params())
+        set_mode(net, mode)
+        for convert in (convert_sync_batchnorm, convert_batchnorm, convert_batchnorm, *[convert_sync_batchnorm] * 2):
+            convert(net)
+            np.testing.assert_allclose(net(x).asnumpy(), expected, rtol=1e-6)
+            assert sorted(net.collect_params()) == names
+            assert isinstance(net[0], nn.BatchNorm)
+        assert type(net[0]) is SyncBatchNorm and net[0].chosen_options()["activation"] == "relu"
+
+
+def test_a_layer_alone_takes_its_relu_along():
+    """Of a pair in a `nn.HybridSequential`; converting only the norm must not lose the other half."""
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3), nn.Activation("relu"))
+    net.initialize(ctx=cpus(2))
+    x = mx.nd.array(random_shards([(2, 3, 5, 5)], mean=0)[0])
+    expected = net(x).asnumpy()
+    convert_sync_batchnorm(net)
+    assert net[0].chosen_options()["activation"] == "relu"
+    convert_batchnorm(net[0])
+    np.testing.assert_array_equal(net(x).asnumpy(), expected)
+    assert [type(block) for block in net] == [nn.BatchNorm, nn.Activation]

@@ -40,6 +40,8 @@ def test_options(options, error, words):
         SyncBatchNorm(prefix="stem_", **options)
     assert "SyncBatchNorm 'stem'" in str(caught.value)
     net = nn.BatchNorm()
+    if "activation" in options:
+        error, words = TypeError, "activation is no option of a conversion"
     with pytest.raises(error, match=words):
         convert_sync_batchnorm(net, **options)
     assert type(net) is nn.BatchNorm

@@ -4,12 +4,13 @@ import logging
 
 import mxnet as mx
 import numpy as np
+import oracle
 import pytest
 from harness import MODES, cpus, random_shards, set_mode, step
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
 from gluon_syncbn.graphs.fuse import LEAKY_RELU, RELU, SKIP, fuse
 
 CHANNELS = 4
@@ -409,3 +410,120 @@ def test_a_symbol_that_was_saved_before_activations_had_names():
     module.init_params()
     module.forward(mx.io.DataBatch([mx.nd.array(np.random.RandomState(0).randn(4, 3, 5, 5))]), is_train=True)
     assert module.get_outputs()[0].asnumpy().min() == 0
+
+
+class Shared(gluon.HybridBlock):
+    """One norm, or two that share their Parameters, called twice: relu(norm(x) + tanh(norm(cos(x)))."""
+
+    def __init__(self, sync, twins, **options):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.norm = sync(in_channels=CHANNELS, **options)
+            self.twin = sync(in_channels=CHANNELS, params=self.norm.params, **options) if twins else self.norm
+
+    def hybrid_forward(self, F, x):
+        one, other = self.norm(x), F.tanh(self.twin(F.cos(x)))
+        return F.relu(one + other)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("twins", [False, True], ids=["one layer", "two that share Parameters"])
+def test_two_calls_of_shared_statistics_keep_their_order(mode, twins, backend):
+    """The running statistics are averaged call by call, on every device alike."""
+    net = Shared(SyncBatchNorm, twins, backend=backend, momentum=0.5)
+    net.cast("float64")
+    net.initialize(ctx=cpus(2))
+    set_mode(net, mode)
+    shards = random_shards([(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)], "float64")
+    for _ in range(3):
+        step(net, shards, shards, cpus(2))
+    seen = [
+        oracle.batch_norm(part, np.ones(CHANNELS), np.zeros(CHANNELS)) for part in (shards, list(map(np.cos, shards)))
+    ]
+    mean, var = np.zeros(CHANNELS), np.ones(CHANNELS)
+    for _ in range(3):
+        for call in seen:
+            mean, var = (mean + call.mean) / 2, (var + call.var) / 2
+    for device in cpus(2):
+        np.testing.assert_allclose(net.norm.running_mean.data(device).asnumpy(), mean, rtol=1e-9)
+        np.testing.assert_allclose(net.norm.running_var.data(device).asnumpy(), var, rtol=1e-9)
+
+
+class Branches(gluon.HybridBlock):
+    """Layers on parallel branches, which share their Parameters; those of a SymbolBlock too."""
+
+    def __init__(self, count, with_symbol):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.first = SyncBatchNorm(in_channels=CHANNELS, momentum=0.5)
+            self.others = nn.HybridSequential()
+            for _ in range(count):
+                self.others.add(SyncBatchNorm(in_channels=CHANNELS, momentum=0.5, params=self.first.params))
+        if with_symbol:
+            data = mx.sym.var("data")
+            out = self.first(data)
+            self.block = convert_sync_batchnorm(gluon.SymbolBlock(out, data, params=self.first.params))
+            self.others.add(self.block)
+
+    def hybrid_forward(self, F, x):
+        total = self.first(x)
+        for number, layer in enumerate(self.others, 2):
+            total = total + layer(x * number)
+        return total
+
+
+@pytest.mark.parametrize("with_symbol", [False, True], ids=["layers", "and a SymbolBlock"])
+def test_shared_statistics_on_parallel_branches_of_a_static_graph(backend, with_symbol):
+    """Each branch adds its own; none is lost, whichever is faster."""
+    net = Branches(5, with_symbol)
+    net.initialize(ctx=cpus(2))
+    set_mode(net, "static")
+    shards = random_shards([(2, CHANNELS, 9, 9), (1, CHANNELS, 9, 9)])
+    expected = np.zeros(CHANNELS)
+    batch = oracle.batch_norm(shards, np.ones(CHANNELS), np.zeros(CHANNELS)).mean
+    for _ in range(20):
+        step(net, shards, shards, cpus(2))
+        for number in range(1, len(net.others) + 2):
+            expected = (expected + number * batch) / 2
+    for device in cpus(2):
+        np.testing.assert_allclose(net.first.running_mean.data(device).asnumpy(), expected, rtol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(gluon.HybridBlock, "optimize_for"), reason="MXNet has it since 1.8")
+@pytest.mark.parametrize("how", ["optimize_for", "hybridize"])
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+def test_a_net_that_was_taken_apart_exports_what_it_computes(pattern, how, tmp_path, backend):
+    """MXNet keeps, and exports, the graph that its partitioner was handed."""
+    net = convert_sync_batchnorm(Net(PATTERNS[pattern][1]))
+    net.initialize(ctx=cpus(2))
+    shards = random_shards([(2, CHANNELS, 3, 5)] * 2)
+    x = mx.nd.array(shards[0])
+    if how == "optimize_for":
+        net.optimize_for(x, backend="MKLDNN")
+    else:
+        net.hybridize(backend="MKLDNN")
+    step(net, shards, shards, cpus(2))
+    expected = net(x).asnumpy()
+    net.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    text = (tmp_path / "net-symbol.json").read_text(encoding="utf-8")
+    assert "Custom" not in text and "__syncbn__" not in text
+    np.testing.assert_allclose(gluon.SymbolBlock.imports(*files)(x).asnumpy(), expected, rtol=1e-5, atol=1e-6)
+    want = PATTERNS[pattern][1](
+        mx.nd, (x - _column(net.norm.running_mean)) / mx.nd.sqrt(_column(net.norm.running_var) + 1e-5), x
+    )
+    np.testing.assert_allclose(expected, want.asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+def _column(parameter):
+    return parameter.data(mx.cpu(0)).reshape((1, CHANNELS, 1, 1))
+
+
+def test_a_fused_symbol_is_not_taken_for_a_plain_one():
+    for pattern in ("relu", "leaky", "skip"):
+        x = mx.sym.var("x")
+        sym = PATTERNS[pattern][1](mx.sym, mx.sym.BatchNorm(x, name="bn"), x)
+        made, kinds = fuse(convert_symbol(sym, 2, backend="native"))
+        assert kinds
+        with pytest.raises(ValueError, match="computes a SyncBatchNorm and what follows it"):
+            plain_symbol(made)

@@ -79,6 +79,8 @@ def test_the_norm_takes_the_relu_over():
     assert convert_sync_batchnorm(net, fuse=False)[0]._activation is None
     assert type(net[1]) is nn.Activation
     convert_sync_batchnorm(net)
+    assert type(net[1]) is nn.Activation  # fuse=False stays until it is asked for again
+    convert_sync_batchnorm(net, fuse=True)
     assert "activation='relu'" in repr(net[0])
     convert_batchnorm(net)
     assert [type(child) for child in net._children.values()] == [nn.BatchNorm, nn.Activation]

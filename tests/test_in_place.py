@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, set_mode, step
+from mxnet import autograd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -84,6 +85,55 @@ def test_a_gamma_near_zero_is_moved_away_and_told(gamma):
     total = sum(net[0].gamma.grad(device).asnumpy() for device in cpus(2))
     assert oracle.distance([total], [expected.gamma_gradient]) < 1e-4
     assert abs(total[1]) > 0
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("mode", ["hybridize", "static"])
+@pytest.mark.parametrize("leaky", [False, True])
+def test_gradients_of_prediction_mode(leaky, mode, dtype):
+    """``record(train_mode=False)``, as for adversarial examples: both passes take one γ, also where it is nearly 0."""
+    gamma, beta = np.array([0.0, 1e-9, 0.5, -1e-9]), np.linspace(-1, 1, CHANNELS)
+    net = make(leaky, gamma, dtype)
+    set_mode(net, mode)
+    shapes = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
+    shards, heads = random_shards(shapes, dtype, mean=0, std=1), random_shards(shapes, dtype, seed=1)
+    inputs = [mx.nd.array(shard, ctx=device, dtype=dtype) for shard, device in zip(shards, cpus(2))]
+    for item in inputs:
+        item.attach_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with autograd.record(train_mode=False):
+            outputs = [net(item) for item in inputs]
+        autograd.backward(outputs, [mx.nd.array(h, ctx=d, dtype=dtype) for h, d in zip(heads, cpus(2))])
+        mx.nd.waitall()
+    unit = {"float32": 2.0**-20, "float64": 2.0**-49, "float16": 2.0**-7}[dtype]
+    least = unit * np.maximum(1, np.abs(beta))
+    taken = np.where(np.abs(gamma) < least, np.copysign(least, gamma), gamma)
+    share = SLOPE if leaky else 1
+    errors = []
+    for rank, (shard, head) in enumerate(zip(shards, heads)):
+        normalized = shard.astype(np.float64) / np.sqrt(1 + 1e-5)
+        z = normalized * taken.reshape(1, -1, 1, 1) + beta.reshape(1, -1, 1, 1)
+        dz = head.astype(np.float64) * np.where(z > 0, 1, share)
+        # Each channel by itself: what is lost in one of 1e-9 must show.
+        dx = inputs[rank].grad.asnumpy().astype(np.float64) * np.sqrt(1 + 1e-5) / taken.reshape(1, -1, 1, 1)
+        errors.append(oracle.distance([outputs[rank].asnumpy()], [np.where(z > 0, z, share * z)]))
+        errors.append(oracle.distance([dx], [dz]))
+        total, d_gamma = net[0].gamma.grad(mx.cpu(rank)).asnumpy(), (dz * normalized).sum(axis=(0, 2, 3))
+        errors.append(np.abs(total - d_gamma).max() / np.abs(dz * normalized).sum(axis=(0, 2, 3)).max())
+    assert max(errors) < (0.1 if dtype == "float16" else 0.05)  # x̂ comes back to 1/16 at worst, see in_place.h
+    assert max(errors[::3]) < TOLERANCE[dtype] and max(errors[1::3]) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("mode", ["hybridize", "static"])
+def test_prediction_takes_gamma_as_it_is(mode):
+    """Where no gradient can be asked for, it is `nn.BatchNorm` to the bit."""
+    gamma = np.array([0.0, 1e-9, 0.5, -1e-9])
+    net = make(False, gamma, "float16")
+    set_mode(net, mode)
+    x = mx.nd.array(random_shards([(2, CHANNELS, 3, 5)], "float16")[0], dtype="float16")
+    seen = net(x).asnumpy()
+    np.testing.assert_array_equal(seen, convert_batchnorm(net)(x).asnumpy())
 
 
 @pytest.mark.parametrize("ratio", [1, 10, 100])

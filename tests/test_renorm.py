@@ -105,6 +105,49 @@ def test_a_schedule_counts_the_training_passes(backend, mode):
             check_step(layer, expected, shards, heads, cpus(2), number)
 
 
+@pytest.mark.parametrize("group_size", [None, 1, 2])
+def test_the_step_is_one_number_on_all_devices(backend, group_size):
+    """After steps on some of them, too: where limits bind, equal data then give equal outputs."""
+    devices, schedule = cpus(4), [(0, 1, 0), (20, 21, 20)]
+    layer, _, _ = make(4, schedule, group_size=group_size)
+    shape = (2, CHANNELS, 3, 5)
+    passes = 0
+    for number, used in enumerate((4, 1, 4, 3, 1, 4)):
+        chosen = devices[-used:] if number % 2 else devices[:used]
+        data = random_shards([shape], seed=number, mean=1000, std=1)[0]
+        with gluon_syncbn.devices(chosen):
+            step(layer, [data] * used, [data] * used, chosen)
+        passes += 1
+    for parameter in (layer.running_mean, layer.running_var):  # statistics of groups may differ, the step may not
+        parameter.set_data(mx.nd.ones(CHANNELS))
+    data = random_shards([shape], mean=1000, std=1)[0]
+    outputs, _ = step(layer, [data] * 4, [data] * 4, devices)
+    expected = Oracle(
+        layer.gamma.data(devices[0]).asnumpy(), layer.beta.data(devices[0]).asnumpy(), lambda step: (1 + step, step)
+    )
+    expected.mean, expected.var = np.ones(CHANNELS), np.ones(CHANNELS)
+    made, _ = expected.step([data], [data], passes)
+    for item in outputs:
+        assert oracle.distance([item.asnumpy()], made.outputs) < 1e-4
+
+
+def test_a_step_that_was_given_up_leaves_one_number(backend):
+    """A subgroup of two has done a pass that the other has not."""
+    layer, _, _ = make(4, [(0, 1, 0), (20, 21, 20)], group_size=2, timeout=1)
+    data = random_shards([(2, CHANNELS, 3, 5)], mean=1000, std=1)[0]
+    step(layer, [data] * 4, [data] * 4, cpus(4))
+    with pytest.raises(mx.MXNetError):
+        outputs, _ = step(layer, [data] * 3, [data] * 3, cpus(3))
+        for item in outputs:
+            item.wait_to_read()
+    gluon_syncbn.abandon_step()
+    for parameter in (layer.running_mean, layer.running_var):
+        parameter.set_data(mx.nd.ones(CHANNELS))
+    outputs, _ = step(layer, [data] * 4, [data] * 4, cpus(4))
+    for item in outputs[1:]:
+        np.testing.assert_array_equal(item.asnumpy(), outputs[0].asnumpy())
+
+
 def test_no_limits_but_1_and_0_is_batch_normalization(backend):
     """To the bit."""
     results = []

@@ -12,6 +12,7 @@ from harness import cpus, run_python
 
 import gluon_syncbn
 from gluon_syncbn import convert_symbol, plain_symbol
+from gluon_syncbn.graphs.rewrite import Graph
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -278,3 +279,35 @@ def test_shapes_of_which_only_some_are_known():
 def test_a_symbol_for_one_device_is_plain():
     sym = network(gluon_syncbn.symbol.SyncBatchNorm, num_devices=1)
     assert "Custom" not in sym.tojson() and '"BatchNorm"' in sym.tojson()
+
+
+def test_a_second_conversion_keeps_what_it_is_not_given():
+    data = mx.sym.var("data")
+    options = {"group_size": 1, "timeout": 7.0, "renorm": ((0.0, 2.0, 1.0),), "process_group": "none", "fuse": False}
+    sym = gluon_syncbn.symbol.SyncBatchNorm(
+        data, num_devices=2, activation="relu", dtype="float64", name="bn", **options
+    )
+    again = convert_symbol(sym, 4, timeout=9)
+    (norm,) = Graph(again).norms()
+    told = {**options, "num_devices": 4, "timeout": 9.0, "dtype": "float64"}
+    assert {name: told[name] for name in told if name != "renorm"}.items() <= norm.options.items()
+    assert norm.options["renorm"] == [[0.0, 2.0, 1.0]]
+    assert norm.relu or again.name == "bn_relu"  # which portable has as a node of its own
+    with pytest.raises(TypeError, match="unknown options: activation, devices"):
+        convert_symbol(sym, 2, devices=3, activation="relu")
+
+
+def test_a_layer_whose_option_cannot_be_saved_says_so():
+    """A symbol that a net is called with may become a block; the option would be gone."""
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, kvstore=mx.kv.create("local"))
+    layer.initialize(ctx=mx.cpu(0))
+    with pytest.raises(TypeError, match="a symbol can be saved, so kvstore must be a name"):
+        layer(mx.sym.var("data"))
+
+
+def test_the_requested_back_end_reaches_a_block_of_the_symbol():
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, backend="portable")
+    layer.initialize(ctx=mx.cpu(0))
+    data = mx.sym.var("data")
+    block = mx.gluon.SymbolBlock(layer(data), data, params=layer.collect_params())
+    assert block.hidden_blocks()[0].chosen_options()["backend"] == "portable"

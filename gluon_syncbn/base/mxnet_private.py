@@ -84,6 +84,11 @@ def has_operator_hook(block: Block) -> bool:
     return getattr(block, "_callback", None) is not None
 
 
+def has_partitioner(block: Block) -> bool:
+    """Whether ``optimize_for`` or ``hybridize(backend=...)`` takes the graph apart; since MXNet 1.7."""
+    return bool(getattr(block, "_backend", None))
+
+
 def is_relu(block: Block) -> bool:
     return type(block) is nn.Activation and block._act_type == "relu"
 

@@ -15,13 +15,14 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 
 import functools
 import weakref
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional
 
 import mxnet as mx
-from mxnet.gluon import Block
+from mxnet.gluon import Block, Parameter
 
 from gluon_syncbn.base.mxnet_private import arrays_of, context_list, drop_graph, flatten, has_operator_hook
 from gluon_syncbn.engine import failures
+from gluon_syncbn.graphs.trace import Trace
 from gluon_syncbn.process.abandon import begin_forward
 
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -32,6 +33,7 @@ class _Graph:
 
     def __init__(self, trace: mx.sym.Symbol, has_hook: bool):
         self.trace = trace
+        self.order_tokens: Dict[Parameter, mx.sym.Symbol] = {}  # until it is made; by running mean
         self.has_hook = has_hook  # what operators compute must show then (`graphs.fuse`)
         self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._is_placed = False
@@ -72,9 +74,25 @@ class _Graph:
 
 def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
     """``layer`` is in the graph of ``net`` that is being made; ``trace`` names it."""
+    _graph_of(net, trace).add(layer)
+
+
+def order_tokens(trace: Optional[Trace]) -> Dict[Parameter, mx.sym.Symbol]:
+    """Those of the last calls in the static graph that is being made, by running mean; the caller adds its own.
+
+    A static graph does not count what a call does to the running statistics as writing, so calls on parallel branches
+    that share them (one layer, or several that have its Parameters) have no order, neither on one device nor the same
+    on all. Each is therefore made to depend on the one before. Elsewhere the engine orders them by the statistics.
+    """
+    if trace is None or not trace.is_static or trace.net is None:
+        return {}
+    return _graph_of(trace.net, trace.symbol).order_tokens
+
+
+def _graph_of(net: Block, trace: mx.sym.Symbol) -> _Graph:
     if net not in _graphs or _graphs[net].trace is not trace:
         _graphs[net] = _Graph(trace, has_operator_hook(net))
-    _graphs[net].add(layer)
+    return _graphs[net]
 
 
 def _device_of(inputs) -> Optional[mx.Context]:
@@ -89,7 +107,7 @@ def following_moves(call):
     def _call_cached_op(self, *args):
         graph = _graphs.get(self)
         if graph is not None and (graph.has_moved() or graph.has_hook != has_operator_hook(self)):
-            del _graphs[self]
+            _graphs.pop(self, None)  # another thread may have done so
             drop_graph(self)
             graph = None
         if graph is not None:
@@ -101,7 +119,8 @@ def following_moves(call):
             if graph is None:
                 return out
             device = _device_of(args)
-            graph.begin_forward(device)  # it has been made in the call
+            graph.order_tokens.clear()  # it has been made in the call
+            graph.begin_forward(device)
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

@@ -10,10 +10,12 @@ output. A sum must be one of equal shapes (``elemwise_add``), since the operator
 It is done to a copy of the graph, as late as can be: when MXNet makes something to run of it (`fusing_graphs`,
 `fusing_bind`). So whoever looks at the graph, exports it, or takes it apart finds the plain nodes. The node that
 computes all takes over the name of the last one, and so the names of outputs stay. Blocks with an operator hook, which
-wants to see every node, are left alone. Results are the same: the operator rounds after each step, as the nodes would.
+wants to see every node, are left alone, and those with a partitioner (``optimize_for``), whose result MXNet keeps and
+exports. Results are the same: the operator rounds after each step, as the nodes would.
 
-Where the other summand of a sum depends on a later call of the same layer (a shared head), the order of the two calls
-would become a circle, so a layer whose order token is read is not fused with a sum.
+A norm that is fused with a sum runs after the other summand. Where that depends on another call with the same running
+statistics (a shared head), the two calls would change places; or, with order tokens, form a circle. So such a norm is
+not fused with a sum.
 """
 
 import functools
@@ -22,11 +24,11 @@ import logging
 import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_operator_hook, json_of, owner_of_graph
+from gluon_syncbn.base.mxnet_private import has_operator_hook, has_partitioner, json_of, owner_of_graph
 from gluon_syncbn.graphs.mark import MARK, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
 
@@ -98,14 +100,32 @@ class _Finder:
                 # The second summand first: it leaves the graph's inputs in their order.
                 left, right = self._nodes[before]["inputs"]
                 for norm, skip in ((right, left), (left, right)):
-                    if self._readers[norm[0], norm[1]] == [before] and self._is_summand(norm[0]):
+                    if self._readers[norm[0], norm[1]] == [before] and self._is_summand(norm[0], skip):
                         found.append(_Pattern(index, activation, norm[0], skip))
                         break
         return found
 
-    def _is_summand(self, index: int) -> bool:
-        """Whether this is the last node of a layer that may be fused with a sum: nobody reads its order token."""
-        return self._is_norm(index) and not self._readers[self._nodes[index]["inputs"][0][0], 1]
+    def _is_summand(self, index: int, skip: List[int]) -> bool:
+        """Whether this is the last node of a layer that may be fused with a sum, the other summand of which is
+        ``skip``."""
+        if not self._is_norm(index):
+            return False
+        custom = self._nodes[index]["inputs"][0][0]
+        running_mean = self._nodes[custom]["inputs"][-2]
+        others = {reader for reader in self._readers[running_mean[0], running_mean[1]] if reader != custom}
+        return not self._readers[custom, 1] and not (others and self._reaches(skip[0], others))
+
+    def _reaches(self, index: int, others: Set[Optional[int]]) -> bool:
+        """Whether one of these nodes must run before the node ``index``."""
+        seen, waiting = set(), [index]
+        while waiting:
+            index = waiting.pop()
+            if index in others:
+                return True
+            if index not in seen:
+                seen.add(index)
+                waiting += [entry[0] for entry in self._nodes[index]["inputs"]]
+        return False
 
     def _is_norm(self, index: int) -> bool:
         """Whether this is the last node of a layer that may be fused."""
@@ -182,7 +202,7 @@ def fusing_graphs(get_graph):
     @functools.wraps(get_graph)
     def _get_graph(self, *args):
         inputs, out = get_graph(self, *args)
-        if owner_of_graph(sys._getframe(1)) is not self or has_operator_hook(self):
+        if owner_of_graph(sys._getframe(1)) is not self or has_operator_hook(self) or has_partitioner(self):
             return inputs, out
         fused, kinds = fuse(out)
         _say(self.name, kinds)

@@ -20,22 +20,23 @@ class Form(NamedTuple):
 
     ``axis`` is that of the channels. ``activation`` is 'relu' or None; graphs also have 'leaky' (`graphs.fuse`). With
     ``in_place`` the backward pass goes by the output, if the activation is none or leaky. ``fuse`` says whether a graph
-    may compute what follows the layer in the layer's own passes.
+    may compute what follows the layer in the layer's own passes. ``backend`` is the one that the user asked for.
     """
 
     axis: int
     activation: Optional[str] = None
     in_place: bool = False
     fuse: bool = True
+    backend: str = "auto"
 
     @property
     def is_in_place(self) -> bool:
         """Whether there is a way back from the output."""
         return self.in_place and self.activation != "relu"
 
-    def shared_options(self) -> Dict[str, bool]:
+    def shared_options(self) -> Dict[str, Any]:
         """Like `GroupSpec.shared_options`."""
-        return {"in_place": self.in_place, "fuse": self.fuse}
+        return {"in_place": self.in_place, "fuse": self.fuse, "backend": self.backend}
 
 
 def mark(spec: GroupSpec, form: Form, relu: bool, is_plain: bool = False) -> Dict[str, str]:

@@ -150,7 +150,7 @@ def _find_norms(graph) -> Dict[int, Norm]:
         if MARK in attributes:
             told = read_mark(attributes[MARK])
             options, relu = told["options"], told["relu"]
-            inputs = node["inputs"] if told.get("is_plain") else _inputs_of_marked(nodes, node)
+            inputs = node["inputs"] if told.get("is_plain") else _inputs_of_marked(nodes, node, relu)
         elif node["op"] in _PLAIN and index not in with_statistics:
             told, options, relu, inputs = attributes, None, _PLAIN[node["op"]], node["inputs"]
         else:
@@ -178,13 +178,25 @@ def _output_name(node) -> str:
     return node["name"] if node["op"] == "null" else f"{node['name']}_output"
 
 
-def _inputs_of_marked(nodes, last) -> List[Entry]:
-    """Data, gamma, beta, running mean and variance of the synchronized layer that ends in this node."""
+def _inputs_of_marked(nodes, last, relu: bool) -> List[Entry]:
+    """Data, gamma, beta, running mean and variance of the synchronized layer that ends in this node.
+
+    Raises
+    ------
+    ValueError
+        The node computes more than the layer with ``relu`` or without.
+    """
     if last["op"] == "BatchNorm":  # the portable one: this node has x, and a weight from the custom operator
         data, custom = last["inputs"][0], nodes[nodes[last["inputs"][1][0]]["inputs"][0][0]]
         gamma, beta = custom["inputs"][2:4]
     else:  # one node, with one before it and one behind
         custom = nodes[last["inputs"][0][0]]
+        is_relu = custom["attrs"].get("activation") == "relu" or custom["attrs"].get("relu") == "1"  # the older name
+        if "skip" in custom["attrs"] or is_relu != relu or custom["attrs"].get("activation") == "leaky":
+            raise ValueError(
+                f"the node '{last['name']}' computes a SyncBatchNorm and what follows it (fuse=True), and cannot be "
+                f"taken apart. Take the symbol from before it was bound or partitioned."
+            )
         dense, gamma, beta = custom["inputs"][:3]
         data = nodes[dense[0]]["inputs"][0]
     return [data, gamma, beta, *custom["inputs"][-2:]]

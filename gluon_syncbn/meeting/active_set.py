@@ -20,11 +20,17 @@ _sets: List[Optional[FrozenSet[mx.Context]]] = [None]
 _ranks: List[Dict[ProcessGroup, Tuple[int, ...]]] = [{}]
 _ids: Dict[Tuple[FrozenSet[mx.Context], _Ranks], int] = {}
 _current = EVERYONE
+_changes = 0
 
 
 def current() -> int:
     """The id of the set in force."""
     return _current
+
+
+def changes() -> int:
+    """How often another set has been put in force."""
+    return _changes
 
 
 def id_of(devices: Iterable[mx.Context], ranks: Mapping[ProcessGroup, Sequence[int]]) -> int:
@@ -52,8 +58,9 @@ def includes(device: mx.Context, set_id: int) -> bool:
 
 def use(set_id: int) -> None:
     """Put this set in force, on both back ends. No operator may be running."""
-    global _current
+    global _current, _changes
     _current = set_id
+    _changes += 1
     if library.core is not None:
         names = sorted(str(device) for device in _sets[set_id] or ())
         library.core.gluon_syncbn_use_active_set(set_id, library.strings(names), len(names))

@@ -83,6 +83,9 @@ class Group(LayerGroup):
         self._id = next_id()
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
+        self._steps: Dict[mx.Context, int] = {}  # see `_step_of`
+        self._common_step = 0
+        self._occasion = (0, 0)
         if self.devices:
             self._membership_of(self.devices[0], active_set.EVERYONE)  # a KVStore that cannot be made shows here
         _groups[self._id] = self
@@ -120,17 +123,29 @@ class Group(LayerGroup):
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int, Limits]:
         """The moments of the whole mini-batch, the id of this forward round, and how far it may be renormalized."""
         member = self._membership_of(device, set_id)
+        if self.spec.renorm is not None:
+            local = local._replace(step=self._step_of(device))
         arrived = time.monotonic()
         (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
         self._note(device, FORWARD, member.forward, round_id, arrived)
-        round_id = round_id if number is None else number
-        return moments, round_id, limits_at(self.spec.renorm, round_id - 1 + self._rounds_of_others(device, set_id))
-
-    def _rounds_of_others(self, device: mx.Context, set_id: int) -> int:
-        """Rounds in which the device could have been, with other active sets than this."""
+        step = int(moments.step or 0)
         with self._changed:
-            sets = [members for other, members in self._members.items() if other != set_id and device in members]
-            return sum(members[device].forward.rounds for members in sets)
+            self._steps[device] = step + 1
+        return moments, round_id if number is None else number, limits_at(self.spec.renorm, step)
+
+    def _step_of(self, device: mx.Context) -> int:
+        """The step of the layer that comes next on ``device``, for the schedule of Batch Renormalization.
+
+        Devices that meet bring theirs, and take the latest. Those that do not (in other subgroups, or left out of a
+        short step) go on together whenever nothing runs: when the active set changes, or a step is given up.
+        """
+        occasion = active_set.changes(), failures.generation()
+        with self._changed:
+            if occasion != self._occasion:
+                self._occasion = occasion
+                self._common_step = max([self._common_step, *self._steps.values()])
+                self._steps.clear()
+            return self._steps.get(device, self._common_step)
 
     def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
         """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""

@@ -3,11 +3,20 @@
 from collections import Counter
 from typing import List
 
+import mxnet as mx
 from mxnet.gluon import Block, nn
 
 from gluon_syncbn.base.mxnet_private import children, has_forward_hooks, is_relu
 from gluon_syncbn.base.walk import blocks_in
 from gluon_syncbn.block import SyncBatchNorm
+
+
+class BatchNormReLU(nn.BatchNorm):
+    """The plain form of a `SyncBatchNorm` with ``activation='relu'``."""
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return F.npx.relu(out) if mx.util.is_np_array() else F.relu(out)  # Activation would turn NaN into 0
 
 
 class FusedReLU(nn.Activation):
@@ -28,15 +37,17 @@ def fuse_relus(blocks: List[Block]) -> int:
         for norm, relu in zip(items, items[1:]):
             is_pair = type(norm) is SyncBatchNorm and is_relu(relu)
             is_private = all(places[id(item)] == 1 and not has_forward_hooks(item) for item in (norm, relu))
-            if is_pair and is_private and norm._activation is None:
+            if is_pair and is_private and norm._fuse and norm._activation is None:
                 norm._activation = "relu"
                 relu.__class__ = FusedReLU
+                norm._fused_relu = (relu,)  # in a tuple, or Gluon would take it for a child
                 fused += 1
     return fused
 
 
 def separate_relus(blocks: List[Block]) -> None:
-    """Undo `fuse_relus`; the norms have new options, or are plain again."""
+    """Undo `fuse_relus`: what is left of the norms' activations is the user's own."""
     for block in blocks:
-        if type(block) is FusedReLU:
-            block.__class__ = nn.Activation
+        for relu in vars(block).pop("_fused_relu", ()):
+            block._activation = None
+            relu.__class__ = nn.Activation

@@ -16,6 +16,7 @@ from mxnet.gluon import SymbolBlock
 from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.graphs.calls import order_tokens
 from gluon_syncbn.graphs.fuse import fusing_graphs
 from gluon_syncbn.graphs.mark import is_marked
 from gluon_syncbn.graphs.rewrite import Graph, Norm
@@ -52,18 +53,19 @@ class SynchronizedSymbolBlock(SymbolBlock):
         flat, in_format = flatten([x, *args], "input")
         assert in_format == self._in_format, "Invalid input format"
         trace = find_trace()
-        is_static = trace is not None and trace.is_static
-        before = self._order_tokens[1] if is_static and self._order_tokens[0] is trace.symbol else {}
+        tokens = order_tokens(trace)
+        layers = {norm.running_mean: self._norms.layers.get(_key(norm)) for norm in self._norms.graph.norms()}
+        running_means = {name: layer.running_mean for name, layer in layers.items() if layer is not None}
+        before = {name: tokens[parameter] for name, parameter in running_means.items() if parameter in tokens}
         variables = {running_mean: f"{running_mean}_order_token" for running_mean in before}
         known = trace.dtypes() if trace else {}
         inputs = {data.name: item.as_nd_ndarray() for data, item in zip(graph_of(self)[0], flat)}
         dtypes = {name: inferred_dtype(item, known) for name, item in inputs.items()}
-        out, tokens = self._synchronized(trace, dtypes, variables)
-        everything = mx.sym.Group([*out.as_nd_ndarray(), *tokens.values()])
+        out, last = self._synchronized(trace, dtypes, variables)
+        everything = mx.sym.Group([*out.as_nd_ndarray(), *last.values()])
         everything._compose(**inputs, **{variables[running_mean]: token for running_mean, token in before.items()})
         size = len(out.list_outputs())
-        if is_static:
-            self._order_tokens = trace.symbol, {**before, **dict(zip(tokens, list(everything)[size:]))}
+        tokens.update({running_means[name]: token for name, token in zip(last, list(everything)[size:])})
         outputs = list(everything)[:size]
         if mx.util.is_np_array():
             outputs = [item.as_np_ndarray() for item in outputs]
@@ -115,7 +117,6 @@ def synchronize(block: SymbolBlock, **options) -> None:
     plain = without_synchronized_nodes(graph)
     set_graph(block, (data, plain))
     block._norms = _Norms(Graph(plain), layers)
-    block._order_tokens = None, {}
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
     drop_graph(block)
@@ -136,7 +137,7 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 def restore(block: SynchronizedSymbolBlock) -> None:
     """Undo `synchronize`."""
     block.__class__ = block.__dict__.pop("_converted_from")
-    del block._norms, block._order_tokens
+    del block._norms
     drop_graph(block)
 
 

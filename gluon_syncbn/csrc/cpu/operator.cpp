@@ -58,7 +58,9 @@ class CpuOperator : public Operator {
     auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests[1]));
     if (!is_train) {
       Saved::plain(read(arrays.running_mean), inverse_deviation(read(arrays.running_var))).save(saved, {});
-      if (y) normalize(call_.dtype, x, skip, call_.layout, prediction_affine(arrays), y, threads_);
+      // Where nobody asks for `saved`, no backward pass can follow, and γ need not be one that in_place.h can undo.
+      const bool in_place = call_.in_place && saved;
+      if (y) normalize(call_.dtype, x, skip, call_.layout, prediction_affine(arrays, in_place), y, threads_);
       return;
     }
     ProfiledPass pass(call_.group->name, call_.device, true);
@@ -206,23 +208,27 @@ class CpuOperator : public Operator {
     for (size_t c = 0; c < all.gamma.size(); ++c) {
       all.beta[c] += all.gamma[c] * saved.d[c];
       all.gamma[c] *= saved.r[c];
-      if (call_.in_place) {
-        const double usable = usable_gamma(call_.dtype, all.gamma[c], all.beta[c]);
-        if (usable != all.gamma[c] && call_.group->is_first_warning()) {
-          warn_of_gamma(*call_.group, call_.device, static_cast<int64_t>(c), usable);
-        }
-        all.gamma[c] = usable;
-      }
+      if (call_.in_place) all.gamma[c] = usable(all.gamma[c], all.beta[c], c);
       all.scale[c] *= all.gamma[c];
     }
     return all;
   }
 
+  // `usable_gamma`, and the user is told of it.
+  double usable(double gamma, double beta, size_t channel) const {
+    const double taken = usable_gamma(call_.dtype, gamma, beta);
+    if (taken != gamma && call_.group->is_first_warning()) {
+      warn_of_gamma(*call_.group, call_.device, static_cast<int64_t>(channel), taken);
+    }
+    return taken;
+  }
+
   // In prediction mode every step is rounded as in MXNet's own BatchNorm, which computes in float32 here.
-  Affine prediction_affine(const ForwardArrays& arrays) const {
+  Affine prediction_affine(const ForwardArrays& arrays, bool in_place) const {
     Affine affine{read(arrays.running_mean), read_gamma(arrays.gamma), read(arrays.beta), call_.activation};
     const std::vector<double> variance = read(arrays.running_var);
     for (size_t c = 0; c < variance.size(); ++c) {
+      if (in_place) affine.scale[c] = usable(affine.scale[c], affine.bias[c], c);
       if (call_.group->dtype == DType::kFloat64) {
         affine.scale[c] /= std::sqrt(variance[c] + call_.group->epsilon);
       } else {

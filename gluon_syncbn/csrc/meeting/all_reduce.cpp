@@ -5,15 +5,16 @@
 
 namespace gluon_syncbn {
 
-Statistics all_reduce_moments(Group& group, const std::string& device, const Moments& local, ProfiledPass& pass) {
+Statistics all_reduce_moments(Group& group, const std::string& device, Moments local, ProfiledPass& pass) {
   const int64_t active_set = active_sets().current;
   const Membership member = group.membership_of(device, active_set);
+  if (group.has_renorm()) local.step = static_cast<double>(group.step_of(device));
   pass.arrive();
   const Rendezvous::Gathered gathered = member.subgroup->forward.all_gather(member.rank, local.pack());
   pass.leave(&member.subgroup->forward, gathered.round_id);
   Moments all = merge(*gathered.contributions);
   for (double& value : all.m2) value /= all.count;
-  const RenormLimits renorm = group.renorm(device, active_set, gathered.round_id);
+  const RenormLimits renorm = group.renorm(device, static_cast<int64_t>(all.step));
   return {{all.count, gathered.round_id, active_set}, std::move(all.mean), std::move(all.m2), renorm};
 }
 

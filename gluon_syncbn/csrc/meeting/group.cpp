@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "meeting/step.h"
+
 namespace gluon_syncbn {
 namespace {
 
@@ -80,16 +82,22 @@ int64_t Group::rounds(int64_t active_set) {
   return sum;
 }
 
-RenormLimits Group::renorm(const std::string& device, int64_t active_set, uint64_t round_id) {
+int64_t Group::step_of(const std::string& device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t occasion = active_sets().changes + gluon_syncbn::step().generation();  // both only grow
+  if (occasion != occasion_) {
+    occasion_ = occasion;
+    for (const auto& entry : steps_) common_step_ = std::max(common_step_, entry.second);
+    steps_.clear();
+  }
+  const auto found = steps_.find(device);
+  return found == steps_.end() ? common_step_ : found->second;
+}
+
+RenormLimits Group::renorm(const std::string& device, int64_t step) {
   if (renorm_.empty()) return {};
   std::lock_guard<std::mutex> lock(mutex_);
-  auto step = static_cast<int64_t>(round_id) - 1;
-  for (const auto& entry : members_) {
-    const auto found = entry.second.find(device);
-    if (entry.first != active_set && found != entry.second.end()) {
-      step += static_cast<int64_t>(found->second.subgroup->forward.rounds());
-    }
-  }
+  steps_[device] = step + 1;
   return renorm_at(renorm_, step);
 }
 

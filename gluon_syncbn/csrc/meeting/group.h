@@ -42,6 +42,7 @@ struct ActiveSets {
   std::mutex mutex;
   std::map<int64_t, std::set<std::string>> members;
   std::atomic<int64_t> current{0};
+  std::atomic<uint64_t> changes{0};
 
   // Whether `id` is everyone, or a set that has been defined.
   bool knows(int64_t id);
@@ -115,9 +116,14 @@ class Group {
 
   bool has_renorm() const { return !renorm_.empty(); }
 
-  // What holds for this forward round. Its step is the number of rounds before it, with other active sets too, in which
-  // `device` could have been.
-  RenormLimits renorm(const std::string& device, int64_t active_set, uint64_t round_id);
+  // The step of the layer that comes next on `device`: how many of its training passes the schedule of Batch
+  // Renormalization has counted. Devices that meet bring theirs, and take the latest. Those that do not (in other
+  // subgroups, or left out of a short step) go on together whenever nothing runs: when the active set changes, or a
+  // step is given up.
+  int64_t step_of(const std::string& device);
+
+  // What holds at `step`, which `device` has now had.
+  RenormLimits renorm(const std::string& device, int64_t step);
 
   // True once: the first call is to tell the user.
   bool is_first_warning() { return !has_warned_.exchange(true); }
@@ -132,6 +138,9 @@ class Group {
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
   const std::vector<RenormPoint> renorm_;
+  std::map<std::string, int64_t> steps_;  // that come next, of the devices that have had one since all went on together
+  int64_t common_step_ = 0;               // the next of the others
+  uint64_t occasion_ = 0;                 // on which all went on together
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;
   const size_t num_devices_;

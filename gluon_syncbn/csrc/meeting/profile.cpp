@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "exported.h"
+#include "numbers.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -76,12 +77,14 @@ EXPORTED const char* gluon_syncbn_stop_profile() {
   std::lock_guard<std::mutex> lock(records.mutex);
   records.text.clear();
   for (const gluon_syncbn::Record& record : records.all) {
-    char numbers[200];
-    std::snprintf(numbers, sizeof numbers, "\t%s\t%p\t%llu\t%.9f\t%.9f\t%.9f\t%.9f\n",
-                  record.is_forward ? "forward" : "backward", record.place,
-                  static_cast<unsigned long long>(record.round_id), record.started, record.arrived, record.left,
-                  record.ended);
-    records.text += record.layer + '\t' + record.device + numbers;
+    char place[40];
+    std::snprintf(place, sizeof place, "%p", record.place);
+    records.text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
+                    place + '\t' + std::to_string(record.round_id);
+    for (double time : {record.started, record.arrived, record.left, record.ended}) {
+      records.text += '\t' + gluon_syncbn::text_of(time, std::fixed, 9);
+    }
+    records.text += '\n';
   }
   records.all.clear();
   return records.text.c_str();

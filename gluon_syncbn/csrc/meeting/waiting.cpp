@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "exported.h"
+#include "numbers.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -105,9 +106,8 @@ void cut_waits_short(std::string because) {
 }
 
 std::string Waited::text(const std::string& whom) const {
-  char duration[32];
-  std::snprintf(duration, sizeof duration, because.empty() ? "%g" : "%.1f", seconds);
-  return "waited " + std::string(duration) + " s for " + whom +
+  const std::string duration = because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
+  return "waited " + duration + " s for " + whom +
          (because.empty() ? "" : ", and no longer because " + because);
 }
 

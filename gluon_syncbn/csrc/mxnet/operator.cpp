@@ -41,6 +41,7 @@
 #include "mxnet/engine.h"
 #include "mxnet/operator.h"
 #include "mxnet/off_main_thread.h"
+#include "numbers.h"
 #include "tensor.h"
 
 namespace gluon_syncbn {
@@ -335,7 +336,7 @@ Activation activation_of(std::map<std::string, std::string>& arguments) {
   const std::string& name = arguments["activation"];
   // Graphs that were saved before activations had names say relu=1.
   if (name == "relu" || arguments["relu"] == "1") return {Activation::kReLU, 0};
-  if (name == "leaky") return {Activation::kLeakyReLU, std::stod(arguments["slope"])};
+  if (name == "leaky") return {Activation::kLeakyReLU, number_in(arguments["slope"])};
   return {};
 }
 
@@ -394,8 +395,7 @@ void Operator::begin_backward() const {
 }
 
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
-  char number[40];
-  std::snprintf(number, sizeof number, "%.1e", usable);
+  const std::string number = text_of(usable, std::scientific, 1);
   const std::string text = "SyncBatchNorm '" + group.name + "': in_place=True cannot go by a gamma this near 0: channel " +
                            std::to_string(channel) + " on " + device + " is computed with " + number +
                            ". Train this layer with in_place=False if that matters. Said once per layer.";
@@ -449,6 +449,7 @@ EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices
   std::lock_guard<std::mutex> lock(all.mutex);
   all.members[id] = std::set<std::string>(devices, devices + num_devices);
   all.current = id;
+  ++all.changes;
 }
 
 // Compiles the kernels for GPUs and tries them on this one; 0, or 1 after leaving in `error` why they cannot be used.

@@ -55,7 +55,7 @@ struct Norm {
       const int64 c = place.channel + s;
       if (c >= shape.channels) continue;
       const double invstd = 1 / sqrt(variance[s] + epsilon);
-      effective(training && affine.behind.in_place, r[s], d[s], times[s], bias[s]);
+      effective((training || wants_saved) && affine.behind.in_place, r[s], d[s], times[s], bias[s]);
       affine.set(s, mean[s], times[s] * invstd, bias[s]);
       if (blockIdx.y != 0) continue;  // once per channel
       if (training) {
