@@ -1,15 +1,15 @@
 """`devices`: a step on some of the devices only."""
 
 import contextlib
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block
+from mxnet.gluon import Block, Parameter
 
 from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.job.default import find
+from gluon_syncbn.job.default import find, groups_in_use
 from gluon_syncbn.job.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.link import seconds_for_processes
@@ -82,19 +82,19 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         raise
     finally:
         _put_in_force(before)
-    for layer in live_layers():
-        if layer.synchronized_passes(set_id) > rounds.get(layer, 0):
-            _spread_statistics(layer, chosen)
+    trained = [layer for layer in live_layers() if layer.synchronized_passes(set_id) > rounds.get(layer, 0)]
+    for layer in trained:
+        _spread_statistics(layer, chosen)
     for group, active in ranks.items():
         if len(active) < group.size:
-            _spread_to_processes(group, active)
+            _spread_to_processes(group, active, [layer for layer in trained if layer.process_group() is group])
 
 
 def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
     """By group of processes: those that have devices now."""
-    groups = {layer.process_group() for layer in live_layers()} | {find(None, _WHERE)}
+    find(None, _WHERE)  # what the environment has chosen may not have been made
     ranks = {}
-    for group in sorted(filter(None, groups), key=lambda item: item.number):
+    for group in groups_in_use():
         processes = processes_of(group)
         counts = processes.gather_numbers(_WHERE, [len(chosen)], seconds_for_processes(None))[:, 0]
         ranks[group] = [int(rank) for rank in counts.nonzero()[0]]
@@ -141,25 +141,46 @@ def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
         active = [device for device in members if device in chosen]
         for device in members:
             if active and device not in chosen:
-                for parameter in (layer.running_mean, layer.running_var):
+                for parameter in _statistics(layer):
                     parameter.data(active[0]).copyto(parameter.data(device))
 
 
-def _spread_to_processes(group: ProcessGroup, active: Sequence[int]) -> None:
-    """From a process that took part to those of its group that did not, the statistics of all layers."""
-    layers = [layer for layer in live_layers() if layer.process_group() is group and layer.place() is not None]
-    layers.sort(key=lambda layer: layer.place().key)
-    statistics = [parameter for layer in layers for parameter in (layer.running_mean, layer.running_var)]
-    mine = [parameter.data(parameter.list_ctx()[0]).asnumpy().astype(np.float64) for parameter in statistics]
-    numbers = np.concatenate(mine) if mine else np.zeros(0)
-    rows = processes_of(group).catch_up(_WHERE, numbers.tolist(), seconds_for_processes(None))
+def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Sequence[SyncBatchNorm]) -> None:
+    """From a process that took part to those of its group that did not, the statistics of the layers that did.
+
+    Each process tells which layers it sends. Which it has beside them counts for nothing: a net that the program has
+    dropped is there until Python's collector runs.
+    """
+    processes = processes_of(group)
+    places = ((layer.place(), layer) for layer in trained)
+    sent = {place.key: layer for place, layer in places if place is not None}
+    statistics = [
+        parameter.data(parameter.list_ctx()[0]) for layer in sent.values() for parameter in _statistics(layer)
+    ]
+    mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in statistics)])
+    sizes = {key: layer.running_mean.shape[0] for key, layer in sent.items()}
+    told, rows = processes.catch_up(_WHERE, sizes, mine, seconds_for_processes(None))
     if group.rank in active:
         return
+    received = {(rank, key): row for rank, (sizes, row) in enumerate(zip(told, rows)) for key, row in _cut(sizes, row)}
+    for layer in live_layers():
+        place = layer.place()
+        if layer.process_group() is not group or place is None:
+            continue
+        found = (received.get((rank, place.key)) for rank in layer.peers() if rank in active)
+        vectors = next((row for row in found if row is not None), None)
+        if vectors is not None:
+            for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):
+                parameter.set_data(mx.nd.array(vector, dtype=parameter.dtype))
+
+
+def _statistics(layer: SyncBatchNorm) -> List[Parameter]:
+    return [layer.running_mean, layer.running_var]
+
+
+def _cut(sizes: Dict[str, int], row: np.ndarray) -> Iterator[Tuple[str, np.ndarray]]:
+    """Mean and variance of each layer, one behind the other in ``row``."""
     begin = 0
-    for layer in layers:
-        source = next((rank for rank in layer.peers() if rank in active), None)
-        for parameter in (layer.running_mean, layer.running_var):
-            end = begin + parameter.shape[0]
-            if source is not None:
-                parameter.set_data(mx.nd.array(rows[source, begin:end], dtype=parameter.dtype))
-            begin = end
+    for key, size in sizes.items():
+        yield key, row[begin : begin + 2 * size]
+        begin += 2 * size

@@ -22,12 +22,19 @@ from gluon_syncbn.process.abandon import (
     starting_anew,
     starting_anew_with_symbols,
 )
-from gluon_syncbn.process.passes import counting_backward, noticing_record
+from gluon_syncbn.process.passes import (
+    counting_backward,
+    noticing_backward_of_symbols,
+    noticing_end_of_record,
+    noticing_forward_of_symbols,
+    noticing_record,
+)
 from gluon_syncbn.process.updates import guarding_module, guarding_trainer
 
 _EXTENSIONS = [
     (RecordingScope, "__enter__", noticing_record),
     (RecordingScope, "__enter__", starting_anew),
+    (RecordingScope, "__exit__", noticing_end_of_record),
     (RecordingScope, "__exit__", abandoning_what_raises),
     (RecordingScope, "__exit__", warning_of_plain_norms),
     (mx.nd.NDArray, "backward", counting_backward),
@@ -35,7 +42,9 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
     (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
     (mx.nd, "waitall", failing_what_cannot_be_read),
+    (mx.executor.Executor, "forward", noticing_forward_of_symbols),
     (mx.executor.Executor, "forward", starting_anew_with_symbols),
+    (mx.executor.Executor, "backward", noticing_backward_of_symbols),
     (mx.gluon.Trainer, "step", guarding_trainer),
     (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),
     (mx.gluon.Trainer, "update", guarding_trainer),

@@ -247,9 +247,9 @@ class SyncBatchNorm(nn.BatchNorm):
         self._passes = Passes(self)
 
     def __deepcopy__(self, memo) -> "SyncBatchNorm":
-        store = self._options.kvstore
-        if isinstance(store, mx.kv.KVStore):  # the user's own, which nothing can copy
-            memo[id(store)] = store
+        for given in (self._options.kvstore, self._options.process_group):  # the user's own, which nothing can copy
+            if given is not None:
+                memo[id(given)] = given
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
@@ -409,7 +409,7 @@ class SyncBatchNorm(nn.BatchNorm):
         """Find out where the layer stands in the net that is being called to train, if other processes must know."""
         link = self._link()
         if link is not None and link.place is None:
-            link.place = place_of(self, _description)._replace(subsets=link.subsets())
+            link.take(place_of(self, _description))
 
     def description(self) -> str:
         """What must be the same in all processes; nothing if it does not synchronize."""

@@ -43,6 +43,58 @@ def test_a_process_without_images_is_left_out(engine):
     run_way(engine, 3, "last_batch", HOROVOD_DYNAMIC_PROCESS_SETS=1)
 
 
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("way", ["two_nets", "branches_of_a_module"])
+def test_first_rounds_of_nets_come_in_any_order(way, engine):
+    """Nobody holds what another waits for."""
+    run_way(engine, 2, way)
+    if engine == "mpi":
+        run_way(engine, 3, way)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("classes", "the nets differ: "),
+        ("prefixes", "cannot be told apart: .* is 'teacher' in process 0.*, and 'student' in process 1"),
+        ("numbers", "cannot be told apart: .* is 'other1' in process 0.*, and 'other0' in process 1"),
+        ("one more", None),
+    ],
+)
+def test_nets_that_train_in_another_order_are_refused(kind, words):
+    need("mpi")
+    done = run_job("mpi", 2, "ways.py", "nets_in_another_order", kind)
+    if words is None:
+        assert done.text.count("TRAINED") == 2, done.text
+    else:
+        refused = [line for line in done.text.splitlines() if "REFUSED" in line]
+        assert len(refused) == 2 and re.search(words, refused[0]), done.text
+        assert all("first train them in the same order" in line for line in refused)
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_passes_without_a_backward_pass_harm_nobody_later(engine):
+    run_way(engine, 2, "without_backward")
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_a_dropped_net_does_not_count_in_a_short_step(engine):
+    run_way(engine, 2, "dropped_net")
+
+
+def test_a_schedule_has_one_step_on_all_processes():
+    run_way("mpi", 2, "steps_of_a_schedule")
+
+
+def test_workers_of_a_data_loader():
+    run_way("mpi", 2, "loader")
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_copies_of_a_layer_with_a_group_of_its_own(engine):
+    run_way(engine, 2, "copies")
+
+
 @pytest.mark.parametrize("way", ["module", "expander", "alone_in_the_middle"])
 def test_ways_to_train(way, tmp_path):
     run_way("mpi", 2, way, JOB_FOLDER=tmp_path)

@@ -61,7 +61,7 @@ def _make_described_group(text: bytes) -> int:
 def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> Optional[Link]:
     """Have the operator make a group; without ``devices`` it is open to any. Returns what links it to other
     processes."""
-    link = link_of(spec)
+    link = link_of(spec, lambda least: library.core.gluon_syncbn_group_step(group_id, least))
     if link is not None:
         _links[group_id] = link
     points = library.renorm_points(spec.renorm or ())

@@ -30,9 +30,10 @@ def check_options(
     ValueError, TypeError
         An option has an impossible value.
     """
-    for option, value in (("num_devices", num_devices), ("group_size", group_size)):
-        if value is not None:
-            check_count(value, where, option)
+    if num_devices is not None:
+        num_devices = check_count(num_devices, where, "num_devices")
+    if group_size is not None:
+        group_size = check_count(group_size, where, "group_size")
     if timeout is not None:
         timeout = check_timeout(timeout, where)
     if backend not in REQUESTS:

@@ -61,6 +61,7 @@ _PROTOTYPES = {
     "drop_group": (None, [c_int64]),
     "count_groups": (c_int64, []),
     "rounds": (c_int64, [c_int64, c_int64]),
+    "group_step": (c_int64, [c_int64, c_int64]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),

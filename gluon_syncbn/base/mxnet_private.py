@@ -75,6 +75,11 @@ def children(block: Block) -> List[Block]:
     return list(block._children.values())
 
 
+def names_within(block: Block) -> List[str]:
+    """Of all parameters, by attribute: ``features.0.weight``. They do not depend on what was made before."""
+    return list(block._collect_params_with_prefix())
+
+
 def has_forward_hooks(block: Block) -> bool:
     return bool(block._forward_hooks or block._forward_pre_hooks)
 

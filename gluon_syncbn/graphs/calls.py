@@ -24,6 +24,7 @@ from gluon_syncbn.base.mxnet_private import arrays_of, context_list, drop_graph,
 from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
 from gluon_syncbn.process.abandon import begin_forward
+from gluon_syncbn.process.passes import note_forward
 
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
 
@@ -51,6 +52,8 @@ class _Graph:
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
+        elif first is not None:
+            note_forward()
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

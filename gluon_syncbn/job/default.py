@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from gluon_syncbn.job.horovod import HorovodProcessGroup
 from gluon_syncbn.job.launchers import job_of_launcher, warn_of_several_processes
@@ -92,6 +92,16 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
         return _default
 
 
+def groups_in_use() -> List[ProcessGroup]:
+    """Of several processes each, in the order in which they were made: the same on all their processes.
+
+    They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
+    """
+    with _lock:
+        groups = {id(group): group for group in [*_named.values(), *(group for _, group in _given.values())]}
+    return sorted(filter(_if_several, groups.values()), key=lambda group: group.number)
+
+
 def leave_processes() -> None:
     """This process ends: nobody is to wait for it. A child that was forked is not one of the job's."""
     if os.getpid() != _process:
@@ -104,6 +114,7 @@ def leave_processes() -> None:
 def _made(process_group, where: str) -> Optional[ProcessGroup]:
     check_process_group(process_group, where)
     if isinstance(process_group, ProcessGroup):
+        _given[id(process_group)] = process_group, process_group
         return _if_several(process_group)
     if process_group == "auto":
         process_group = name_of_engine()

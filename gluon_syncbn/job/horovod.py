@@ -22,8 +22,8 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from collections import defaultdict, deque
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 from urllib.parse import quote
 
 import mxnet as mx
@@ -168,7 +168,8 @@ class _Channel:
         self._key = key
         self._changed = threading.Condition()
         self._is_busy = False
-        self._mailbox: Dict[int, Dict[int, np.ndarray]] = defaultdict(dict)  # by round and rank
+        # By round and rank; as in `MPIProcessGroup`.
+        self._mailbox: Dict[int, Dict[int, Deque[np.ndarray]]] = defaultdict(lambda: defaultdict(deque))
         self._error: Optional[Exception] = None
 
     def exchange(self, round_id, vector, members, ended):
@@ -181,9 +182,11 @@ class _Channel:
         _in_the_background(lambda: self._run(matrix, members))
         with self._changed:
             mailbox = self._mailbox[round_id]
-            self._wait(lambda: len(mailbox) == len(members), began, round_id, ended)
-            del self._mailbox[round_id]
-        return np.stack([mailbox[rank] for rank in members])
+            self._wait(lambda: all(mailbox[rank] for rank in members), began, round_id, ended)
+            rows = np.stack([mailbox[rank].popleft() for rank in members])
+            if not any(mailbox.values()):
+                self._mailbox.pop(round_id, None)
+        return rows
 
     def _run(self, matrix, members) -> None:
         try:
@@ -195,7 +198,7 @@ class _Channel:
             return
         with self._changed:
             for rank, row in zip(members, rows):
-                self._mailbox[int(row[0])][rank] = row[_HEADER:]
+                self._mailbox[int(row[0])][rank].append(row[_HEADER:])
             self._is_busy = False
             self._changed.notify_all()
 

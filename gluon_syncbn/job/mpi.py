@@ -15,8 +15,8 @@ import functools
 import hashlib
 import threading
 import time
-from collections import defaultdict
-from typing import Any, Dict, List, Sequence, Set, Tuple
+from collections import defaultdict, deque
+from typing import Any, Deque, Dict, List, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -75,7 +75,9 @@ class MPIProcessGroup(ProcessGroup):
         _poll(request.Test, ended)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._lock = threading.Lock()  # of all below, and while this calls MPI
-        self._mailbox: Dict[Tuple[int, int], Dict[int, np.ndarray]] = defaultdict(dict)
+        # By key and round, then by rank. A rank may be in one round again before it is over here: two backward passes
+        # of one forward pass (retain_graph=True).
+        self._mailbox: Dict[Tuple[int, int], Dict[int, Deque[np.ndarray]]] = defaultdict(dict)
         self._arriving: List[Tuple[Any, int, np.ndarray]] = []
         self._status = MPI.Status()
         self._unfinished: List[Any] = []  # messages that a process has not taken in, and may never
@@ -100,7 +102,7 @@ class MPIProcessGroup(ProcessGroup):
             with self._lock:
                 self._take_in()
                 sending = [request for request in sending if not request.Test()]
-                arrived = self._mailbox[place]
+                arrived = self._mailbox.get(place, {})
                 if sending or len(arrived) < len(others):
                     self._check_missing([rank for rank in others if rank not in arrived])
                     return False
@@ -118,7 +120,7 @@ class MPIProcessGroup(ProcessGroup):
         finally:
             self._unfinished += sending
         with self._lock:
-            rows = {**self._mailbox.pop(place, {}), self.rank: vector}
+            rows = {**self._take_out(place), self.rank: vector}
         sizes = {rank: rows[rank].size for rank in members}
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"process {rank}: {size}" for rank, size in sizes.items())
@@ -188,19 +190,29 @@ class MPIProcessGroup(ProcessGroup):
                 break
             buffer = np.empty(self._status.Get_count(self._mpi.DOUBLE))
             self._arriving.append((found.Irecv(buffer), self._status.source, buffer))
-        waiting = []
+        waiting: List[Tuple[Any, int, np.ndarray]] = []
         for request, rank, message in self._arriving:
-            if request.Test():
+            is_next = all(rank != other for _, other, _ in waiting)  # or two could change places
+            if is_next and request.Test():
                 self._sort_in(rank, message)
             else:
                 waiting.append((request, rank, message))
         self._arriving = waiting
 
+    def _take_out(self, place: Tuple[int, int]) -> Dict[int, np.ndarray]:
+        """With the lock held: the first message of each rank in a round; the others stay."""
+        waiting = self._mailbox.pop(place, {})
+        first = {rank: messages.popleft() for rank, messages in waiting.items()}
+        rest = {rank: messages for rank, messages in waiting.items() if messages}
+        if rest:
+            self._mailbox[place] = rest
+        return first
+
     def _sort_in(self, rank: int, message: np.ndarray) -> None:
         what, key, number = message[:_HEADER].view(np.int64)
         if what == _VECTOR:
             if number > self._highest_given_up:
-                self._mailbox[int(key), int(number)][rank] = message[_HEADER:]
+                self._mailbox[int(key), int(number)].setdefault(rank, deque()).append(message[_HEADER:])
         elif what == _ABANDONED:
             self._abandoned[int(key)][rank] = int(number)
         else:

@@ -79,7 +79,7 @@ class Group(LayerGroup):
     def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
-        self.link = link_of(spec)
+        self.link = link_of(spec, self._go_to_step)
         self._id = next_id()
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
@@ -106,7 +106,7 @@ class Group(LayerGroup):
             if not devices:
                 continue
             transport = KVStoreTransport(devices, self.spec.kvstore)
-            key = f"{self.spec.name}{self._id}/{set_id}/{devices[0]}"
+            key = f"{self.spec.name}/{self._id}/{set_id}/{devices[0]}"
             exchanges = _Exchanges(transport, key, self.link, chunk, set_id)
             forward = self._rendezvous(FORWARD, devices, exchanges.moments)
             backward = self._rendezvous(BACKWARD, devices, exchanges.sums)
@@ -129,8 +129,10 @@ class Group(LayerGroup):
         (moments, number), round_id = member.forward.all_reduce(member.rank, local.pack())
         self._note(device, FORWARD, member.forward, round_id, arrived)
         step = int(moments.step or 0)
-        with self._changed:
-            self._steps[device] = step + 1
+        if self.spec.renorm is not None:
+            after = max(step, self._step_of(device)) + 1
+            with self._changed:
+                self._steps[device] = after
         return moments, round_id if number is None else number, limits_at(self.spec.renorm, step)
 
     def _step_of(self, device: mx.Context) -> int:
@@ -145,7 +147,13 @@ class Group(LayerGroup):
                 self._occasion = occasion
                 self._common_step = max([self._common_step, *self._steps.values()])
                 self._steps.clear()
-            return self._steps.get(device, self._common_step)
+            return max(self._common_step, self._steps.get(device, 0))
+
+    def _go_to_step(self, least: int) -> int:
+        """From ``least`` on, if it is not further; returns the latest step of all devices. Nothing may be running."""
+        with self._changed:
+            self._common_step = max(self._common_step, least)
+            return max([self._common_step, *self._steps.values()])
 
     def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
         """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""

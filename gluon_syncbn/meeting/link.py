@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from typing import Dict, List, Optional, Sequence, Tuple
+import threading
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -20,10 +21,14 @@ _trained: Dict[str, "itertools.count[int]"] = {}  # layers without a place in a 
 class Link:
     """Of a group of one layer. It holds while the layer has these devices."""
 
-    def __init__(self, group: ProcessGroup, spec: GroupSpec):
+    def __init__(self, group: ProcessGroup, spec: GroupSpec, go_to_step: Callable[[int], int]):
         self._processes: Processes = processes_of(group)
+        self.go_to_step = go_to_step
+        if spec.renorm is not None:
+            self._processes.add_counted(self)
         self._spec = spec
-        self.place: Optional[Place] = None  # set before the layer trains, where it has one
+        self._place: Optional[Place] = None
+        self._place_lock = threading.Lock()
 
     @property
     def first_device(self) -> int:
@@ -45,12 +50,26 @@ class Link:
         SyncBatchNormError
             As in `Processes.exchange`.
         """
-        if self.place is None:
-            self.place = self._place_by_name()
+        with self._place_lock:  # several groups of the layer may come for the first time together
+            if self._place is None:
+                self._place = self._place_by_name()
         members = active_set.active_ranks(self._processes.group, set_id, self._members(chunk))
         return self._processes.exchange(
-            self.place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
+            self._place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
         )
+
+    @property
+    def place(self) -> Optional[Place]:
+        """Where the layer stands, once it has trained."""
+        return self._place
+
+    def take(self, place: Place) -> None:
+        """The layer is about to train, in a net."""
+        with self._place_lock:
+            if self._place is None:
+                self._place = place._replace(subsets=self.subsets())
+                if self._place.subsets:
+                    self._processes.announce_subsets(place.net)
 
     def fail(self, text: str) -> None:
         """A device of this process has not come."""
@@ -84,7 +103,7 @@ class Link:
         spec = self._spec
         number = next(_trained.setdefault(spec.name, itertools.count()))
         key = f"{spec.name}.{number}"
-        return Place(key, key, [describe(spec, None)], self.subsets())
+        return Place(key, key, "layer", spec.name, [describe(spec, None)], self.subsets())
 
 
 def seconds_for_processes(timeout: Optional[float]) -> float:
@@ -94,11 +113,15 @@ def seconds_for_processes(timeout: Optional[float]) -> float:
     return default_timeout() if TIMEOUT_VARIABLE in os.environ else DEFAULT_SECONDS
 
 
-def link_of(spec: GroupSpec) -> Optional[Link]:
-    """None where the process is alone. Raises ValueError for a spec whose ``group_size`` cannot be."""
+def link_of(spec: GroupSpec, go_to_step: Callable[[int], int]) -> Optional[Link]:
+    """None where the process is alone. Raises ValueError for a spec whose ``group_size`` cannot be.
+
+    ``go_to_step`` takes the step from which the layer's schedule of Batch Renormalization is to go on if it is not
+    further, and returns that with which it does.
+    """
     group = find(spec.process_group, spec.where)
     check_group_size(spec.group_size, spec.num_devices, 1 if group is None else group.size, spec.where)
-    return None if group is None else Link(group, spec)
+    return None if group is None else Link(group, spec, go_to_step)
 
 
 def count_processes(process_group, where: str) -> int:

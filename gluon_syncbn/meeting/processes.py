@@ -1,6 +1,8 @@
 """The meeting of processes: the last device of a process to arrive at a layer brings what all of them have brought.
 
-Who waits for whom ------------------ Within a process the devices of a layer meet in memory (`rendezvous`). The last to
+Who waits for whom
+------------------
+Within a process the devices of a layer meet in memory (`rendezvous`). The last to
 arrive merges what they brought into one vector, and exchanges it here with those of the other processes, while the
 others of its process sleep. Every process gets one row per process, in rank order, and reduces them alike: the same
 bits everywhere.
@@ -16,18 +18,25 @@ answer. A process is in one of three states:
     A round has failed, here or among the devices of this process. Every further round fails at once, with the same
     text, until `abandon_step` is called. The other processes learn of it where they wait.
 ``resuming``
-    `abandon_step` was called after a failure, or in the middle of a step: some forward passes have had no backward
-    pass. The next round first waits until all processes have done so; then all of them number their rounds from
-    the same number on, so that nothing of the old step can be taken for a part of the new one.
+    `abandon_step` was called after a failure, or in the middle of a step. The next round first waits until all
+    processes have done so; then all of them number their rounds from the same number on, so that nothing of the old
+    step can be taken for a part of the new one.
 
-Before a net's first round the processes compare its layers: which there are, and with which channels, dtypes and
-options.
+Before a net's first round the processes compare it: its class, the names of its parameters within it, and its layers
+with their channels, dtypes and options. Nets have numbers, in the order in which they first train. Their first rounds
+may come in another order on each process, so a net is compared while others wait for the same. Nothing is held
+meanwhile but the lock of that net. Only sets of processes that meet without the others are made one net after the
+other, in the order of numbers, since an engine may have to make them in one order on all processes.
 """
 
+import contextlib
+import json
+import re
 import socket
 import threading
 import weakref
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from collections import defaultdict
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -40,6 +49,8 @@ from gluon_syncbn.meeting.waiting import Wait
 FORWARD, BACKWARD = "forward", "backward"
 # More processes than these meet in pairs, where the engine can: docs/processes.md has what was measured.
 MOST_ROWS = 32
+_LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
+_ORDER = "Every process must make the same nets, and first train them in the same order"
 _REASONS = (
     "Usual reasons: (1) a process has ended, or an exception left its step (see gluon_syncbn.abandon_step); (2) the "
     "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
@@ -50,12 +61,15 @@ _REASONS = (
 class Place(NamedTuple):
     """Where a layer stands: the same on all processes, whatever names its layers have there.
 
-    ``net`` is what is compared at once, ``key`` names the layer in it, and ``layers`` has a text for each of its
-    layers. ``subsets`` are the ranks that meet without the others, in this process or another.
+    ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
+    tells it from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks that
+    meet without the others, in this process or another.
     """
 
     net: str
     key: str
+    kind: str
+    name: str
     layers: Sequence[str]
     subsets: Sequence[Tuple[int, ...]]
 
@@ -67,13 +81,17 @@ class Processes:
         self.group = group
         self._hosts: Dict[int, str] = {}
         self._lock = threading.Lock()  # of the state
-        self._setup = threading.Lock()  # of one thread that resumes, or compares nets
+        self._resume_lock = threading.Lock()  # of the thread that resumes
+        self._net_locks: Dict[str, threading.Lock] = defaultdict(threading.Lock)  # of the thread that compares a net
+        self._subset_order = threading.Condition()
+        self._awaited_subsets: List[str] = []  # nets that have trained and have subsets, until these are made
         self._failure = ""
         self._is_resuming = False
         self._rounds: Dict[str, int] = {}  # the last number by key
         self._floor = 0  # no round has a number below it any more
-        self._pending = 0  # forward passes without their backward pass
         self._compared: Set[str] = set()  # nets
+        self._counted: weakref.WeakSet[Any] = weakref.WeakSet()  # links of layers with a schedule
+        self._seen: List[Tuple[Sequence[str], List[str]]] = []  # of nets: their layers, and their name in each process
 
     def exchange(
         self,
@@ -106,8 +124,6 @@ class Processes:
             raise self._failed(self._missing_text(what, problem, members)) from None
         except (EngineError, SyncBatchNormError) as problem:
             raise self._failed(f"{what}: {problem}.") from None
-        with self._lock:
-            self._pending += 1 if direction == FORWARD else -1
         return rows, round_id
 
     def _meet(
@@ -135,24 +151,35 @@ class Processes:
         if not self.group.can_resume:
             self.group.abandon(text, 0)
 
-    def abandon(self, has_failed: bool) -> None:
-        """`abandon_step` was called, perhaps of a step that ``has_failed`` here; nothing is running."""
+    def abandon(self, is_under_way: bool) -> None:
+        """`abandon_step` was called, of a step that ``is_under_way`` here or of none; nothing is running."""
         with self._lock:
-            if not self._failure and not self._pending and not has_failed:
+            if not self._failure and not is_under_way:
                 return
             text = self._failure or "gluon_syncbn.abandon_step() was called in the middle of a step"
             self._failure, self._is_resuming = "", True
             highest = self._highest_round()
         self.group.abandon(text, highest)
 
-    def catch_up(self, what: str, numbers: Sequence[float], seconds: float) -> np.ndarray:
-        """As `gather_numbers`, behind rounds in which not all processes took part: all number alike from here on."""
+    def catch_up(
+        self, what: str, told: Dict[str, int], vector: np.ndarray, seconds: float
+    ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
+        """After rounds in which not all processes took part: all number alike from here on.
+
+        Returns what each process has told, and its vector, of any length. Raises as `gather_numbers`.
+        """
         with self._lock:
-            mine = [self._highest_round(), *numbers]
-        rows = self.gather_numbers(what, mine, seconds)
+            highest = self._highest_round()
+        text = json.dumps([highest, vector.size, told])
+        with self._gathering(what, seconds) as wait:
+            highests, sizes, all_told = zip(*map(json.loads, self._gather_texts(what, text, wait)))
+            padded = np.zeros(max(sizes))
+            padded[: vector.size] = vector
+            rows = self._gather(what, padded, range(self.group.size), wait)
+            self._align_steps(wait)
         with self._lock:
-            self._floor = max(self._floor, int(rows[:, 0].max()) + 1)
-        return rows[:, 1:]
+            self._floor = max(self._floor, max(highests) + 1)
+        return list(all_told), [row[:size] for row, size in zip(rows, sizes)]
 
     def _highest_round(self) -> int:
         return max([self._floor, *self._rounds.values()])
@@ -165,13 +192,18 @@ class Processes:
         SyncBatchNormError
             As in `exchange`; the text starts with ``what``.
         """
-        everyone = range(self.group.size)
+        with self._gathering(what, seconds) as wait:
+            return self._gather(what, np.asarray(numbers, dtype=np.float64), range(self.group.size), wait)
+
+    @contextlib.contextmanager
+    def _gathering(self, what: str, seconds: float) -> Iterator[Wait]:
+        """Of all processes together, outside of layers."""
         try:
             with Wait(seconds, is_for_processes=True) as wait:
                 self._prepare(None, wait)
-                return self._gather(what, np.asarray(numbers, dtype=np.float64), everyone, wait)
+                yield wait
         except MissingProcesses as problem:
-            raise self._failed(self._missing_text(what, problem, everyone)) from None
+            raise self._failed(self._missing_text(what, problem, range(self.group.size))) from None
         except (EngineError, SyncBatchNormError) as problem:
             raise self._failed(f"{what}: {problem}.") from None
 
@@ -190,7 +222,7 @@ class Processes:
         is_compared = place is None or place.net in self._compared
         if is_compared and not self._is_resuming and not self._failure:
             return
-        with self._setup:
+        with self._resume_lock:
             if self._failure:
                 raise SyncBatchNormError(
                     f"the step had failed before ({self._failure.rstrip('.')}). Call gluon_syncbn.abandon_step() "
@@ -199,8 +231,16 @@ class Processes:
             if self._is_resuming:
                 highest = self.group.resume(wait.ended)
                 with self._lock:
-                    self._floor, self._pending, self._is_resuming = highest + 1, 0, False
-            if place is not None and place.net not in self._compared:
+                    self._floor, self._is_resuming = highest + 1, False
+                self._align_steps(wait)
+                with self._subset_order:
+                    self._awaited_subsets.clear()  # some of them may never come
+        if place is None:
+            return
+        with self._lock:
+            lock = self._net_locks[place.net]
+        with lock:
+            if place.net not in self._compared:
                 self._compare(place, wait)
 
     def _begin(self, key: str, direction: str, round_id: int) -> int:
@@ -214,25 +254,81 @@ class Processes:
 
     def _compare(self, place: Place, wait: Wait) -> None:
         """The net's layers with those of the first process."""
-        mine = "\n".join([socket.gethostname(), *place.layers])
+        mine = json.dumps([socket.gethostname(), place.kind, place.name, *place.layers])
         texts = self._gather_texts(f"{place.net}.layers", mine, wait)
-        lists = [text.split("\n") for text in texts]
-        self._hosts = {rank: lines[0] for rank, lines in enumerate(lists)}
-        first = lists[0][1:]
-        for rank, lines in enumerate(lists):
-            if len(lines) - 1 != len(first):
+        hosts, kinds, names, *_ = zip(*map(json.loads, texts))
+        self._hosts = dict(enumerate(hosts))
+        lists = [json.loads(text)[3:] for text in texts]
+        first = lists[0]
+        for rank, layers in enumerate(lists):
+            if len(layers) != len(first):
                 raise SyncBatchNormError(
                     f"the nets differ: {self._name(0)} has {len(first)} synchronized layers, {self._name(rank)} has "
-                    f"{len(lines) - 1}. Every process must make the same net"
+                    f"{len(layers)}. {_ORDER}"
                 )
-            for number, (theirs, expected) in enumerate(zip(lines[1:], first)):
+            for number, (theirs, expected) in enumerate(zip(layers, first)):
                 if not _agree(theirs, expected):
                     raise SyncBatchNormError(
                         f"layer {number + 1} of {len(first)} differs: {expected} in {self._name(0)}, {theirs} in "
-                        f"{self._name(rank)}. Every process must make the same net"
+                        f"{self._name(rank)}. {_ORDER}"
                     )
-        self.group.add_subsets(place.subsets)
+            if kinds[rank] != kinds[0]:
+                raise SyncBatchNormError(
+                    f"the nets differ: '{names[0]}' is a {kinds[0]} in {self._name(0)}, '{names[rank]}' a "
+                    f"{kinds[rank]} in {self._name(rank)}. {_ORDER}"
+                )
+        self._check_names(place.layers, list(names))
+        self._make_subsets(place, wait)
         self._compared.add(place.net)
+
+    def _check_names(self, layers: Sequence[str], names: List[str]) -> None:
+        """Refuse nets that are alike and may have changed places.
+
+        Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. That is taken
+        for one net, unless a name is that of another net of these layers elsewhere.
+        """
+        kinds = list(map(_without_name, layers))
+        alike = [seen for others, seen in self._seen if list(map(_without_name, others)) == kinds]
+        crossed = any(name in seen and seen[rank] != name for seen in alike for rank, name in enumerate(names))
+        if crossed or len(set(map(_without_numbers, names))) > 1:
+            other = next((rank for rank, name in enumerate(names) if name != names[0]), 0)
+            raise SyncBatchNormError(
+                f"nets that are alike cannot be told apart: the one that trains now is '{names[0]}' in "
+                f"{self._name(0)}, and '{names[other]}' in {self._name(other)}. {_ORDER}, and give each the same "
+                f"prefix= in all of them"
+            )
+        self._seen.append((layers, names))
+
+    def add_counted(self, layer: Any) -> None:
+        """A `Link` of a layer with a schedule, whose steps are to be the same on all processes."""
+        self._counted.add(layer)
+
+    def _align_steps(self, wait: Wait) -> None:
+        """Layers go on from their latest step; some may have been left out of a step, or of a part of it."""
+        links = {link.place.key: link for link in list(self._counted) if link.place is not None}
+        mine = {key: link.go_to_step(0) for key, link in links.items()}
+        texts = self._gather_texts("steps", json.dumps(mine), wait)
+        for steps in map(json.loads, texts):
+            for key in links.keys() & steps.keys():
+                links[key].go_to_step(steps[key])
+
+    def announce_subsets(self, net: str) -> None:
+        """This net has begun to train, and has subsets. All processes announce theirs in one order."""
+        with self._subset_order:
+            self._awaited_subsets.append(net)
+
+    def _make_subsets(self, place: Place, wait: Wait) -> None:
+        """When those of nets that were announced before are made."""
+        with self._subset_order:
+            while place.net in self._awaited_subsets and self._awaited_subsets[0] != place.net:
+                waited = wait.ended()
+                if waited is not None:
+                    raise MissingProcesses(waited, [self.group.rank])
+                self._subset_order.wait(_LOOK_SECONDS)
+            self.group.add_subsets(place.subsets)
+            if place.net in self._awaited_subsets:
+                self._awaited_subsets.remove(place.net)
+            self._subset_order.notify_all()
 
     def _gather_texts(self, key: str, text: str, wait: Wait) -> List[str]:
         """Of all processes, in rank order."""
@@ -276,10 +372,10 @@ def processes_of(group: ProcessGroup) -> Processes:
         return _all[group]
 
 
-def abandon_on_all_processes(has_failed: bool) -> None:
+def abandon_on_all_processes(is_under_way: bool) -> None:
     """Whoever waits for this process in the middle of a step need not wait any longer."""
     for processes in list(_all.values()):
-        processes.abandon(has_failed)
+        processes.abandon(is_under_way)
 
 
 def _merged(rows: np.ndarray) -> np.ndarray:
@@ -288,5 +384,14 @@ def _merged(rows: np.ndarray) -> np.ndarray:
 
 def _agree(theirs: str, expected: str) -> bool:
     """Whether two texts of a layer are the same but for its name, and as far as both know its channels."""
-    pairs = list(zip(theirs.split(", ")[1:], expected.split(", ")[1:]))
-    return all(a == b or "? channels" in (a, b) for a, b in pairs)
+    (a, channels), (b, expected_channels) = (_without_name(text).rsplit(", ", 1) for text in (theirs, expected))
+    return a == b and (channels == expected_channels or "? channels" in (channels, expected_channels))
+
+
+def _without_name(text: str) -> str:
+    """The text of a layer (`link.describe`) from behind its name on."""
+    return text.split("', ", 1)[1]
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "", name)

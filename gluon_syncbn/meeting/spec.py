@@ -2,6 +2,7 @@
 
 import json
 import math
+import numbers
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -36,10 +37,11 @@ def check_timeout(value, where: str) -> float:
     return seconds
 
 
-def check_count(value, where: str, option: str, least: int = 1) -> None:
-    """ValueError, starting with ``where``, unless ``value`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_count(value, where: str, option: str, least: int = 1) -> int:
+    """``value``, an integer of Python's or NumPy's; ValueError, starting with ``where``, if it is below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{where}: {option} must be a positive integer, not {value!r}.")
+    return int(value)
 
 
 def check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
@@ -116,8 +118,8 @@ class GroupSpec(NamedTuple):
     @classmethod
     def of(cls, name: str, options: Options, dtype: str, momentum: float, epsilon: float, scale: bool) -> "GroupSpec":
         num_devices, group_size, timeout, kvstore, processes, renorm = options
-        numbers = float(momentum), float(epsilon)
-        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, *numbers, scale, processes, renorm)
+        averaging = float(momentum), float(epsilon)
+        return cls(name, num_devices or 0, group_size, timeout, kvstore, dtype, *averaging, scale, processes, renorm)
 
     @property
     def where(self) -> str:

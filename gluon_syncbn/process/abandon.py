@@ -22,7 +22,7 @@ from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes
+from gluon_syncbn.process.passes import forget_passes, is_under_way, note_forward
 from gluon_syncbn.process.updates import Updated, clear_added_gradients, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
@@ -60,12 +60,12 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    error, was_told = failures.failure(), failures.was_told()
+    error, was_told, was_under_way = failures.failure(), failures.was_told(), is_under_way()
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
     has_failed = bool(failures.failure())
     updated = undo_held_updates()
-    abandon_on_all_processes(has_failed and not failures.is_by_reading())
+    abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))
     forget_passes()
     failures.reset()
     failures.forget_told()
@@ -89,6 +89,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
             started,
         )
         abandon_step()
+    note_forward()
     passes.begin_forward(device)
 
 

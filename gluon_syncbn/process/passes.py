@@ -11,6 +11,11 @@ gradient is fresh, for the Trainer, and does so before ``backward()`` returns, w
 that note is taken away before the call, looked at behind it, and put back.
 
 One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
+
+Other processes must know where a step breaks off here that is under way (`is_under_way`): from the first recorded call
+of a layer in an ``autograd.record()`` on, until ``backward()`` has been called. Training passes that nobody records
+(statistics that are estimated anew) never are. One that has no backward pass (a frozen stem) is under way no longer
+after any ``backward()``, or when its thread enters the next ``autograd.record()``.
 """
 
 import functools
@@ -19,7 +24,7 @@ import threading
 import weakref
 from collections import Counter
 from types import FrameType
-from typing import List, Optional, Tuple
+from typing import List, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -30,6 +35,9 @@ _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
 _notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
+_open: Set[int] = set()  # threads in whose last record() a layer has been called, and no backward() since
+_inside: Counter = Counter()  # by thread: how many record() it is in
+_open_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # the same of executors
 
 
 class Passes:
@@ -115,8 +123,72 @@ def noticing_record(enter):
         enter(self)
         if is_record(self):
             _scope.has_begun, _scope.net = True, None
+            me = threading.get_ident()
+            with _watched_lock:
+                if not _inside[me]:
+                    _open.discard(me)
+                _inside[me] += 1
 
     return __enter__
+
+
+def noticing_end_of_record(leave):
+    """The end of ``autograd.record()``."""
+
+    @functools.wraps(leave)
+    def __exit__(self, kind, value, trace):
+        if is_record(self):
+            me = threading.get_ident()
+            with _watched_lock:
+                _inside[me] -= 1
+                if _inside[me] <= 0:
+                    del _inside[me]
+        leave(self, kind, value, trace)
+
+    return __exit__
+
+
+def note_forward() -> None:
+    """This thread calls a synchronized layer, or a graph that has some."""
+    if mx.autograd.is_recording() and mx.autograd.is_training():
+        with _watched_lock:
+            _open.add(threading.get_ident())
+
+
+def _note_backward() -> None:
+    """``backward()`` has been called, for arrays of this thread's or of others' that have left ``record()``."""
+    with _watched_lock:
+        _open.intersection_update(thread for thread in list(_open) if _inside[thread] > 0)
+        _open.discard(threading.get_ident())
+
+
+def noticing_forward_of_symbols(forward):
+    """``Executor.forward`` in training."""
+
+    @functools.wraps(forward)
+    def noticed_forward(self, is_train=False, **kwargs):
+        if is_train and any(array is not None for array in self.grad_arrays):
+            _open_executors.add(self)
+        return forward(self, is_train, **kwargs)
+
+    return noticed_forward
+
+
+def noticing_backward_of_symbols(backward):
+    """``Executor.backward``."""
+
+    @functools.wraps(backward)
+    def noticed_backward(self, *args, **kwargs):
+        done = backward(self, *args, **kwargs)
+        _open_executors.discard(self)
+        return done
+
+    return noticed_backward
+
+
+def is_under_way() -> bool:
+    """Whether a step has begun here that other processes may be in the middle of, too."""
+    return bool(_open or _open_executors) or any_is_uneven()
 
 
 def take_net_of_scope() -> Optional[mx.gluon.Block]:
@@ -150,6 +222,9 @@ def forget_passes() -> None:
     """All steps are done with."""
     for passes in _watched_now():
         passes.forget()
+    with _watched_lock:
+        _open.clear()
+    _open_executors.clear()
 
 
 def counting_backward(backward):

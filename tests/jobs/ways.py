@@ -10,6 +10,7 @@ import sys
 import job
 import mxnet as mx
 import numpy as np
+from delay import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -239,6 +240,285 @@ def soak():
             mx.nd.waitall()
             seen.append((process.memory_info().rss / 2**20, process.num_threads()))
     job.say("SOAK", group.rank, json.dumps(seen))
+
+
+late = Late(lambda device: 1.0)  # what comes behind it arrives later at its layer
+
+
+def two_nets():
+    """Teacher and student, which have no order between them; their first rounds come in another one in each process."""
+    group = job.join(ENGINE)
+    for backend in ("native", "portable"):
+        nets = [make([mx.cpu(0)], backend=backend) for _ in range(3)]
+        for step in range(2):
+            outputs = []
+            with autograd.record():
+                for number, net in enumerate(nets):
+                    x = mx.nd.array(data(10 * step + 3 * group.rank + number))
+                    is_late = step == 0 and number == group.rank
+                    outputs.append(net(late(x) if is_late else x))
+            autograd.backward(outputs)
+            for number, seen in enumerate(outputs):
+                parts = [data(10 * step + 3 * rank + number) for rank in range(group.size)]
+                assert close(seen.asnumpy(), normalized(parts)[group.rank]), (backend, step, number)
+
+
+def branches_of_a_module():
+    """Each layer of a symbol is compared by itself; the first rounds of two branches come in any order."""
+    group = job.join(ENGINE)
+    x = mx.sym.var("data")
+    names = ["left", "right", "middle"]
+    parts = [late(x) if group.rank == number else x for number in range(3)]
+    norms = [mx.sym.BatchNorm(part, name=name, fix_gamma=False, eps=1e-5) for part, name in zip(parts, names)]
+    symbol = gluon_syncbn.convert_symbol(mx.sym.Group(norms), num_devices=1, timeout=60)
+    bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
+    bound.bind([("data", SHAPE)])
+    bound.init_params(mx.init.One())
+    bound.forward(mx.io.DataBatch([mx.nd.array(data(group.rank))]), is_train=True)
+    bound.backward([mx.nd.ones(SHAPE)] * 3)
+    for seen in bound.get_outputs():
+        assert close(seen.asnumpy(), normalized([data(rank) for rank in range(group.size)])[group.rank])
+
+
+class Other(nn.HybridBlock):
+    """As a layer alone, but another class."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.norm = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=30)
+
+    def hybrid_forward(self, F, x):
+        return self.norm(x)
+
+
+def nets_in_another_order():
+    """Of one architecture they cannot be told apart but by name; statistics of two nets must never be mixed."""
+    group = job.join(ENGINE)
+    kind = sys.argv[3]
+    if kind == "classes":
+        nets = [Other(), make([mx.cpu(0)])]
+    elif kind == "prefixes":
+        nets = [Other(prefix="teacher_"), Other(prefix="student_")]
+    else:
+        nets = [Other(), Other()]
+    for net in nets:
+        net.initialize(ctx=mx.cpu(0), force_reinit=True)
+    if kind == "one more":  # in one process, before: that is no other order
+        if group.rank:
+            Other()
+        nets = [Other()]
+        nets[0].initialize(ctx=mx.cpu(0))
+    elif group.rank == 1:
+        nets.reverse()
+    try:
+        with autograd.record():
+            outputs = [net(mx.nd.array(data(group.rank))) for net in nets]
+        for output in outputs:
+            output.asnumpy()
+    except mx.MXNetError as error:
+        job.say("REFUSED", str(error).split("\n")[0])
+    else:
+        job.say("TRAINED")
+
+
+def without_backward():
+    """Passes that nobody answers; then an exception in one process, before a layer has run. The others go on."""
+    group = job.join(ENGINE)
+    for backend in ("native", "portable"):
+        for number, kind in enumerate(
+            ("not recorded", "recorded", "kept", "frozen", "retained", "predicted", "module")
+        ):
+            layer = make([mx.cpu(0)], backend=backend)
+            x = mx.nd.array(data(group.rank))
+            x.attach_grad()
+            kept = None
+            if kind == "not recorded":
+                with autograd.train_mode():
+                    layer(x)
+            elif kind in ("recorded", "kept"):
+                with autograd.record():
+                    kept = layer(x)
+                kept = kept if kind == "kept" else None
+            elif kind == "frozen":
+                layer.collect_params().setattr("grad_req", "null")
+                head = nn.Dense(2, in_units=36)
+                head.initialize(ctx=mx.cpu(0))
+                with autograd.record():
+                    kept = head(layer(mx.nd.array(data(group.rank))))
+                kept.backward()
+                layer.collect_params(".*gamma|.*beta").setattr("grad_req", "write")
+            elif kind == "retained":
+                with autograd.record():
+                    out = layer(x)
+                out.backward(retain_graph=True)
+                first = x.grad.asnumpy()
+                out.backward()
+                assert close(x.grad.asnumpy(), first)
+            elif kind == "predicted":
+                with autograd.record(train_mode=False):
+                    kept = layer(x)
+            else:
+                symbol = gluon_syncbn.symbol.SyncBatchNorm(
+                    mx.sym.var("data"), num_devices=1, timeout=60, name=f"n{number}"
+                )
+                bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
+                bound.bind([("data", SHAPE)], for_training=False)
+                bound.init_params()
+                bound.forward(mx.io.DataBatch([mx.nd.array(data(group.rank))]), is_train=True)
+            mx.nd.waitall()
+            if group.rank == 0:
+                try:
+                    with autograd.record():
+                        raise StopIteration("the loader is at its end")
+                except StopIteration:
+                    gluon_syncbn.abandon_step()
+            (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
+            parts = [data(100 + rank) for rank in range(group.size)]
+            assert close(seen, normalized(parts)[group.rank]), (backend, kind)
+            mx.nd.waitall()
+    if ENGINE == "mpi":  # with Horovod the job would end, as is documented
+        given_up(group)
+
+
+def given_up(group):
+    """What is under way in one process is given up in all, and goes on with the next step."""
+    layer = make([mx.cpu(0)])
+    for _ in range(2):
+        try:
+            with autograd.record():
+                out = layer(mx.nd.array(data(group.rank)))
+                if group.rank == 0:
+                    raise ValueError("a bad batch")
+            out.backward()
+            layer.gamma.grad().asnumpy()
+        except ValueError:
+            assert group.rank == 0
+        except mx.MXNetError as error:
+            assert group.rank and "process 0" in str(error) and "gave the step up" in str(error), error
+            gluon_syncbn.abandon_step()
+        else:
+            raise AssertionError("nobody told this process")
+        (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
+        assert close(seen, normalized([data(100 + rank) for rank in range(group.size)])[group.rank])
+
+
+def dropped_net():
+    """A net that is gone, but not yet collected in one process, does not count in a short step."""
+    import gc
+
+    group = job.join(ENGINE)
+    devices = job.cpus(2)
+    gc.disable()
+    own = None
+    if ENGINE == "mpi":
+        from mpi4py import MPI
+
+        own = MPI.COMM_WORLD
+    for channels in (7, 4):
+        dropped = nn.HybridSequential()
+        dropped.add(gluon_syncbn.SyncBatchNorm(in_channels=channels, timeout=60, process_group=own))
+        dropped.initialize(ctx=devices)
+        run(dropped, [np.ones((2, channels, 3, 3), dtype="float32")] * 2, devices)
+        mx.nd.waitall()
+        del dropped
+        if group.rank == 0:
+            gc.collect()
+    layer = make(devices)
+    run(layer, [data(number) for number in range(2)], devices)
+    used = devices if group.rank == 0 else []
+    with gluon_syncbn.devices(used):
+        if used:
+            run(layer, [data(100), data(101)], used)
+    for device in devices:
+        assert job.same_everywhere(group, layer.running_mean.data(device).asnumpy())
+    parts = [data(200 + number) for number in range(2 * group.size)]
+    mine = slice(2 * group.rank, 2 * group.rank + 2)
+    for seen, right in zip(run(layer, parts[mine], devices), normalized(parts)[mine]):
+        assert close(seen, right)
+
+
+def steps_of_a_schedule():
+    """One number for a layer, whatever others do, after steps that some left out, and after one that was given up."""
+    group = job.join(ENGINE)
+    devices = job.cpus(2)
+    for backend in ("native", "portable"):
+        for size in (None, 2, 1):
+            options = {"backend": backend, "group_size": size, "renorm": [(0, 1, 0), (20, 21, 20)]}
+            layer, head = make(devices, **options), make(devices, backend=backend)
+            far = [np.random.RandomState(1).standard_normal(SHAPE).astype("float32") + 1000] * 2
+            count = 0
+            for kind in ("all", "some", "all", "failed", "all"):
+                used = devices[:1] if kind == "some" and group.rank == 0 else [] if kind == "some" else devices
+                if kind == "failed":
+                    if ENGINE == "horovod":
+                        continue
+                    used = devices[:1] if group.rank == 0 else devices
+                    try:
+                        with autograd.record():
+                            outputs = [layer(mx.nd.array(part, ctx=device)) for part, device in zip(far, used)]
+                            if group.rank:
+                                outputs[0].asnumpy()
+                            raise ValueError("a bad batch, on all processes")
+                    except (ValueError, mx.MXNetError):
+                        gluon_syncbn.abandon_step()
+                    if size is None:
+                        continue  # it was done nowhere
+                else:
+                    with gluon_syncbn.devices(used):
+                        if used:
+                            run(layer, far[: len(used)], used)
+                            for _ in range(3):
+                                run(head, far[: len(used)], used)
+                count += 1
+            for parameter in (layer.running_mean, layer.running_var):
+                parameter.set_data(mx.nd.ones(4))
+            for seen in run(layer, far, devices):
+                whole = far[0].astype("float64")
+                mean, var = (function(whole, axis=(0, 2, 3), keepdims=True) for function in (np.mean, np.var))
+                r = np.clip(np.sqrt(var + 1e-5) / np.sqrt(1 + 1e-5), 1 / (1 + count), 1 + count)
+                expected = (whole - mean) / np.sqrt(var + 1e-5) * r + np.clip(mean - 1, -count, count)
+                assert np.abs(seen - expected).max() < 1e-3, (backend, size, count, float(seen.mean()))
+
+
+def loader():
+    """With worker processes of a data loader, which are forked in the middle of the job."""
+    group = job.join(ENGINE)
+    layer = make([mx.cpu(0)])
+    images = gluon.data.ArrayDataset(np.stack([data(number, 1)[0] for number in range(16)]))
+    mine = gluon.data.SimpleDataset([images[number] for number in range(group.rank, 16, group.size)])
+    steps = 0
+    for _ in range(2):
+        batches = gluon.data.DataLoader(mine, batch_size=2, num_workers=2)
+        for number, batch in enumerate(batches):
+            (seen,) = run(layer, [batch.asnumpy()], [mx.cpu(0)])
+            first = 2 * group.size * number
+            parts = [np.stack([images[first + rank + group.size * i] for i in range(2)]) for rank in range(group.size)]
+            assert close(seen, normalized(parts)[group.rank])
+            steps += 1
+    assert steps == 2 * (16 // group.size // 2)
+
+
+def copies():
+    """Of a layer with a group of its own."""
+    import copy
+
+    group = job.join(ENGINE)
+    if ENGINE == "mpi":
+        from mpi4py import MPI
+
+        groups = [MPI.COMM_WORLD, group, "mpi"]
+    else:
+        import horovod.mxnet as hvd
+
+        groups = [hvd.global_process_set, group, "horovod"]
+    for own in groups:
+        layer = make([mx.cpu(0)], process_group=own)
+        for _ in range(2):
+            (seen,) = run(layer, [data(group.rank)], [mx.cpu(0)])
+            assert close(seen, normalized([data(rank) for rank in range(group.size)])[group.rank])
+            layer = copy.deepcopy(layer)
+            layer.initialize(ctx=mx.cpu(0), force_reinit=True)  # MXNet copies no gradients
 
 
 def train_for_ever():

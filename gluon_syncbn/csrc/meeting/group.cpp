@@ -82,8 +82,7 @@ int64_t Group::rounds(int64_t active_set) {
   return sum;
 }
 
-int64_t Group::step_of(const std::string& device) {
-  std::lock_guard<std::mutex> lock(mutex_);
+int64_t Group::next_step(const std::string& device) {
   const uint64_t occasion = active_sets().changes + gluon_syncbn::step().generation();  // both only grow
   if (occasion != occasion_) {
     occasion_ = occasion;
@@ -91,13 +90,30 @@ int64_t Group::step_of(const std::string& device) {
     steps_.clear();
   }
   const auto found = steps_.find(device);
-  return found == steps_.end() ? common_step_ : found->second;
+  return found == steps_.end() ? common_step_ : std::max(common_step_, found->second);
+}
+
+int64_t Group::step_of(const std::string& device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return next_step(device);
+}
+
+int64_t Group::latest_step() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t latest = common_step_;
+  for (const auto& entry : steps_) latest = std::max(latest, entry.second);
+  return latest;
+}
+
+void Group::go_to_step(int64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  common_step_ = std::max(common_step_, step);
 }
 
 RenormLimits Group::renorm(const std::string& device, int64_t step) {
   if (renorm_.empty()) return {};
   std::lock_guard<std::mutex> lock(mutex_);
-  steps_[device] = step + 1;
+  steps_[device] = std::max(step, next_step(device)) + 1;
   return renorm_at(renorm_, step);
 }
 

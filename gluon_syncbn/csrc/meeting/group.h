@@ -122,6 +122,10 @@ class Group {
   // step is given up.
   int64_t step_of(const std::string& device);
 
+  // The latest of all devices; and where they are to go on, if they are not further. No operator may be running.
+  int64_t latest_step();
+  void go_to_step(int64_t step);
+
   // What holds at `step`, which `device` has now had.
   RenormLimits renorm(const std::string& device, int64_t step);
 
@@ -129,6 +133,8 @@ class Group {
   bool is_first_warning() { return !has_warned_.exchange(true); }
 
  private:
+  int64_t next_step(const std::string& device);  // with the lock held
+
   // The first round of an open group: comes back when as many devices as it has are there.
   void wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock);
 

@@ -443,6 +443,18 @@ EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
   return gluon_syncbn::find_group(id)->rounds(active_set);
 }
 
+// The step of a group with Batch Renormalization that comes next; -1 if there is no such group. With `least`, the group
+// goes on from there if it is not further.
+EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
+  try {
+    const std::shared_ptr<gluon_syncbn::Group> group = gluon_syncbn::find_group(id);
+    group->go_to_step(least);
+    return group->latest_step();
+  } catch (const std::invalid_argument&) {
+    return -1;
+  }
+}
+
 // From now on these devices meet, and no others; set 0 is everyone. No operator may be running.
 EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices, int num_devices) {
   gluon_syncbn::ActiveSets& all = gluon_syncbn::active_sets();
