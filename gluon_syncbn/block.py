@@ -17,7 +17,7 @@ from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.calls import order_tokens, remember
 from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
-from gluon_syncbn.job.default import find
+from gluon_syncbn.job.default import find, is_connected
 from gluon_syncbn.job.process_group import ProcessGroup, ProcessGroupLike
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
@@ -322,7 +322,7 @@ class SyncBatchNorm(nn.BatchNorm):
         """Whether it is `nn.BatchNorm`: no device to meet, here or in another process, or none known; no renorm."""
         if len(devices) > 1 or (devices and self._options.renorm is not None):
             return False
-        return not devices or self.process_group() is None
+        return not devices or (self._is_connected() and self.process_group() is None)
 
     def _never_synchronizes(self) -> bool:
         is_for_itself = self._options.group_size == 1 and self._options.renorm is None
@@ -369,8 +369,6 @@ class SyncBatchNorm(nn.BatchNorm):
                     )
                 self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
                 add_live(self)
-                if self._group[1].link is not None:
-                    end_before_engines()
             return now
 
     def groups(self) -> List[List[mx.Context]]:
@@ -383,16 +381,29 @@ class SyncBatchNorm(nn.BatchNorm):
         """The processes that the layer synchronizes with; None if there are none."""
         return find(self._options.process_group, f"SyncBatchNorm '{self.name}'")
 
+    def connect_later(self, process_group: Optional[ProcessGroupLike]) -> None:
+        """Synchronize with these processes, which are found when the layer first trains."""
+        self._options = self._options._replace(process_group=process_group)
+
+    def _is_connected(self) -> bool:
+        """Whether those processes are known. A layer of a symbol that was loaded from a file finds them when it trains:
+        who loads it may only want to predict, where there are none."""
+        return is_connected(self._options.process_group)
+
     def _check_devices(self, devices: Sequence[mx.Context]) -> None:
-        """Raises as `check_devices` and `check_group_size`."""
+        """Raises as `check_devices`, and in training as `check_group_size`."""
         check_devices(self.name, devices, self._options)
-        if self._options.group_size is not None:
+        if mx.autograd.is_training():
+            self._check_group_size(devices)
+
+    def _check_group_size(self, devices: Sequence[mx.Context]) -> None:
+        if self._options.group_size is not None and self._is_connected():
             where = f"SyncBatchNorm '{self.name}'"
             num_processes = count_processes(self._options.process_group, where)
             check_group_size(self._options.group_size, len(devices), num_processes, where)
 
     def _link(self) -> Optional[Link]:
-        """To the other processes, once the layer has a group."""
+        """To the other processes, once the layer has trained."""
         return None if self._group is None else self._group[1].link
 
     def peers(self) -> Sequence[int]:
@@ -407,8 +418,10 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def take_place(self) -> None:
         """Find out where the layer stands in the net that is being called to train, if other processes must know."""
-        link = self._link()
+        self._check_group_size(self._devices())  # its graph may have been made for a prediction
+        link = None if self._group is None else self._group[1].connect()
         if link is not None and link.place is None:
+            end_before_engines()
             link.take(place_of(self, _description))
 
     def description(self) -> str:

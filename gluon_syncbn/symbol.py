@@ -18,6 +18,7 @@ from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
 from gluon_syncbn.graphs.mark import Form
 from gluon_syncbn.graphs.rewrite import Graph, Norm
+from gluon_syncbn.job.default import find, is_connected
 from gluon_syncbn.meeting.link import count_processes
 from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, check_group_size
@@ -107,6 +108,7 @@ def SyncBatchNorm(
         }
         group.update(process_group=process_group, renorm=renorm)
         options = check_options(f"SyncBatchNorm '{name}'", backend, activation, in_place, fuse, **group)
+        find(process_group, f"SyncBatchNorm '{name}'")  # one that cannot connect shows at once
         spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
         form = Form(axis, activation, in_place, fuse, backend)
         return make_node(plain.get_children(), form, Node(name, spec, attr), use_global_stats)[0]
@@ -162,6 +164,9 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
         unknown = ", ".join(sorted(options.keys() - _OPTIONS))
         raise TypeError(f"convert_symbol: unknown options: {unknown}. There are {', '.join(sorted(_OPTIONS))}.")
 
+    if "process_group" in options:
+        find(options["process_group"], "convert_symbol")  # one that cannot connect shows at once
+
     def make(norm: Norm, inputs, after):
         if norm.use_global_stats:
             return None
@@ -207,28 +212,34 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     def make(norm: Norm, inputs, after):
         if norm.options is None:
             return None
-        return _make_again(norm, inputs, after, {**norm.options, "backend": backend})
+        return _make_again(norm, inputs, after, {**norm.options, "backend": backend}, is_loaded=True)
 
     return Graph(text).rewrite(make)[0]
 
 
-def _make_again(norm: Norm, inputs, after, chosen: Dict[str, Any]):
+def _make_again(norm: Norm, inputs, after, chosen: Dict[str, Any], is_loaded: bool = False):
     """A synchronized layer for this node, with the options ``chosen``."""
     dtype = chosen.pop("dtype", "float32")
     options = check_options(f"SyncBatchNorm '{norm.name}'", **chosen)
-    spec = checked_spec(GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma))
+    spec = GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma)
+    checked_spec(spec, is_loaded)
     local = {name: chosen[name] for name in ("in_place", "fuse", "backend") if name in chosen}
     form = Form(norm.axis, "relu" if norm.relu else None, **local)
     return make_node(inputs, form, Node(norm.name, spec, norm.hidden, after))
 
 
-def checked_spec(spec: GroupSpec) -> GroupSpec:
-    """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents."""
+def checked_spec(spec: GroupSpec, is_loaded: bool = False) -> GroupSpec:
+    """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents.
+
+    Whether ``group_size`` fits the processes is checked when a symbol first trains, if it was loaded from a file or
+    they are not connected.
+    """
     check_names(spec)
     check_engine(spec.name, spec.num_devices)
     spec.check()
-    num_processes = count_processes(spec.process_group, spec.where)
-    check_group_size(spec.group_size, spec.num_devices, num_processes, spec.where)
+    if not is_loaded and is_connected(spec.process_group):
+        num_processes = count_processes(spec.process_group, spec.where)
+        check_group_size(spec.group_size, spec.num_devices, num_processes, spec.where)
     return spec
 
 
@@ -246,7 +257,11 @@ def check_names(spec: GroupSpec) -> GroupSpec:
 def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False):
     """The last node of a synchronized layer that no layer object owns, and its order token."""
     spec, relu = node.spec, form.activation == "relu"
-    is_alone = spec.num_devices == 1 and count_processes(spec.process_group, spec.where) == 1
+    is_alone = (
+        spec.num_devices == 1
+        and is_connected(spec.process_group)
+        and count_processes(spec.process_group, spec.where) == 1
+    )
     if use_global_stats or (spec.renorm is None and (is_alone or spec.group_size == 1)):
         options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)

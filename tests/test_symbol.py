@@ -12,6 +12,7 @@ from harness import cpus, run_python
 
 import gluon_syncbn
 from gluon_syncbn import convert_symbol, plain_symbol
+from gluon_syncbn.graphs.mark import MARK
 from gluon_syncbn.graphs.rewrite import Graph
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -311,3 +312,69 @@ def test_the_requested_back_end_reaches_a_block_of_the_symbol():
     data = mx.sym.var("data")
     block = mx.gluon.SymbolBlock(layer(data), data, params=layer.collect_params())
     assert block.hidden_blocks()[0].chosen_options()["backend"] == "portable"
+
+
+OTHERS = [{"process_group": "mpi"}, {"process_group": "horovod"}, {"group_size": 4}]
+WITHOUT_ENGINES = """
+import sys
+sys.modules['mpi4py'] = None  # as where it is not installed
+sys.modules['horovod.mxnet'] = None
+import mxnet as mx, numpy as np
+import gluon_syncbn
+from mxnet import autograd
+
+folder = FOLDER
+x = np.random.RandomState(0).standard_normal((2, 3, 4, 4)).astype('float32')
+for load in (mx.sym.load, gluon_syncbn.symbol.load):
+    symbol = load(folder + '/net-symbol.json')
+    assert gluon_syncbn.plain_symbol(symbol).tojson().count('"op": "BatchNorm"') == 1
+    module = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
+    module.bind([('data', x.shape)], for_training=False)
+    module.init_params(mx.init.One())
+    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=False)
+    print('PREDICTED', np.abs(module.get_outputs()[0].asnumpy() - x / np.sqrt(1 + 1e-3)).max() < 1e-5)
+    module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=True)
+    try:
+        module.get_outputs()[0].asnumpy()
+    except mx.MXNetError as error:
+        print('REFUSED', str(error))
+    gluon_syncbn.abandon_step()
+block = mx.gluon.SymbolBlock.imports(folder + '/net-symbol.json', ['data'])
+block.initialize(mx.init.One(), ctx=[mx.cpu(i) for i in range(DEVICES)])
+for name, parameter in block.collect_params().items():
+    parameter.set_data(mx.nd.full(3, float(name.endswith(('gamma', 'var')))))
+for options in ({}, {'static_alloc': True, 'static_shape': True}):
+    block.hybridize(**options)
+    print('PREDICTED', np.abs(block(mx.nd.array(x)).asnumpy() - x / np.sqrt(1 + 1e-3)).max() < 1e-5)
+try:
+    with autograd.record():
+        block(mx.nd.array(x)).asnumpy()
+except (RuntimeError, ValueError, mx.MXNetError) as error:
+    print('REFUSED', str(error))
+"""
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=["mpi", "horovod", "groups over processes"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_symbol_of_several_processes_predicts_where_there_are_none(options, num_devices, tmp_path):
+    """They are looked for when it first trains."""
+    graph = json.loads(gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="norm").tojson())
+    for node in graph["nodes"]:  # as it would have been written there
+        attributes = node.get("attrs", {})
+        if "group" in attributes:
+            attributes["group"] = json.dumps({**json.loads(attributes["group"]), **options, "num_devices": num_devices})
+        if MARK in attributes:
+            told = json.loads(attributes[MARK])
+            told["options"].update(options, num_devices=num_devices)
+            attributes[MARK] = json.dumps(told)
+    (tmp_path / "net-symbol.json").write_text(json.dumps(graph))
+    done = run_python(f"FOLDER, DEVICES = {str(tmp_path)!r}, {num_devices}\n" + WITHOUT_ENGINES)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("PREDICTED True") == 4
+    refused = re.findall("REFUSED (.*)", done.stdout)
+    words = (
+        "does not divide"
+        if "group_size" in options
+        else f"{'mpi4py' if 'mpi' in str(options) else 'Horovod'} cannot be imported"
+    )
+    assert len(refused) == 3 and all(words in text and "SyncBatchNorm 'norm'" in text for text in refused), done.stdout

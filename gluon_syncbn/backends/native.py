@@ -24,6 +24,7 @@ pair that costs nothing.
 import ctypes
 import functools
 import os
+import threading
 import warnings
 import weakref
 from typing import Dict, List, Optional, Sequence
@@ -42,7 +43,9 @@ from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
 
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
-_links: Dict[int, Link] = {}  # by id of the group; those of processes that are alone have none
+_specs: Dict[int, GroupSpec] = {}  # by id of the group
+_links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
+_connecting = threading.Lock()
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 
 
@@ -58,20 +61,14 @@ def _make_described_group(text: bytes) -> int:
         return -1
 
 
-def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> Optional[Link]:
-    """Have the operator make a group; without ``devices`` it is open to any. Returns what links it to other
-    processes."""
-    link = link_of(spec, lambda least: library.core.gluon_syncbn_group_step(group_id, least))
-    if link is not None:
-        _links[group_id] = link
+def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> None:
+    """Have the operator make a group; without ``devices`` it is open to any."""
+    _specs[group_id] = spec
     points = library.renorm_points(spec.renorm or ())
     struct = library.GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices,
         group_size=spec.group_size or _ALL,
-        first_device=link.first_device if link else 0,
-        num_processes=link.size if link else 1,
-        exchange_seconds=link.seconds if link else 0,
         timeout_seconds=spec.seconds,
         momentum=spec.momentum,
         epsilon=spec.epsilon,
@@ -82,14 +79,35 @@ def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Co
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
-    return link
+
+
+def _connect(group_id: int) -> Optional[Link]:
+    """What links the group to other processes, from now on."""
+    with _connecting:
+        if group_id not in _links:
+            _links[group_id] = link_of(
+                _specs[group_id], lambda least: library.core.gluon_syncbn_group_step(group_id, least)
+            )
+        return _links[group_id]
+
+
+@library.CONNECT
+def _connect_group(group_id: int, facts) -> int:
+    """Called by the first device that comes to train, on its thread."""
+    try:
+        link = _connect(group_id)
+        facts[0], facts[1], facts[2] = (1, 0, 0) if link is None else (link.size, link.first_device, link.seconds)
+        return 0
+    except Exception as problem:
+        library.leave_error(str(problem))
+        return -1
 
 
 @library.EXCHANGE
 def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id, vector, size: int, rows) -> int:
     """Called by the last device to arrive, on its thread: fills ``rows`` and says how many there are."""
     try:
-        link, direction = _links[group_id], FORWARD if is_forward else BACKWARD
+        link, direction = _linked(group_id), FORWARD if is_forward else BACKWARD
         mine = np.ctypeslib.as_array(vector, (size,)).copy()
         gathered, round_id[0] = link.exchange(direction, chunk, set_id, round_id[0], mine)
         np.ctypeslib.as_array(rows, gathered.shape)[:] = gathered
@@ -102,7 +120,13 @@ def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id,
 @library.FAIL
 def _fail(group_id: int, text: bytes) -> None:
     """Called where a device did not come."""
-    _links[group_id].fail(text.decode())
+    _linked(group_id).fail(text.decode())
+
+
+def _linked(group_id: int) -> Link:
+    link = _links[group_id]
+    assert link is not None
+    return link
 
 
 @library.WARN
@@ -115,13 +139,14 @@ def _warn(text: bytes) -> None:
 def _drop_link(group_id: int) -> None:
     """Called when nothing uses the group any more."""
     _links.pop(group_id, None)
+    _specs.pop(group_id, None)
 
 
 def _register() -> str:
     """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
-    library.core.gluon_syncbn_link_processes(_exchange, _fail, _drop_link)
+    library.core.gluon_syncbn_link_processes(_connect_group, _exchange, _fail, _drop_link)
     refused = library.core.gluon_syncbn_register(_make_described_group, _warn, cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 
@@ -162,12 +187,16 @@ class NativeGroup(LayerGroup):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
         self._id = next_id()
-        self.link = _make_group(self._id, spec, self.devices)
+        _make_group(self._id, spec, self.devices)
         weakref.finalize(self, library.core.gluon_syncbn_drop_group, self._id).atexit = False
 
     @property
     def reference(self) -> GroupReference:
         return GroupReference(str(self._id), self.spec, self.devices)
+
+    def connect(self) -> Optional[Link]:
+        self.link = _connect(self._id)
+        return self.link
 
     def rounds(self, set_id: int) -> int:
         return library.core.gluon_syncbn_rounds(self._id, set_id)

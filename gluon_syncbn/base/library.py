@@ -30,9 +30,6 @@ class GroupSpecStruct(ctypes.Structure):
         ("name", c_char_p),
         ("num_devices", c_int),
         ("group_size", c_int),
-        ("first_device", c_int),
-        ("num_processes", c_int),
-        ("exchange_seconds", c_double),
         ("timeout_seconds", c_double),
         ("momentum", c_double),
         ("epsilon", c_double),
@@ -47,6 +44,7 @@ MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
 _NUMBERS = POINTER(c_double)
 # Group, whether it is the forward pass, subgroup, active set, round, a vector of this size, rows of it.
 EXCHANGE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), _NUMBERS, c_int64, _NUMBERS)
+CONNECT = ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)
 FAIL = ctypes.CFUNCTYPE(None, c_int64, c_char_p)
 WARN = ctypes.CFUNCTYPE(None, c_char_p)
 DROP_LINK = ctypes.CFUNCTYPE(None, c_int64)
@@ -55,7 +53,7 @@ _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_
 # What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
 _PROTOTYPES = {
     "connect": (c_int, [c_void_p]),
-    "link_processes": (None, [EXCHANGE, FAIL, DROP_LINK]),
+    "link_processes": (None, [CONNECT, EXCHANGE, FAIL, DROP_LINK]),
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),
     "make_group": (None, [c_int64, POINTER(GroupSpecStruct), _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),

@@ -92,6 +92,15 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
         return _default
 
 
+def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
+    """Whether `find` has connected these processes already, or need not."""
+    if not isinstance(process_group, str) or process_group == "none":
+        return True
+    name = name_of_engine() if process_group == "auto" else process_group
+    with _lock:
+        return name == "none" or name in _named
+
+
 def groups_in_use() -> List[ProcessGroup]:
     """Of several processes each, in the order in which they were made: the same on all their processes.
 

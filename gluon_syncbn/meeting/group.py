@@ -79,7 +79,7 @@ class Group(LayerGroup):
     def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
-        self.link = link_of(spec, self._go_to_step)
+        self._is_connected = False
         self._id = next_id()
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
@@ -87,12 +87,18 @@ class Group(LayerGroup):
         self._common_step = 0
         self._occasion = (0, 0)
         if self.devices:
-            self._membership_of(self.devices[0], active_set.EVERYONE)  # a KVStore that cannot be made shows here
+            KVStoreTransport(self.devices, spec.kvstore)  # one that cannot be made shows here
         _groups[self._id] = self
 
     @property
     def reference(self) -> GroupReference:
         return GroupReference(str(self._id), self.spec, self.devices)
+
+    def connect(self) -> Optional[Link]:
+        with self._changed:
+            if not self._is_connected:
+                self.link, self._is_connected = link_of(self.spec, self._go_to_step), True
+            return self.link
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()
@@ -176,6 +182,7 @@ class Group(LayerGroup):
                     f"{spec.where}: its graph does not say on how many devices it trains. Give num_devices where the "
                     f"layer is made, or call hybridize() again after initialize()."
                 )
+            self.connect()
             if len(self.devices) < spec.num_devices:
                 self._wait_for_devices(device)
             if set_id not in self._members:

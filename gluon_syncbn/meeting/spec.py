@@ -190,12 +190,16 @@ class LayerGroup(ABC):
 
     spec: GroupSpec
     devices: Sequence[mx.Context]
-    link: Any  # a `gluon_syncbn.meeting.link.Link` in a job of several processes, else None
+    link: Any = None  # a `gluon_syncbn.meeting.link.Link`, once it is connected with other processes
 
     @property
     @abstractmethod
     def reference(self) -> GroupReference:
         """How a graph, or a call, names this group."""
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """Find the other processes, if there are some, and return the link to them. The layer is about to train."""
 
     @abstractmethod
     def rounds(self, set_id: int) -> int:

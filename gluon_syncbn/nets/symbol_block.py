@@ -147,6 +147,8 @@ def _key(norm: Norm) -> Tuple[str, ...]:
 
 
 def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
+    options = dict(options)
+    process_group = options.pop("process_group", None)
     layer = SyncBatchNorm(
         axis=norm.axis,
         momentum=norm.momentum,
@@ -156,6 +158,7 @@ def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
         prefix=norm.name + "_",
         **{key: value for key, value in options.items() if key != "dtype"},
     )
+    layer.connect_later(process_group)
     # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
     set_name(layer, norm.name)
     for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):

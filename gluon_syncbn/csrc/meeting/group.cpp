@@ -56,6 +56,7 @@ Membership Group::membership_of(const std::string& device, int64_t active_set) {
                                 "Give num_devices where the layer is made, or call hybridize() again after "
                                 "initialize().");
   }
+  if (!link_) link_ = connect_();
   if (devices_.size() < num_devices_) wait_for_devices(device, lock);
   std::map<std::string, Membership>& members = members_[active_set];
   if (members.empty()) make_subgroups(members, active_set);
@@ -137,7 +138,7 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
   std::map<size_t, std::vector<std::string>> neighbours;
   for (size_t i = 0; i < devices_.size(); ++i) {
     if (active_sets().includes(devices_[i], active_set)) {
-      neighbours[(first_device_ + i) / group_size_].push_back(devices_[i]);
+      neighbours[(link_->first_device + i) / group_size_].push_back(devices_[i]);
     }
   }
   for (const auto& [number, names] : neighbours) {
@@ -149,16 +150,16 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
 }
 
 Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
-  if (!link_.exchange) return {};
+  if (!link_->exchange) return {};
   const auto exchange = [this, is_forward, subgroup, active_set](const Vectors& contributions, uint64_t key,
                                                                  uint64_t& round_id) {
     uint64_t number = is_forward ? 0 : key;
-    Vectors rows = link_.exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
+    Vectors rows = link_->exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
                                   is_forward ? merge(contributions).pack() : add_ranks(contributions));
     if (is_forward) round_id = number;
     return rows;
   };
-  return {exchange, link_.fail, exchange_seconds_};
+  return {exchange, link_->fail, link_->exchange_seconds};
 }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {

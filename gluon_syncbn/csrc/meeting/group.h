@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -24,9 +25,6 @@ struct GroupSpec {
   const char* name;  // the layer's
   int num_devices;
   int group_size;  // of neighbours that synchronize among themselves, in all processes
-  int first_device;  // the number of this process's first one among those of all processes
-  int num_processes;
-  double exchange_seconds;  // how long processes wait for each other
   double timeout_seconds;
   double momentum;
   double epsilon;
@@ -74,14 +72,17 @@ struct Link {
                         const std::vector<double>& vector)>
       exchange;
   std::function<void(const std::string& error)> fail;
-  std::function<void()> drop;  // the group is gone
+  size_t first_device = 0;      // the number of this process's first one among those of all processes
+  double exchange_seconds = 0;  // how long processes wait for each other
 };
 
 class Group {
  public:
   // Of `devices`; or, if there are none, open to the first `spec.num_devices` that come. `advice` ends errors about
-  // missing devices. The link is for a spec of several processes.
-  Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, Link link)
+  // missing devices. `connect` is called once, when the first device comes to train, and makes the link to other
+  // processes, which is empty if there are none; it may throw. `drop` is called when the group is gone.
+  Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, std::function<Link()> connect,
+        std::function<void()> drop)
       : name(spec.name),
         momentum(spec.momentum),
         epsilon(spec.epsilon),
@@ -91,14 +92,11 @@ class Group {
         devices_(std::move(devices)),
         num_devices_(static_cast<size_t>(spec.num_devices)),
         group_size_(static_cast<size_t>(spec.group_size)),
-        first_device_(static_cast<size_t>(spec.first_device)),
         timeout_(spec.timeout_seconds),
-        exchange_seconds_(spec.exchange_seconds),
         advice_(std::move(advice)),
-        link_(std::move(link)) {}
-  ~Group() {
-    if (link_.drop) link_.drop();
-  }
+        connect_(std::move(connect)),
+        drop_(std::move(drop)) {}
+  ~Group() { drop_(); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -151,11 +149,11 @@ class Group {
   std::vector<std::string> devices_;
   const size_t num_devices_;
   const size_t group_size_;
-  const size_t first_device_;
   const double timeout_;
-  const double exchange_seconds_;
   const std::string advice_;
-  const Link link_;
+  const std::function<Link()> connect_;
+  const std::function<void()> drop_;
+  std::optional<Link> link_;
   std::mutex mutex_;
   std::condition_variable complete_;
   std::map<int64_t, std::map<std::string, Membership>> members_;  // by active set, then by device

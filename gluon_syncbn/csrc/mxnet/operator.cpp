@@ -71,16 +71,23 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 using ExchangeRows = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* round_id,
                              const double* vector, int64_t size, double* rows);
 using Fail = void (*)(int64_t group, const char* error);
-using DropLink = void (*)(int64_t group);
+// Facts: the number of processes, that of this one's first device, and how many seconds processes wait for each other.
+// 0, or -1 after leaving the text of an error.
+using Connect = int (*)(int64_t group, double* facts);
+using Drop = void (*)(int64_t group);
+Connect connect_group = nullptr;
 ExchangeRows exchange_rows = nullptr;
 Fail fail = nullptr;
-DropLink drop_link = nullptr;
+Drop drop_link = nullptr;
 
 // Python's function that warns.
 using Warn = void (*)(const char* text);
 Warn warn = nullptr;
 
-Link link_of(int64_t id, size_t num_processes) {
+Link connect(int64_t id) {
+  double facts[3];
+  if (connect_group(id, facts) < 0) throw RendezvousError(take_error());
+  const auto num_processes = static_cast<size_t>(facts[0]);
   if (num_processes == 1) return {};
   const auto exchange = [id, num_processes](bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
                                             const std::vector<double>& vector) {
@@ -97,7 +104,7 @@ Link link_of(int64_t id, size_t num_processes) {
     }
     return rows;
   };
-  return {exchange, [id](const std::string& error) { fail(id, error.c_str()); }, [id] { while_python_lives([id] { drop_link(id); }); }};
+  return {exchange, [id](const std::string& error) { fail(id, error.c_str()); }, static_cast<size_t>(facts[1]), facts[2]};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -417,8 +424,9 @@ EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group,
 }
 
 // Hands over what connects groups of several processes.
-EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::ExchangeRows exchange, gluon_syncbn::Fail fail,
-                                          gluon_syncbn::DropLink drop) {
+EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::Connect connect, gluon_syncbn::ExchangeRows exchange,
+                                          gluon_syncbn::Fail fail, gluon_syncbn::Drop drop) {
+  gluon_syncbn::connect_group = connect;
   gluon_syncbn::exchange_rows = exchange;
   gluon_syncbn::fail = fail;
   gluon_syncbn::drop_link = drop;
@@ -428,8 +436,9 @@ EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::ExchangeRows exchange, g
 EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
                                       const char* advice) {
   const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
-  gluon_syncbn::Link link = gluon_syncbn::link_of(id, static_cast<size_t>(spec->num_processes));
-  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, std::move(link)));
+  const auto connect = [id] { return gluon_syncbn::connect(id); };
+  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::drop_link(id); }); };
+  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, connect, drop));
 }
 
 // Forgets a group; calls that are under way keep it until they are done.
