@@ -225,7 +225,7 @@ def _make_again(norm: Norm, inputs, after, chosen: Dict[str, Any], is_loaded: bo
     checked_spec(spec, is_loaded)
     local = {name: chosen[name] for name in ("in_place", "fuse", "backend") if name in chosen}
     form = Form(norm.axis, "relu" if norm.relu else None, **local)
-    return make_node(inputs, form, Node(norm.name, spec, norm.hidden, after))
+    return make_node(inputs, form, Node(norm.name, spec, norm.hidden, after), is_loaded=is_loaded)
 
 
 def checked_spec(spec: GroupSpec, is_loaded: bool = False) -> GroupSpec:
@@ -254,13 +254,17 @@ def check_names(spec: GroupSpec) -> GroupSpec:
     return spec
 
 
-def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False):
-    """The last node of a synchronized layer that no layer object owns, and its order token."""
+def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False, is_loaded: bool = False):
+    """The last node of a synchronized layer that no layer object owns, and its order token.
+
+    For ``is_loaded`` see `checked_spec`.
+    """
     spec, relu = node.spec, form.activation == "relu"
     is_alone = (
         spec.num_devices == 1
         and is_connected(spec.process_group)
         and count_processes(spec.process_group, spec.where) == 1
+        and not (is_loaded and spec.group_size is not None)  # whether that fits shows when it trains
     )
     if use_global_stats or (spec.renorm is None and (is_alone or spec.group_size == 1)):
         options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}

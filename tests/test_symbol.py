@@ -168,7 +168,7 @@ def test_one_that_does_not_come_is_an_error():
     [({"num_devices": None}, 2, "does not say on how many devices"), ({"num_devices": 2}, 3, "was built for cpu")],
 )
 def test_wrong_numbers_of_devices(options, count, text):
-    module = make_module(network(gluon_syncbn.symbol.SyncBatchNorm, timeout=1, **options), cpus(count))
+    module = make_module(network(gluon_syncbn.symbol.SyncBatchNorm, timeout=20, **options), cpus(count))
     with pytest.raises(mx.MXNetError, match=text):
         train(module, 1)
     with contextlib.suppress(mx.MXNetError):
@@ -233,7 +233,6 @@ def test_bad_input():
 
 
 WRONG = {
-    "group_size=2 does not divide its 3 devices": {"num_devices": 3, "group_size": 2},
     "num_devices must be a positive integer, not -2": {"num_devices": -2},
     "num_devices must be a positive integer, not '2'": {"num_devices": "2"},
     "group_size must be a positive integer, not 0": {"group_size": 0},

@@ -86,8 +86,9 @@ class Group(LayerGroup):
         self._steps: Dict[mx.Context, int] = {}  # see `_step_of`
         self._common_step = 0
         self._occasion = (0, 0)
+        self._seconds = spec.seconds  # a variable that is no number shows here
         if self.devices:
-            KVStoreTransport(self.devices, spec.kvstore)  # one that cannot be made shows here
+            KVStoreTransport(self.devices, spec.kvstore)  # and one that cannot be made
         _groups[self._id] = self
 
     @property
@@ -124,7 +125,7 @@ class Group(LayerGroup):
         more = {} if self.link is None else {"exchange_timeout": self.link.seconds, "on_failure": self.link.fail}
         names = [str(device) for device in devices]
         what = f"{self.spec.where}: {direction} pass"
-        return Rendezvous(what, names, self.spec.seconds, exchange, usual_reasons, **more)
+        return Rendezvous(what, names, self._seconds, exchange, usual_reasons, **more)
 
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int, Limits]:
         """The moments of the whole mini-batch, the id of this forward round, and how far it may be renormalized."""
@@ -206,7 +207,7 @@ class Group(LayerGroup):
         if len(self.devices) == size:
             self.devices.sort(key=lambda item: (item.device_type, item.device_id))
             self._changed.notify_all()
-        waited = waiting.wait(self._changed, time.monotonic(), self.spec.seconds, lambda: len(self.devices) == size)
+        waited = waiting.wait(self._changed, time.monotonic(), self._seconds, lambda: len(self.devices) == size)
         if waited is not None:
             arrived = ", ".join(map(str, self.devices))
             raise SyncBatchNormError(
