@@ -198,6 +198,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if backend != "auto":
             choose(where, backend, [], options.kvstore)  # one that cannot run here shows at once
         self._activation, self._in_place, self._fuse = activation, in_place, fuse
+        self._first_step = self._next_step()  # of the schedule of renorm, for the next group
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
         self._passes = Passes(self)
@@ -212,6 +213,7 @@ class SyncBatchNorm(nn.BatchNorm):
         remove_live(self)
         for name in (
             "_options",
+            "_first_step",
             "_group",
             "_group_lock",
             "_passes",
@@ -238,7 +240,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        state = {**self.__dict__, "_group": None}
+        state = {**self.__dict__, "_group": None, "_first_step": self._next_step()}
         del state["_group_lock"], state["_passes"]
         return state
 
@@ -300,9 +302,11 @@ class SyncBatchNorm(nn.BatchNorm):
         if trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
         is_for_one = self._options.num_devices == 1 and self._is_alone(devices)
-        if trace is None and len(devices) == 1 and not (is_for_one or self._never_synchronizes()):
-            # The parameters are on one device, where base weights are loaded, and most move before they train. So this
-            # tells what it is, and a SymbolBlock, or `symbol.load`, makes a layer of it.
+        is_moving = len(devices) == 1 or self._is_for_itself()
+        if trace is None and is_moving and not (is_for_one or self._kwargs["use_global_stats"]):
+            # The parameters are on one device, where base weights are loaded, and most move before they train. Or it
+            # synchronizes with nobody, but is to do so if its symbol is converted again. So this tells what it is, and
+            # a SymbolBlock, or `symbol.load`, makes a layer of it.
             spec = check_names(self._spec(self._options.num_devices))
             told = mark(spec, self._form(), relu=False, is_plain=True)
             return plain_node(inputs, name, relu, {**(hidden or {}), **told}, **self._kwargs), None
@@ -325,8 +329,11 @@ class SyncBatchNorm(nn.BatchNorm):
         return not devices or (self._is_connected() and self.process_group() is None)
 
     def _never_synchronizes(self) -> bool:
-        is_for_itself = self._options.group_size == 1 and self._options.renorm is None
-        return is_for_itself or self._kwargs["use_global_stats"]
+        return self._is_for_itself() or self._kwargs["use_global_stats"]
+
+    def _is_for_itself(self) -> bool:
+        """Whether it has no device to meet by its ``group_size``."""
+        return self._options.group_size == 1 and self._options.renorm is None
 
     def _on_backend(self, F, arrays, node: Optional[Node] = None):
         backend, group = self._group_on(self._devices())
@@ -367,9 +374,16 @@ class SyncBatchNorm(nn.BatchNorm):
                         f"in_place=True saves no memory here.",
                         stacklevel=2,
                     )
+                self._first_step = self._next_step()
                 self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
+                self._group[1].go_to_step(self._first_step)
                 add_live(self)
             return now
+
+    def _next_step(self) -> int:
+        """Of the schedule of renorm. It goes on where the layer moves, is copied, or is converted again."""
+        group = self.__dict__.get("_group")
+        return self.__dict__.get("_first_step", 0) if group is None else group[1].go_to_step(0)
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""

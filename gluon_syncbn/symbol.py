@@ -16,7 +16,7 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
-from gluon_syncbn.graphs.mark import Form
+from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.rewrite import Graph, Norm
 from gluon_syncbn.job.default import find, is_connected
 from gluon_syncbn.meeting.link import count_processes
@@ -270,7 +270,10 @@ def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False, is
         options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
         x, lowered = widened(mx.sym, inputs[0], node.dtypes)
         options["use_global_stats"] = use_global_stats
-        return lowered(plain_node([x, *inputs[1:]], node.name, relu, node.hidden, **options)), None
+        # Where only group_size keeps it to itself, the node tells what it is, for another conversion.
+        told = {} if is_alone or use_global_stats else mark(spec, form, relu=False, is_plain=True)
+        out = plain_node([x, *inputs[1:]], node.name, relu, {**(node.hidden or {}), **told}, **options)
+        return lowered(out), None
     devices = [mx.gpu(0)] if mx.context.num_gpus() else []
     chosen = choose(spec.where, form.backend, devices, spec.kvstore).backend
     return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), form, node)

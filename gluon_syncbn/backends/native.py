@@ -85,10 +85,12 @@ def _connect(group_id: int) -> Optional[Link]:
     """What links the group to other processes, from now on."""
     with _connecting:
         if group_id not in _links:
-            _links[group_id] = link_of(
-                _specs[group_id], lambda least: library.core.gluon_syncbn_group_step(group_id, least)
-            )
+            _links[group_id] = link_of(_specs[group_id], lambda least: _go_to_step(group_id, least))
         return _links[group_id]
+
+
+def _go_to_step(group_id: int, least: int) -> int:
+    return library.core.gluon_syncbn_group_step(group_id, least)
 
 
 @library.CONNECT
@@ -197,6 +199,9 @@ class NativeGroup(LayerGroup):
     def connect(self) -> Optional[Link]:
         self.link = _connect(self._id)
         return self.link
+
+    def go_to_step(self, least: int) -> int:
+        return _go_to_step(self._id, least)
 
     def rounds(self, set_id: int) -> int:
         return library.core.gluon_syncbn_rounds(self._id, set_id)

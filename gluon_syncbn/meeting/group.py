@@ -98,7 +98,7 @@ class Group(LayerGroup):
     def connect(self) -> Optional[Link]:
         with self._changed:
             if not self._is_connected:
-                self.link, self._is_connected = link_of(self.spec, self._go_to_step), True
+                self.link, self._is_connected = link_of(self.spec, self.go_to_step), True
             return self.link
 
     def rounds(self, set_id: int) -> int:
@@ -156,8 +156,7 @@ class Group(LayerGroup):
                 self._steps.clear()
             return max(self._common_step, self._steps.get(device, 0))
 
-    def _go_to_step(self, least: int) -> int:
-        """From ``least`` on, if it is not further; returns the latest step of all devices. Nothing may be running."""
+    def go_to_step(self, least: int) -> int:
         with self._changed:
             self._common_step = max(self._common_step, least)
             return max([self._common_step, *self._steps.values()])

@@ -202,6 +202,11 @@ class LayerGroup(ABC):
         """Find the other processes, if there are some, and return the link to them. The layer is about to train."""
 
     @abstractmethod
+    def go_to_step(self, least: int) -> int:
+        """Have the schedule of Batch Renormalization go on from the step ``least``, if it is not further; returns the
+        latest step of all devices. Nothing may be running."""
+
+    @abstractmethod
     def rounds(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this active set."""
 
