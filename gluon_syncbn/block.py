@@ -319,7 +319,8 @@ class SyncBatchNorm(nn.BatchNorm):
             spec = checked_spec(self._spec(len(devices) or self._options.num_devices))
             node = Node(name, spec, hidden, after)
             return make_node(inputs, self._form(), node)
-        node = Node(name, self._spec(self._options.num_devices), hidden, after, trace.is_static, dtypes)
+        flags = trace.is_static, trace.is_partitioned
+        node = Node(name, self._spec(self._options.num_devices), hidden, after, *flags, dtypes)
         return self._on_backend(mx.sym, inputs, node)
 
     def _is_alone(self, devices: Sequence[mx.Context]) -> bool:

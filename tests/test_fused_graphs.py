@@ -491,17 +491,22 @@ def test_shared_statistics_on_parallel_branches_of_a_static_graph(backend, with_
 
 @pytest.mark.skipif(not hasattr(gluon.HybridBlock, "optimize_for"), reason="MXNet has it since 1.8")
 @pytest.mark.parametrize("how", ["optimize_for", "hybridize"])
+@pytest.mark.parametrize("flags", [{}, MODES["static"]], ids=["", "static"])
+@pytest.mark.parametrize("has_run", [False, True], ids=["new", "after a step"])
 @pytest.mark.parametrize("pattern", list(PATTERNS))
-def test_a_net_that_was_taken_apart_exports_what_it_computes(pattern, how, tmp_path, backend):
+def test_a_net_that_was_taken_apart_exports_what_it_computes(pattern, has_run, flags, how, tmp_path, backend):
     """MXNet keeps, and exports, the graph that its partitioner was handed."""
     net = convert_sync_batchnorm(Net(PATTERNS[pattern][1]))
     net.initialize(ctx=cpus(2))
     shards = random_shards([(2, CHANNELS, 3, 5)] * 2)
     x = mx.nd.array(shards[0])
+    if has_run:
+        net.hybridize(**flags)
+        step(net, shards, shards, cpus(2))
     if how == "optimize_for":
-        net.optimize_for(x, backend="MKLDNN")
+        net.optimize_for(x, backend="MKLDNN", **flags)
     else:
-        net.hybridize(backend="MKLDNN")
+        net.hybridize(backend="MKLDNN", **flags)
     step(net, shards, shards, cpus(2))
     expected = net(x).asnumpy()
     net.export(str(tmp_path / "net"))

@@ -1,5 +1,8 @@
 """One Python thread per device, as gluoncv's DataParallelModel runs a net."""
 
+import threading
+import time
+
 import mxnet as mx
 import numpy as np
 import oracle
@@ -10,6 +13,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.process.passes import counting_backward
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -22,8 +26,6 @@ def test_data_parallel_model(mode):
         net.add(SyncBatchNorm(in_channels=4, timeout=30))
     net.initialize(ctx=devices)
     set_mode(net, mode)
-    for device in devices:  # builds the graph: several threads must not
-        net(mx.nd.ones(shapes[0], ctx=device)).wait_to_read()
     model = DataParallelModel(net, devices, sync=True)
     expected_mean = np.zeros(4)
     for seed in range(2):  # each time new threads, in which MXNet leaves 88 MB
@@ -40,3 +42,81 @@ def test_data_parallel_model(mode):
         expected_mean = 0.9 * expected_mean + 0.1 * first.mean
         for device in devices:
             assert oracle.distance([net[0].running_mean.data(device).asnumpy()], [expected_mean]) < 1e-5
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_first_call_from_several_threads(mode):
+    """Each with its own ``record()`` and ``backward()``; the shapes are known, so MXNet has no parameter to make."""
+    devices = cpus(4)
+    for _ in range(5):
+        net = nn.HybridSequential()
+        for _ in range(3):
+            net.add(nn.Conv2D(4, 1, in_channels=4), SyncBatchNorm(in_channels=4, timeout=30))
+        net.initialize(ctx=devices)
+        set_mode(net, mode)
+        shards = random_shards([(2, 4, 5, 5)] * 4)
+        results, start = {}, threading.Barrier(4)
+
+        def work(rank, net=net, results=results, start=start, shards=shards):
+            x = mx.nd.array(shards[rank], ctx=devices[rank])
+            try:
+                for _ in range(2):  # a Trainer would keep them together in its place
+                    start.wait()
+                    with autograd.record():
+                        y = net(x)
+                    y.backward()
+                results[rank] = y.asnumpy()
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        mx.nd.waitall()
+        for rank in range(4):
+            assert isinstance(results[rank], np.ndarray), results[rank]
+        parts = shards
+        for conv in net[::2]:
+            weight = conv.weight.data(devices[0]).asnumpy()[:, :, 0, 0]
+            parts = [np.einsum("oc,nchw->nohw", weight, part) for part in parts]
+            parts = oracle.batch_norm(parts, np.ones(4), np.zeros(4)).outputs
+        assert oracle.distance([results[rank] for rank in range(4)], parts) < 1e-4
+
+
+def test_a_backward_pass_that_waits_for_another_thread():
+    """It returns when its work is done, which needs the other device's, whose thread calls ``backward()`` later."""
+    devices = cpus(2)
+    layer = SyncBatchNorm(in_channels=4, timeout=30)
+    layer.initialize(ctx=devices)
+    waits = threading.Event()
+
+    started, took = [], {}
+
+    def work(rank):
+        with autograd.record():
+            y = layer(mx.nd.ones((2, 4, 5, 5), ctx=devices[rank]))
+        began = time.monotonic()
+        if rank == 0:
+            original = mx.nd.NDArray.backward.__wrapped__
+
+            def slow(*args, **kwargs):  # MXNet's own, and it waits for what it has started
+                done = original(*args, **kwargs)
+                waits.set()
+                layer.gamma.grad(devices[0]).wait_to_read()
+                return done
+
+            counting_backward(slow)(y)
+        else:
+            assert waits.wait(30)
+            y.backward()
+        started.append(rank)
+        took[rank] = time.monotonic() - began
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(started) == [0, 1] and max(took.values()) < 20, took

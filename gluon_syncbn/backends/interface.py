@@ -17,8 +17,9 @@ class Node(NamedTuple):
 
     ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node, and ``spec`` is
     what its mark tells of the group. ``after`` is the order token of the call that must come before this one, if there
-    is one; ``is_static`` says whether the graph is for ``static_alloc`` and ``static_shape``; ``dtypes`` are those of
-    the graph's inputs, by name, as far as they are known.
+    is one; ``is_static`` says whether the graph is for ``static_alloc`` and ``static_shape``, and ``is_partitioned``
+    whether MXNet takes it apart (``optimize_for``); ``dtypes`` are those of the graph's inputs, by name, as far as they
+    are known.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Node(NamedTuple):
     hidden: Optional[Dict[str, str]] = None
     after: Optional[mx.sym.Symbol] = None
     is_static: bool = False
+    is_partitioned: bool = False
     dtypes: Dict[str, Any] = {}
 
     def marked(self, form: Form, relu: bool) -> Dict[str, Any]:

@@ -235,7 +235,9 @@ class NativeBackend(Backend):
         after = None if node is None else node.after
         last = {} if node is None else node.marked(form, relu=form.activation == "relu")
         is_on_gpus = bool(group.devices) and len(_gpus(group.devices)) == len(group.devices)
-        skip_copies = is_on_gpus or (node is not None and node.is_static)
+        # A partitioner takes identity out, and with it the mark.
+        is_kept = node is None or not node.is_partitioned
+        skip_copies = is_kept and (is_on_gpus or (node is not None and node.is_static))
         skip_wrappers = F is mx.nd and x.context.device_type == "gpu"
         dense = x if skip_wrappers else F.reshape(x, shape=(-2,)) if skip_copies else _dense_copy(F, x)
         out, order_token = F.Custom(

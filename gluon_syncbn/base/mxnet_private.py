@@ -50,6 +50,16 @@ def drop_graph(block: HybridBlock) -> None:
     block._clear_cached_op()
 
 
+def has_operator(block: HybridBlock) -> bool:
+    """Whether what runs a graph of the block has been made."""
+    return block._cached_op is not None
+
+
+def make_operator(block: HybridBlock, arguments: Tuple) -> None:
+    """Make it, as the first call does; it makes the graph, and parameters whose shapes show now."""
+    block._build_cache(*arguments)
+
+
 def is_static(block: HybridBlock) -> bool:
     """Whether it was hybridized with ``static_alloc`` and ``static_shape``."""
     flags = dict(block._flags)

@@ -14,18 +14,28 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 """
 
 import functools
+import threading
 import weakref
 from typing import Any, Dict, List, Optional
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter
 
-from gluon_syncbn.base.mxnet_private import arrays_of, context_list, drop_graph, flatten, has_operator_hook
+from gluon_syncbn.base.mxnet_private import (
+    arrays_of,
+    context_list,
+    drop_graph,
+    flatten,
+    has_operator,
+    has_operator_hook,
+    make_operator,
+)
 from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.passes import note_forward
 
+_making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +75,11 @@ class _Graph:
                 found += [arrays_of(layer.running_mean)[rank], arrays_of(layer.running_var)[rank]]
         return found
 
-    def has_moved(self) -> bool:
+    def is_out_of_date(self, net: Block) -> bool:
+        """Whether it must be made anew."""
+        return self._has_moved() or self.has_hook != has_operator_hook(net)
+
+    def _has_moved(self) -> bool:
         for layer, made_for in list(self._contexts.items()):
             now = context_list(layer.running_mean)
             if now is not made_for:
@@ -103,27 +117,35 @@ def _device_of(inputs) -> Optional[mx.Context]:
     return next((item.context for item in given if isinstance(item, mx.nd.NDArray)), None)
 
 
+def _make(net: Block, args) -> Optional[_Graph]:
+    """By one thread at a time: those of several devices may come for the first time together, and MXNet, which keeps
+    the names of what it makes in the blocks, does not expect that."""
+    with _making:
+        graph = _graphs.get(net)
+        if graph is not None and graph.is_out_of_date(net):
+            del _graphs[net]
+            drop_graph(net)
+        if not has_operator(net):
+            make_operator(net, args)
+        graph = _graphs.get(net)
+        if graph is not None:
+            graph.order_tokens.clear()
+        return graph
+
+
 def following_moves(call):
     """The call of a graph: one whose layers have moved is made anew, and what it writes is told to the engine."""
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):
         graph = _graphs.get(self)
-        if graph is not None and (graph.has_moved() or graph.has_hook != has_operator_hook(self)):
-            _graphs.pop(self, None)  # another thread may have done so
-            drop_graph(self)
-            graph = None
-        if graph is not None:
-            device = _device_of(args)
-            graph.begin_forward(device)
-        out = call(self, *args)
+        if not has_operator(self) or (graph is not None and graph.is_out_of_date(self)):
+            graph = _make(self, args)
         if graph is None:
-            graph = _graphs.get(self)
-            if graph is None:
-                return out
-            device = _device_of(args)
-            graph.order_tokens.clear()  # it has been made in the call
-            graph.begin_forward(device)
+            return call(self, *args)
+        device = _device_of(args)
+        graph.begin_forward(device)
+        out = call(self, *args)
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

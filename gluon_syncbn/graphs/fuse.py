@@ -28,7 +28,14 @@ from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_operator_hook, has_partitioner, json_of, owner_of_graph
+from gluon_syncbn.base.mxnet_private import (
+    graph_of,
+    has_operator_hook,
+    has_partitioner,
+    json_of,
+    owner_of_graph,
+    set_graph,
+)
 from gluon_syncbn.graphs.mark import MARK, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
 
@@ -196,13 +203,21 @@ def _say(name: str, kinds: Counter) -> None:
         _log.info("%s: its norms compute what follows them in their own passes (%s).", name, counts)
 
 
+def _loses_marks(symbol: mx.sym.Symbol) -> bool:
+    """Whether a mark is on an operator that partitioners take out, as `gluon_syncbn.backends.native` explains."""
+    return any(node["op"] == "_copy" and MARK in node.get("attrs", {}) for node in parse(symbol)["nodes"])
+
+
 def fusing_graphs(get_graph):
     """``HybridBlock._get_graph``: what is made to run of it is fused; what is kept, and exported, is not."""
 
     @functools.wraps(get_graph)
     def _get_graph(self, *args):
+        is_to_run = owner_of_graph(sys._getframe(1)) is self
+        if is_to_run and has_partitioner(self) and graph_of(self) and _loses_marks(graph_of(self)[1]):
+            set_graph(self, ())  # it was made before the partitioner was chosen
         inputs, out = get_graph(self, *args)
-        if owner_of_graph(sys._getframe(1)) is not self or has_operator_hook(self) or has_partitioner(self):
+        if not is_to_run or has_operator_hook(self) or has_partitioner(self):
             return inputs, out
         fused, kinds = fuse(out)
         _say(self.name, kinds)

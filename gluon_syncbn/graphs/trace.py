@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 import mxnet as mx
 from mxnet.gluon import HybridBlock
 
-from gluon_syncbn.base.mxnet_private import flatten, is_making_graph, is_static, owner_of_graph
+from gluon_syncbn.base.mxnet_private import flatten, has_partitioner, is_making_graph, is_static, owner_of_graph
 
 
 class Trace(NamedTuple):
@@ -21,6 +21,11 @@ class Trace(NamedTuple):
     inputs: List[mx.sym.Symbol]
     arguments: tuple
     is_static: bool
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether MXNet takes the graph apart when it is made, and removes what it holds for superfluous."""
+        return self.net is not None and has_partitioner(self.net)
 
     @property
     def symbol(self) -> mx.sym.Symbol:

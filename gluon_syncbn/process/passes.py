@@ -8,7 +8,9 @@ forward passes, but not equally many backward passes.
 Forward passes are counted where a layer, or a graph that has some, is called. Backward passes have no such place: which
 devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every Parameter whether its
 gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine has done by then. So
-that note is taken away before the call, looked at behind it, and put back.
+that note is taken away before the call, looked at behind it, and put back. Several threads may be in ``backward()``
+together, and one of them may wait there for what another has yet to start: nothing is held during the call. Whoever
+returns first counts what is fresh by then, and the last one puts back what nobody has reached.
 
 One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
 
@@ -24,7 +26,7 @@ import threading
 import weakref
 from collections import Counter
 from types import FrameType
-from typing import List, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set
 
 import mxnet as mx
 
@@ -33,7 +35,9 @@ from gluon_syncbn.engine import failures
 
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
-_notes_lock = threading.RLock()  # while a backward() is under way; one may begin in another
+_notes_lock = threading.Lock()
+_notes: Dict[int, "_Note"] = {}  # by array, while a backward() is under way
+_calls = 0  # of backward() that are under way
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
 _open: Set[int] = set()  # threads in whose last record() a layer has been called, and no backward() since
 _inside: Counter = Counter()  # by thread: how many record() it is in
@@ -89,9 +93,8 @@ class Passes:
                 return parameter.list_data()
         return []
 
-    def take_notes(self) -> List[Tuple["Passes", mx.nd.NDArray, bool]]:
+    def take_notes(self) -> Iterator["_Note"]:
         """Take from each of these arrays the note whether its gradient is fresh."""
-        taken = []
         was_told = failures.was_told()
         for array in self.arrays():
             was_fresh = has_fresh_gradient(array)
@@ -101,14 +104,30 @@ class Passes:
                 if not was_told:
                     failures.forget_told()
                 break
-            taken.append((self, array, was_fresh))
-        return taken
+            yield _Note(self, array, was_fresh)
 
     def _is_watched(self, is_first: bool) -> bool:
         with _watched_lock:
             if is_first:
                 _watched.add(self)
             return self in _watched
+
+
+class _Note:
+    """Whether the gradient of an array was fresh before ``backward()``; and whether one that has reached it counts."""
+
+    def __init__(self, passes: Passes, array: mx.nd.NDArray, was_fresh: bool):
+        self.passes, self.array, self.was_fresh = passes, array, was_fresh
+        self.is_counted = False
+
+    def count(self) -> None:
+        if not self.is_counted and has_fresh_gradient(self.array):
+            self.is_counted = True
+            self.passes.end_backward(self.array.context)
+
+    def put_back(self) -> None:
+        if self.was_fresh and not self.is_counted:
+            set_fresh_gradient(self.array, True)
 
 
 def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
@@ -236,15 +255,36 @@ def counting_backward(backward):
             heads = args[0] if args else kwargs.get("heads")
             for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
                 failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
-        with _notes_lock:
-            notes = [note for passes in _watched_now() for note in passes.take_notes()]
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                for passes, array, was_fresh in notes:
-                    if has_fresh_gradient(array):
-                        passes.end_backward(array.context)
-                    elif was_fresh:
-                        set_fresh_gradient(array, True)
+        _begin_backward()
+        try:
+            done = backward(*args, **kwargs)
+        finally:
+            _end_backward()
+        _note_backward()
+        return done
 
     return counted_backward
+
+
+def _begin_backward() -> None:
+    global _calls
+    with _notes_lock:
+        _calls += 1
+        for note in _notes.values():  # what calls that are still under way have reached
+            note.count()
+        for note in [note for passes in _watched_now() for note in passes.take_notes()]:
+            before = _notes.get(id(note.array))
+            note.was_fresh |= before is not None and before.was_fresh
+            _notes[id(note.array)] = note
+
+
+def _end_backward() -> None:
+    global _calls
+    with _notes_lock:
+        _calls -= 1
+        for note in _notes.values():
+            note.count()
+        if not _calls:
+            for note in _notes.values():
+                note.put_back()
+            _notes.clear()

@@ -1,0 +1,47 @@
+"""What a layer can meet, two and three at a time, drawn at random in each run (tests/crossings.py)."""
+
+import os
+import re
+import subprocess
+import sys
+
+import crossings
+import pytest
+from harness import HANG, ROOT, lean_environment
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_crossings(seed, part):
+    command = [sys.executable, os.path.join(ROOT, "tests", "crossings.py"), "--seed", str(seed + part), "--cases", "80"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**lean_environment(), "MXNET_CPU_TEMP_COPY": "1024"},
+        timeout=HANG,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    wrong = done.stdout[done.stdout.find("WRONG") :] if "WRONG" in done.stdout else done.stdout[-2000:]
+    assert done.returncode == 0, f"--seed {seed + part}\n{wrong[:6000]}"
+    assert int(re.search(r"(\d+) pairs", done.stdout).group(1)) > 900
+
+
+def test_every_feature_is_drawn():
+    """A feature that the exclusions have made impossible would be missed by nobody."""
+    found = set()
+    for number in range(2000):
+        found |= crossings.Case(1, number).features()
+    assert found >= {f"mode={mode}" for mode in crossings.MODES_OF_CALL}
+    assert found >= {f"maker={maker}" for maker in crossings.MAKERS} | {f"behind={item}" for item in crossings.BEHIND}
+    assert found >= set(crossings.EVENTS) | {"twins", "renorm", "in_place", "fuse", "group_size", "gamma=0.0"}
+
+
+# Cases that were wrong once.
+FOUND = [(617491044, 513), (617491044, 544), (617491044, 808), (617491044, 2418), (1, 2), (1, 10), (1, 25)]
+
+
+@pytest.mark.parametrize("seed, number", FOUND)
+def test_what_was_found(seed, number):
+    assert crossings.try_case(seed, number) == ""
