@@ -33,7 +33,7 @@ from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnor
 CHANNELS = 3
 SLOPE = 0.25  # the same in every dtype
 # Outputs and statistics, and gradients. MXNet's own layers compute in float32 at times, also in float64.
-TOLERANCE = {"float64": 2e-6, "float32": 2e-4, "float16": 2e-2}
+TOLERANCE = {"float64": 2e-6, "float32": 2e-4, "float16": 3e-2}
 
 # What is behind the norm, and whether it is between the norm and a sum.
 BEHIND = ("nothing", "relu", "leaky", "skip", "own relu")
@@ -651,6 +651,7 @@ class ModuleTrial:
             used = list(range(case.devices))
             expected = self.trial.reference.net(dict(enumerate(shards)), dict(enumerate(heads)), used)
             loose = self.trial.edge(expected[0])
+            mx.nd.waitall()  # MXNet's own BatchNorm writes its statistics in the backward pass, untold to the engine
             for device, executor in enumerate(executors):
                 compare("output", case, executor.outputs[0].asnumpy(), expected[0][device], self.trial.tolerance)
                 if event != "statistics anew" and not loose:

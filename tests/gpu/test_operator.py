@@ -337,3 +337,55 @@ def test_nothing_is_allocated_in_a_training_step():
     more_threads, more_memory = train(60)
     assert more_threads <= threads + 2  # MXNet adds one whenever more custom operators wait than ever before
     assert more_memory - memory < 8 << 20
+
+
+@alone
+@pytest.mark.parametrize("static", [False, True])
+def test_a_backward_pass_whose_forward_pass_failed(devices, static):
+    """In a static graph the memory still holds the step before; the backward pass must not compute with it."""
+    layer = SyncBatchNorm(in_channels=5, backend="native", timeout=2)
+    layer.initialize(ctx=devices)
+    layer.hybridize(static_alloc=static, static_shape=static)
+    arrays = draw([(2, 5, 3, 3)] * 2, "float32")
+    step(layer, arrays, arrays, devices)
+    (x,), (gradient,) = place(arrays[:1], devices), place([np.zeros_like(arrays[0])], devices)
+    autograd.mark_variables([x], [gradient])
+    with autograd.record():
+        out = layer(x)
+    with pytest.raises(mx.MXNetError, match="forward pass waited 2 s for 1 of 2 devices"):
+        out.wait_to_read()
+    autograd.backward([out], place(arrays[:1], devices))
+    with pytest.raises(mx.MXNetError, match=r"the backward pass on gpu\(\d\) (was not|cannot be) run"):
+        gradient.wait_to_read()
+    gluon_syncbn.abandon_step()
+    step(layer, arrays, arrays, devices)
+    mx.nd.waitall()
+
+
+@alone
+@pytest.mark.parametrize("static", [False, True])
+def test_in_place_gradients_of_prediction_mode(devices, static):
+    """Both passes take one γ, also where it is nearly 0; where no gradient can follow, it is γ itself."""
+    layer = SyncBatchNorm(in_channels=4, backend="native", timeout=20, in_place=True)
+    layer.initialize(ctx=devices)
+    gamma, beta = np.array([0.0, 1e-9, 0.5, -1e-9]), np.array([0.0, 0.5, -0.5, 1.0])
+    layer.gamma.set_data(mx.nd.array(gamma))
+    layer.beta.set_data(mx.nd.array(beta))
+    layer.hybridize(static_alloc=static, static_shape=static)
+    arrays, heads = draw([(2, 4, 3, 3)] * 2, "float32"), draw([(2, 4, 3, 3)] * 2, "float32", seed=1)
+    inputs, gradients = place(arrays, devices), place([np.zeros_like(array) for array in arrays], devices)
+    predicted = [layer(x).asnumpy() for x in inputs]
+    autograd.mark_variables(inputs, gradients)
+    with autograd.record(train_mode=False):
+        outputs = [layer(x) for x in inputs]
+    autograd.backward(outputs, place(heads, devices), train_mode=False)
+    taken = np.where(np.abs(gamma) < 2.0**-20, np.copysign(2.0**-20, gamma), gamma)
+    for rank, (array, head) in enumerate(zip(arrays, heads)):
+        normalized = array.astype("float64") / np.sqrt(1 + 1e-5)
+        for seen, factor in ((predicted[rank], gamma), (outputs[rank].asnumpy(), taken)):
+            expected = normalized * factor.reshape(1, -1, 1, 1) + beta.reshape(1, -1, 1, 1)
+            assert oracle.distance([seen], [expected]) < 1e-6
+        dx = gradients[rank].asnumpy().astype("float64") * np.sqrt(1 + 1e-5) / taken.reshape(1, -1, 1, 1)
+        assert oracle.distance([dx], [head]) < 1e-5
+        d_gamma = layer.gamma.grad(devices[rank]).asnumpy()
+        assert np.abs(d_gamma - (head * normalized).sum(axis=(0, 2, 3))).max() < 0.07 * np.abs(head * normalized).sum()
