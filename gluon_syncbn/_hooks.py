@@ -27,6 +27,7 @@ from gluon_syncbn.process.passes import (
     noticing_backward_of_symbols,
     noticing_end_of_record,
     noticing_forward_of_symbols,
+    noticing_grad,
     noticing_record,
 )
 from gluon_syncbn.process.updates import guarding_module, guarding_trainer
@@ -39,6 +40,7 @@ _EXTENSIONS = [
     (RecordingScope, "__exit__", warning_of_plain_norms),
     (mx.nd.NDArray, "backward", counting_backward),
     (mx.autograd, "backward", counting_backward),
+    (mx.autograd, "grad", noticing_grad),
     (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
     (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
     (mx.nd, "waitall", failing_what_cannot_be_read),

@@ -56,9 +56,10 @@ def test_first_rounds_of_nets_come_in_any_order(way, engine):
     "kind, words",
     [
         ("classes", "the nets differ: "),
-        ("prefixes", "cannot be told apart: .* is 'teacher' in process 0.*, and 'student' in process 1"),
-        ("numbers", "cannot be told apart: .* is 'other1' in process 0.*, and 'other0' in process 1"),
+        ("prefixes", "process 0 .* has trained 'teacher', 'student', and process 1 .* 'student', 'teacher'"),
+        ("numbers", "process 0 .* has trained 'other0', 'other1', and process 1 .* 'other1', 'other0'"),
         ("one more", None),
+        ("own prefix", None),
     ],
 )
 def test_nets_that_train_in_another_order_are_refused(kind, words):

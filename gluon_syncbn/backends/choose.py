@@ -30,6 +30,11 @@ class Choice(NamedTuple):
         return BACKENDS[self.name]
 
 
+def runs_here(requested: str, kvstore) -> bool:
+    """Whether this back end can run at all, or any where it is 'auto'."""
+    return requested == "auto" or not BACKENDS[requested].unavailable_reason([], kvstore)
+
+
 def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -> Choice:
     """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
 

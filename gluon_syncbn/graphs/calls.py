@@ -62,8 +62,9 @@ class _Graph:
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
-        elif first is not None:
-            note_forward()
+        learns = next((item for item in self._contexts if hasattr(item, "_passes") and item._passes.arrays()), first)
+        if learns is not None:
+            note_forward(learns._passes)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""
@@ -138,8 +139,9 @@ def following_moves(call):
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):
+        is_made = has_operator(self)  # before the graph, which another thread may be making
         graph = _graphs.get(self)
-        if not has_operator(self) or (graph is not None and graph.is_out_of_date(self)):
+        if not is_made or (graph is not None and graph.is_out_of_date(self)):
             graph = _make(self, args)
         if graph is None:
             return call(self, *args)

@@ -36,8 +36,9 @@ from gluon_syncbn.base.mxnet_private import (
     owner_of_graph,
     set_graph,
 )
-from gluon_syncbn.graphs.mark import MARK, read_mark
+from gluon_syncbn.graphs.mark import MARK, is_marked, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
+from gluon_syncbn.process.passes import add_executor
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -267,7 +268,10 @@ def fusing_bind(bind):
 
     @functools.wraps(bind)
     def fused_bind(self, *args, **kwargs):
-        return bind(_bound_symbols.fused(self), *args, **kwargs)
+        executor = bind(_bound_symbols.fused(self), *args, **kwargs)
+        if is_marked(self):
+            add_executor(executor)
+        return executor
 
     return fused_bind
 

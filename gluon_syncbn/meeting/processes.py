@@ -31,7 +31,6 @@ other, in the order of numbers, since an engine may have to make them in one ord
 
 import contextlib
 import json
-import re
 import socket
 import threading
 import weakref
@@ -279,24 +278,23 @@ class Processes:
                 )
         self._check_names(place.layers, list(names))
         self._make_subsets(place, wait)
-        self._compared.add(place.net)
 
     def _check_names(self, layers: Sequence[str], names: List[str]) -> None:
-        """Refuse nets that are alike and may have changed places.
+        """Refuse nets that are alike and have changed places, as their names tell.
 
-        Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. That is taken
-        for one net, unless a name is that of another net of these layers elsewhere.
+        Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. But where two
+        processes have trained nets of the same names, they must have done so in the same order.
         """
         kinds = list(map(_without_name, layers))
         alike = [seen for others, seen in self._seen if list(map(_without_name, others)) == kinds]
-        crossed = any(name in seen and seen[rank] != name for seen in alike for rank, name in enumerate(names))
-        if crossed or len(set(map(_without_numbers, names))) > 1:
-            other = next((rank for rank, name in enumerate(names) if name != names[0]), 0)
-            raise SyncBatchNormError(
-                f"nets that are alike cannot be told apart: the one that trains now is '{names[0]}' in "
-                f"{self._name(0)}, and '{names[other]}' in {self._name(other)}. {_ORDER}, and give each the same "
-                f"prefix= in all of them"
-            )
+        orders = list(zip(*alike, names))  # of each process, the names in the order in which they have trained
+        for rank, order in enumerate(orders):
+            if order != orders[0] and sorted(order) == sorted(orders[0]):
+                mine, theirs = (", ".join(map(repr, names)) for names in (orders[0], order))
+                raise SyncBatchNormError(
+                    f"nets that are alike have changed places: {self._name(0)} has trained {mine}, and "
+                    f"{self._name(rank)} {theirs}. {_ORDER}; give each the same prefix= in all of them"
+                )
         self._seen.append((layers, names))
 
     def add_counted(self, layer: Any) -> None:
@@ -313,12 +311,16 @@ class Processes:
                 links[key].go_to_step(steps[key])
 
     def announce_subsets(self, net: str) -> None:
-        """This net has begun to train, and has subsets. All processes announce theirs in one order."""
+        """A layer of this net, which has subsets, is about to train. All processes announce nets in one order."""
         with self._subset_order:
-            self._awaited_subsets.append(net)
+            if net not in self._compared and net not in self._awaited_subsets:
+                self._awaited_subsets.append(net)
 
     def _make_subsets(self, place: Place, wait: Wait) -> None:
         """When those of nets that were announced before are made."""
+        if self.group.meets_in_pairs:  # any processes can meet
+            self._compared.add(place.net)
+            return
         with self._subset_order:
             while place.net in self._awaited_subsets and self._awaited_subsets[0] != place.net:
                 waited = wait.ended()
@@ -326,6 +328,7 @@ class Processes:
                     raise MissingProcesses(waited, [self.group.rank])
                 self._subset_order.wait(_LOOK_SECONDS)
             self.group.add_subsets(place.subsets)
+            self._compared.add(place.net)
             if place.net in self._awaited_subsets:
                 self._awaited_subsets.remove(place.net)
             self._subset_order.notify_all()
@@ -391,7 +394,3 @@ def _agree(theirs: str, expected: str) -> bool:
 def _without_name(text: str) -> str:
     """The text of a layer (`link.describe`) from behind its name on."""
     return text.split("', ", 1)[1]
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "", name)

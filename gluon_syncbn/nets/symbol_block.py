@@ -14,6 +14,7 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
 from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
+from gluon_syncbn.backends.choose import runs_here
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.calls import order_tokens
@@ -149,6 +150,8 @@ def _key(norm: Norm) -> Tuple[str, ...]:
 def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
     options = dict(options)
     process_group = options.pop("process_group", None)
+    if not runs_here(options.get("backend", "auto"), options.get("kvstore")):
+        del options["backend"]  # a file may come from a machine where it could
     layer = SyncBatchNorm(
         axis=norm.axis,
         momentum=norm.momentum,

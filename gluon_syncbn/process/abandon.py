@@ -89,7 +89,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
             started,
         )
         abandon_step()
-    note_forward()
+    note_forward(passes)
     passes.begin_forward(device)
 
 

@@ -15,9 +15,10 @@ returns first counts what is fresh by then, and the last one puts back what nobo
 One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
 
 Other processes must know where a step breaks off here that is under way (`is_under_way`): from the first recorded call
-of a layer in an ``autograd.record()`` on, until ``backward()`` has been called. Training passes that nobody records
-(statistics that are estimated anew) never are. One that has no backward pass (a frozen stem) is under way no longer
-after any ``backward()``, or when its thread enters the next ``autograd.record()``.
+of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the first
+layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew) never
+are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
+``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next.
 """
 
 import functools
@@ -26,7 +27,7 @@ import threading
 import weakref
 from collections import Counter
 from types import FrameType
-from typing import Dict, Iterator, List, Optional, Set
+from typing import Dict, Iterator, List, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -36,12 +37,16 @@ from gluon_syncbn.engine import failures
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
 _notes_lock = threading.Lock()
-_notes: Dict[int, "_Note"] = {}  # by array, while a backward() is under way
+_notes: Dict[Tuple["Passes", int], "_Note"] = {}  # by layer and array, while a backward() is under way
 _calls = 0  # of backward() that are under way
 _scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
-_open: Set[int] = set()  # threads in whose last record() a layer has been called, and no backward() since
+# By thread: the layers that it has called in its last record(), or in it now, and that no backward() has reached since.
+_open: Dict[int, Set["Passes"]] = {}
+_left: "weakref.WeakSet[Passes]" = weakref.WeakSet()  # those that were open when the thread entered the next record()
+_answers_late = False  # whether a backward() has reached one of them that was not called again
 _inside: Counter = Counter()  # by thread: how many record() it is in
-_open_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # the same of executors
+_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # that have synchronized layers
+_open_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # with a forward and no backward pass
 
 
 class Passes:
@@ -144,8 +149,8 @@ def noticing_record(enter):
             _scope.has_begun, _scope.net = True, None
             me = threading.get_ident()
             with _watched_lock:
-                if not _inside[me]:
-                    _open.discard(me)
+                if not _inside[me] and not _answers_late:
+                    _left.update(_open.pop(me, ()))
                 _inside[me] += 1
 
     return __enter__
@@ -167,18 +172,44 @@ def noticing_end_of_record(leave):
     return __exit__
 
 
-def note_forward() -> None:
-    """This thread calls a synchronized layer, or a graph that has some."""
+def note_forward(passes: Passes) -> None:
+    """This thread calls a synchronized layer, or a graph of which this one is to count."""
     if mx.autograd.is_recording() and mx.autograd.is_training():
         with _watched_lock:
-            _open.add(threading.get_ident())
+            _open.setdefault(threading.get_ident(), set()).add(passes)
+            _left.discard(passes)
 
 
-def _note_backward() -> None:
-    """``backward()`` has been called, for arrays of this thread's or of others' that have left ``record()``."""
+def _note_backward(reached: Set[Passes]) -> None:
+    """A ``backward()`` has reached these layers."""
+    global _answers_late
     with _watched_lock:
-        _open.intersection_update(thread for thread in list(_open) if _inside[thread] > 0)
-        _open.discard(threading.get_ident())
+        _answers_late = _answers_late or any(passes in _left for passes in reached)
+        for passes in reached:
+            _left.discard(passes)
+        for thread in list(_open):
+            _open[thread] = {passes for passes in _open[thread] - reached if passes.arrays()}
+            if not _open[thread]:
+                del _open[thread]
+
+
+def noticing_grad(grad):
+    """``autograd.grad``: what it returns is the end of the step, unless more is to be done with its graph."""
+
+    @functools.wraps(grad)
+    def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, **kwargs):
+        done = grad(heads, variables, head_grads, retain_graph, create_graph, **kwargs)
+        if not create_graph and not retain_graph:
+            with _watched_lock:
+                _open.pop(threading.get_ident(), None)
+        return done
+
+    return noticed_grad
+
+
+def add_executor(executor: "mx.executor.Executor") -> None:
+    """It has synchronized layers."""
+    _executors.add(executor)
 
 
 def noticing_forward_of_symbols(forward):
@@ -186,7 +217,7 @@ def noticing_forward_of_symbols(forward):
 
     @functools.wraps(forward)
     def noticed_forward(self, is_train=False, **kwargs):
-        if is_train and any(array is not None for array in self.grad_arrays):
+        if is_train and self in _executors and any(array is not None for array in self.grad_arrays):
             _open_executors.add(self)
         return forward(self, is_train, **kwargs)
 
@@ -243,6 +274,7 @@ def forget_passes() -> None:
         passes.forget()
     with _watched_lock:
         _open.clear()
+        _left.clear()
     _open_executors.clear()
 
 
@@ -259,8 +291,8 @@ def counting_backward(backward):
         try:
             done = backward(*args, **kwargs)
         finally:
-            _end_backward()
-        _note_backward()
+            reached = _end_backward()
+        _note_backward(reached)
         return done
 
     return counted_backward
@@ -272,19 +304,29 @@ def _begin_backward() -> None:
         _calls += 1
         for note in _notes.values():  # what calls that are still under way have reached
             note.count()
-        for note in [note for passes in _watched_now() for note in passes.take_notes()]:
-            before = _notes.get(id(note.array))
-            note.was_fresh |= before is not None and before.was_fresh
-            _notes[id(note.array)] = note
+        for passes in _awaited():
+            for note in passes.take_notes():
+                key = passes, id(note.array)
+                note.was_fresh |= key in _notes and _notes[key].was_fresh
+                _notes[key] = note
 
 
-def _end_backward() -> None:
+def _awaited() -> Set[Passes]:
+    """The layers that a ``backward()`` may reach and somebody wants to know of."""
+    with _watched_lock:
+        return {*_watched, *_left, *(passes for some in _open.values() for passes in some)}
+
+
+def _end_backward() -> Set[Passes]:
+    """The layers that have been reached by now."""
     global _calls
     with _notes_lock:
         _calls -= 1
         for note in _notes.values():
             note.count()
+        reached = {note.passes for note in _notes.values() if note.is_counted}
         if not _calls:
             for note in _notes.values():
                 note.put_back()
             _notes.clear()
+        return reached

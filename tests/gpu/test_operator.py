@@ -355,7 +355,7 @@ def test_a_backward_pass_whose_forward_pass_failed(devices, static):
     with pytest.raises(mx.MXNetError, match="forward pass waited 2 s for 1 of 2 devices"):
         out.wait_to_read()
     autograd.backward([out], place(arrays[:1], devices))
-    with pytest.raises(mx.MXNetError, match=r"the backward pass on gpu\(\d\) (was not|cannot be) run"):
+    with pytest.raises(mx.MXNetError, match="the step had failed|cannot be run"):
         gradient.wait_to_read()
     gluon_syncbn.abandon_step()
     step(layer, arrays, arrays, devices)

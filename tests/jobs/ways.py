@@ -3,9 +3,12 @@
 mpirun -np N python tests/jobs/ways.py mpi WAY
 """
 
+import itertools
 import json
 import os
 import sys
+import time
+import types
 
 import job
 import mxnet as mx
@@ -248,8 +251,12 @@ late = Late(lambda device: 1.0)  # what comes behind it arrives later at its lay
 def two_nets():
     """Teacher and student, which have no order between them; their first rounds come in another one in each process."""
     group = job.join(ENGINE)
-    for backend in ("native", "portable"):
-        nets = [make([mx.cpu(0)], backend=backend) for _ in range(3)]
+    for backend, size in itertools.product(("native", "portable"), (None, 1)):
+        nets = []
+        for _ in range(3):
+            nets.append(nn.HybridSequential())
+            nets[-1].add(make([mx.cpu(0)], backend=backend, group_size=size, renorm=(1, 0)), nn.Activation("relu"))
+            nets[-1].add(make([mx.cpu(0)], backend=backend, group_size=size, renorm=(1, 0)))
         for step in range(2):
             outputs = []
             with autograd.record():
@@ -260,7 +267,10 @@ def two_nets():
             autograd.backward(outputs)
             for number, seen in enumerate(outputs):
                 parts = [data(10 * step + 3 * rank + number) for rank in range(group.size)]
-                assert close(seen.asnumpy(), normalized(parts)[group.rank]), (backend, step, number)
+                for layer in range(2):
+                    parts = [normalized([part])[0] for part in parts] if size else normalized(parts)
+                    parts = parts if layer else [np.maximum(part, 0).astype("float32") for part in parts]
+                assert close(seen.asnumpy(), parts[group.rank]), (backend, size, step, number)
 
 
 def branches_of_a_module():
@@ -307,7 +317,11 @@ def nets_in_another_order():
     if kind == "one more":  # in one process, before: that is no other order
         if group.rank:
             Other()
-        nets = [Other()]
+        nets = [Other(), Other(), Other()]
+        for net in nets:
+            net.initialize(ctx=mx.cpu(0))
+    elif kind == "own prefix":
+        nets = [Other(prefix=f"rank{'ab'[group.rank]}_")]
         nets[0].initialize(ctx=mx.cpu(0))
     elif group.rank == 1:
         nets.reverse()
@@ -381,24 +395,55 @@ def without_backward():
         given_up(group)
 
 
+def breaks_off(group, kind, layer, other, outside):
+    """A step of two layers, in which the first process raises ValueError at a moment that ``kind`` tells."""
+
+    def perhaps(now):
+        if kind == now and group.rank == 0:
+            raise ValueError("a bad batch")
+
+    x = mx.nd.array(data(group.rank))
+    with autograd.record():
+        out = layer(x)
+        perhaps("in record")
+        if kind != "in the next record":
+            more = other(x)
+    with autograd.record():
+        perhaps("in the next record")
+        if kind == "in the next record":
+            more = other(x)
+        unrelated = outside(x)
+    unrelated.backward()
+    perhaps("after another backward")
+    out.backward()
+    perhaps("between two backward")
+    more.backward()
+    for item in (layer, other):
+        if item.gamma.grad_req != "null":
+            item.gamma.grad().asnumpy()
+    mx.nd.waitall()
+
+
 def given_up(group):
     """What is under way in one process is given up in all, and goes on with the next step."""
-    layer = make([mx.cpu(0)])
-    for _ in range(2):
+    layer, other, outside = make([mx.cpu(0)]), make([mx.cpu(0)]), nn.Dense(2, in_units=36)
+    outside.initialize(ctx=mx.cpu(0))
+    moments = ["in record", "after another backward", "between two backward", "in the next record"]
+    breaks_off(group, "never", layer, other, outside)
+    breaks_off(types.SimpleNamespace(rank=1), "in the next record", layer, other, outside)  # so that it is known
+    for kind in moments * 2:
+        began = time.monotonic()
         try:
-            with autograd.record():
-                out = layer(mx.nd.array(data(group.rank)))
-                if group.rank == 0:
-                    raise ValueError("a bad batch")
-            out.backward()
-            layer.gamma.grad().asnumpy()
+            breaks_off(group, kind, layer, other, outside)
         except ValueError:
             assert group.rank == 0
+            gluon_syncbn.abandon_step()
         except mx.MXNetError as error:
             assert group.rank and "process 0" in str(error) and "gave the step up" in str(error), error
+            assert time.monotonic() - began < 30, kind  # and not after the timeout
             gluon_syncbn.abandon_step()
         else:
-            raise AssertionError("nobody told this process")
+            raise AssertionError(f"nobody told this process ({kind})")
         (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
         assert close(seen, normalized([data(100 + rank) for rank in range(group.size)])[group.rank])
 
