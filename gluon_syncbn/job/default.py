@@ -101,6 +101,11 @@ def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
         return name == "none" or name in _named
 
 
+def has_groups() -> bool:
+    """Whether any processes have been connected."""
+    return bool(_named or _given)
+
+
 def groups_in_use() -> List[ProcessGroup]:
     """Of several processes each, in the order in which they were made: the same on all their processes.
 

@@ -33,6 +33,7 @@ import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
 from gluon_syncbn.engine import failures
+from gluon_syncbn.job.default import has_groups
 
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()
@@ -174,7 +175,7 @@ def noticing_end_of_record(leave):
 
 def note_forward(passes: Passes) -> None:
     """This thread calls a synchronized layer, or a graph of which this one is to count."""
-    if mx.autograd.is_recording() and mx.autograd.is_training():
+    if has_groups() and mx.autograd.is_recording() and mx.autograd.is_training():
         with _watched_lock:
             _open.setdefault(threading.get_ident(), set()).add(passes)
             _left.discard(passes)
