@@ -19,7 +19,16 @@ from gluon_syncbn.nets.fused_relu import BatchNormReLU, fuse_relus, separate_rel
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph, restore, synchronize
 
 _log = logging.getLogger(__name__)
-_AS_IT_IS: Any = object()
+
+
+class _AsItIs:
+    """The default of options that a layer may have already; it shows in signatures."""
+
+    def __repr__(self) -> str:
+        return "<as it is>"
+
+
+_AS_IT_IS: Any = _AsItIs()
 
 
 def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, **options) -> Block:
