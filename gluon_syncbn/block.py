@@ -24,7 +24,7 @@ from gluon_syncbn.meeting.group import absent_text
 from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.renorm import RenormLike
-from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, check_devices, check_group_size, subgroups
+from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, Options, check_devices, check_group_size, subgroups
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.lifecycle import end_before_engines
 from gluon_syncbn.process.live_layers import add_live, remove_live
@@ -190,18 +190,22 @@ class SyncBatchNorm(nn.BatchNorm):
 
         ``group`` are those of `Options`.
         """
-        where = f"SyncBatchNorm '{self.name}'"
-        options = check_options(where, backend, activation, in_place, fuse, **group)
-        find(options.process_group, where)  # one that cannot connect shows at once
-        self._options = options
+        self._options = self.checked_options(backend, activation, in_place, fuse, **group)
         self._requested_backend = backend
-        if backend != "auto":
-            choose(where, backend, [], options.kvstore)  # one that cannot run here shows at once
         self._activation, self._in_place, self._fuse = activation, in_place, fuse
         self._first_step = self._next_step()  # of the schedule of renorm, for the next group
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_lock = threading.Lock()
         self._passes = Passes(self)
+
+    def checked_options(self, backend="auto", activation=None, in_place=False, fuse=True, **group) -> Options:
+        """Those of its group, or an error if the layer cannot have one of these; nothing changes."""
+        where = f"SyncBatchNorm '{self.name}'"
+        options = check_options(where, backend, activation, in_place, fuse, **group)
+        find(options.process_group, where)  # one that cannot connect shows at once
+        if backend != "auto":
+            choose(where, backend, [], options.kvstore)  # one that cannot run here shows at once
+        return options
 
     def chosen_options(self) -> Dict[str, Any]:
         """All that `nn.BatchNorm` does not have, by the names that it has in ``__init__``."""
@@ -433,8 +437,9 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def take_place(self) -> None:
         """Find out where the layer stands in the net that is being called to train, if other processes must know."""
-        self._check_group_size(self._devices())  # its graph may have been made for a prediction
-        link = None if self._group is None else self._group[1].connect()
+        if self._group is None:  # it is on one device; its graph may have been made for a prediction
+            return self._check_group_size(self._devices())
+        link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_engines()
             link.take(place_of(self, _description))

@@ -11,7 +11,6 @@ from typing import Any, Dict, List
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
@@ -88,7 +87,6 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
-        own: Dict[str, Any] = {}
         if isinstance(layer, SyncBatchNorm):
             own = layer.chosen_options()
         else:
@@ -171,7 +169,7 @@ def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
     SyncBatchNorm(prefix=block.prefix, **options)
     for layer in blocks:
         if isinstance(layer, SyncBatchNorm):
-            check_options(f"SyncBatchNorm '{layer.name}'", **{**layer.chosen_options(), **options})
+            layer.checked_options(**{**layer.chosen_options(), **options})
 
 
 def _can_convert(block: Block) -> bool:

@@ -334,7 +334,7 @@ class Subject:
         return [item.asnumpy().astype("float64") for item in self.parameter(name).list_data()]
 
 
-def compare(what, case, seen, expected, tolerance):
+def compare(what, seen, expected, tolerance):
     seen, expected = np.asarray(seen, "float64"), np.asarray(expected, "float64")
     assert seen.shape == expected.shape, f"{what}: {seen.shape} in place of {expected.shape}"
     error = np.abs(seen - expected).max() / max(1.0, np.abs(expected).max())
@@ -391,13 +391,13 @@ class Trial:
         outputs, d_inputs, gradients = seen
         loose = self.edge(expected[0])
         for device in used:
-            compare(f"output on {device}", self.case, outputs[device], expected[0][device], self.tolerance)
+            compare(f"output on {device}", outputs[device], expected[0][device], self.tolerance)
             if not loose:
-                compare(f"gradient on {device}", self.case, d_inputs[device], expected[1][device], 5 * self.tolerance)
+                compare(f"gradient on {device}", d_inputs[device], expected[1][device], 5 * self.tolerance)
         if not loose:
             for name, value in zip(("gamma", "beta"), expected[2:]):
                 if name in gradients and (name == "beta" or self.case.layer["scale"]):
-                    compare(f"gradient of {name}", self.case, gradients[name], value, 5 * self.tolerance)
+                    compare(f"gradient of {name}", gradients[name], value, 5 * self.tolerance)
 
     def edge(self, outputs):
         """Whether rounding may decide which side of a ReLU a value is on."""
@@ -410,7 +410,7 @@ class Trial:
         tolerance = self.tolerance if self.case.dtype != "float16" or self.case.is_plain else 1e-4
         for name, expected in (("running_mean", self.reference.mean), ("running_var", self.reference.var)):
             for device, value in enumerate(self.subject.statistics(name)):
-                compare(f"{name} on {device}", self.case, value, expected[device], tolerance)
+                compare(f"{name} on {device}", value, expected[device], tolerance)
 
     def expected_prediction(self, shards):
         return {d: self.frozen(shards[d], np.zeros_like(shards[d]), d) for d in range(self.case.devices)}
@@ -419,8 +419,9 @@ class Trial:
 
     def predict(self):
         shards = self.shards()
+        seen = self.subject.predict(shards)
         for device, (expected, *_) in self.expected_prediction(shards).items():
-            compare("prediction", self.case, self.subject.predict(shards)[device], expected[0], self.tolerance)
+            compare("prediction", seen[device], expected[0], self.tolerance)
 
     def predict_and_record(self):
         shards = self.shards()
@@ -431,9 +432,9 @@ class Trial:
         d_gamma = d_beta = 0
         for device in everyone:
             made = self.frozen(shards[device], heads[device], device)
-            compare("recorded prediction", self.case, seen[0][device], made[0][0], self.tolerance)
+            compare("recorded prediction", seen[0][device], made[0][0], self.tolerance)
             if not self.edge(made[0]):
-                compare("its gradient", self.case, seen[1][device], made[1][0], 5 * self.tolerance)
+                compare("its gradient", seen[1][device], made[1][0], 5 * self.tolerance)
             d_gamma, d_beta = d_gamma + made[2], d_beta + made[3]
         self.compare_statistics()
 
@@ -450,7 +451,7 @@ class Trial:
                 os.path.join(folder, "net-symbol.json"), ["data"], os.path.join(folder, "net-0000.params")
             )
             x = mx.nd.array(shards[0], dtype=self.case.dtype)
-            compare("exported net", self.case, block(x).asnumpy(), seen, self.tolerance)
+            compare("exported net", block(x).asnumpy(), seen, self.tolerance)
 
     def optimize_for(self):
         if (
@@ -564,7 +565,7 @@ class Trial:
         mx.nd.waitall()
         expected = self.reference.net(dict(enumerate(shards)), {d: np.zeros_like(shards[d]) for d in used}, used)[0]
         for device in used:
-            compare("unrecorded output", self.case, outputs[device].asnumpy(), expected[device], self.tolerance)
+            compare("unrecorded output", outputs[device].asnumpy(), expected[device], self.tolerance)
         self.compare_statistics()
 
     def freeze_and_thaw(self):
@@ -576,9 +577,9 @@ class Trial:
         for device, (expected, d_inputs, *_) in (
             (device, self.frozen(shards[device], heads[device], device)) for device in range(self.case.devices)
         ):
-            compare("frozen output", self.case, seen[0][device], expected[0], self.tolerance)
+            compare("frozen output", seen[0][device], expected[0], self.tolerance)
             if not self.edge(expected):
-                compare("frozen gradient", self.case, seen[1][device], d_inputs[0], 5 * self.tolerance)
+                compare("frozen gradient", seen[1][device], d_inputs[0], 5 * self.tolerance)
         gluon_syncbn.freeze_statistics(self.subject.net, frozen=False)
         self.compare_statistics()
 
@@ -640,7 +641,7 @@ class ModuleTrial:
                     expected = self.trial.frozen(shards[device], heads[device], device)[0][0]
                     executor.outputs[0].wait_to_read()  # or MXNet may run it as what is asked for next
                     if not case.options.get("in_place"):
-                        compare("prediction", case, executor.outputs[0].asnumpy(), expected, self.trial.tolerance)
+                        compare("prediction", executor.outputs[0].asnumpy(), expected, self.trial.tolerance)
             elif event == "abandon nothing":
                 gluon_syncbn.abandon_step()
             for executor, array in zip(executors, arrays):
@@ -653,13 +654,13 @@ class ModuleTrial:
             loose = self.trial.edge(expected[0])
             mx.nd.waitall()  # MXNet's own BatchNorm writes its statistics in the backward pass, untold to the engine
             for device, executor in enumerate(executors):
-                compare("output", case, executor.outputs[0].asnumpy(), expected[0][device], self.trial.tolerance)
+                compare("output", executor.outputs[0].asnumpy(), expected[0][device], self.trial.tolerance)
                 if event != "statistics anew" and not loose:
                     seen = executor.grad_dict["data"].asnumpy()
-                    compare("gradient", case, seen, expected[1][device], 5 * self.trial.tolerance)
+                    compare("gradient", seen, expected[1][device], 5 * self.trial.tolerance)
                 for name, values in (("mean", self.trial.reference.mean), ("var", self.trial.reference.var)):
                     seen = executor.aux_dict[f"norm_moving_{name}"].asnumpy()
-                    compare(f"moving {name}", case, seen, values[device], self.trial.tolerance)
+                    compare(f"moving {name}", seen, values[device], self.trial.tolerance)
         mx.nd.waitall()
 
 

@@ -218,6 +218,11 @@ def test_what_does_not_fit_a_layers_own_options_is_refused_before_anything_chang
     with pytest.raises(ValueError, match="in_place=True needs the native back end"):
         convert_sync_batchnorm(net, backend="portable")
     assert type(net[0]) is nn.BatchNorm and net[1].chosen_options()["backend"] == "auto"
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), SyncBatchNorm(backend="native"))
+    with pytest.raises(RuntimeError, match="only the portable back end uses one"):
+        convert_sync_batchnorm(net, kvstore="local")
+    assert type(net[0]) is nn.BatchNorm and net[1].chosen_options()["kvstore"] is None
 
 
 @pytest.mark.parametrize("mode", list(MODES))

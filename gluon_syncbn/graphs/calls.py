@@ -33,7 +33,7 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
 from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.passes import note_forward
+from gluon_syncbn.process.passes import is_followed, note_forward
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -62,9 +62,9 @@ class _Graph:
         first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
-        learns = next((item for item in self._contexts if hasattr(item, "_passes") and item._passes.arrays()), first)
-        if learns is not None:
-            note_forward(learns._passes)
+        if first is not None and is_followed():
+            learns = (item for item in self._contexts if hasattr(item, "_passes") and item._passes.arrays())
+            note_forward(next(learns, first)._passes)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

@@ -24,7 +24,7 @@ import logging
 import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
@@ -36,8 +36,8 @@ from gluon_syncbn.base.mxnet_private import (
     owner_of_graph,
     set_graph,
 )
-from gluon_syncbn.graphs.mark import MARK, is_marked, read_mark
-from gluon_syncbn.graphs.rewrite import is_numpy, parse, without_dead_nodes
+from gluon_syncbn.graphs.mark import MARK, read_mark
+from gluon_syncbn.graphs.rewrite import is_numpy, needed_for, parse, without_dead_nodes
 from gluon_syncbn.process.passes import add_executor
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
@@ -121,19 +121,8 @@ class _Finder:
         custom = self._nodes[index]["inputs"][0][0]
         running_mean = self._nodes[custom]["inputs"][-2]
         others = {reader for reader in self._readers[running_mean[0], running_mean[1]] if reader != custom}
-        return not self._readers[custom, 1] and not (others and self._reaches(skip[0], others))
-
-    def _reaches(self, index: int, others: Set[Optional[int]]) -> bool:
-        """Whether one of these nodes must run before the node ``index``."""
-        seen, waiting = set(), [index]
-        while waiting:
-            index = waiting.pop()
-            if index in others:
-                return True
-            if index not in seen:
-                seen.add(index)
-                waiting += [entry[0] for entry in self._nodes[index]["inputs"]]
-        return False
+        is_shared = others and not others.isdisjoint(needed_for(self._nodes, [skip[0]]))
+        return not self._readers[custom, 1] and not is_shared
 
     def _is_norm(self, index: int) -> bool:
         """Whether this is the last node of a layer that may be fused."""
@@ -240,10 +229,11 @@ class _BoundSymbols:
         self._kept = OrderedDict()  # by handle: the symbol, its text, and what it has become
         self._lock = threading.Lock()
 
-    def fused(self, symbol: mx.sym.Symbol) -> mx.sym.Symbol:
+    def fused(self, symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
+        """None if it has no synchronized layers."""
         text = json_of(symbol)
         if MARK not in text:
-            return symbol
+            return None
         key = symbol.handle.value
         with self._lock:
             kept = self._kept.get(key)
@@ -268,9 +258,11 @@ def fusing_bind(bind):
 
     @functools.wraps(bind)
     def fused_bind(self, *args, **kwargs):
-        executor = bind(_bound_symbols.fused(self), *args, **kwargs)
-        if is_marked(self):
-            add_executor(executor)
+        fused = _bound_symbols.fused(self)
+        if fused is None:
+            return bind(self, *args, **kwargs)
+        executor = bind(fused, *args, **kwargs)
+        add_executor(executor)
         return executor
 
     return fused_bind

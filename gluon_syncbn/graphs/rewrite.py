@@ -9,7 +9,7 @@ A synchronized layer is several nodes, the last of which is marked (`gluon_syncb
 """
 
 import json
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Union
 
 import mxnet as mx
 
@@ -268,15 +268,22 @@ class _Builder:
         return mx.sym.load_json(json.dumps(without_dead_nodes({**self._graph, "nodes": self._nodes, "heads": heads})))
 
 
-def without_dead_nodes(graph):
-    """Only what the outputs need: MXNet would set up every node of the text, also one whose layer is gone."""
-    nodes = graph["nodes"]
-    needed, waiting = set(), [entry[0] for entry in graph["heads"]]
+def needed_for(nodes: List[Dict[str, Any]], indices: List[int]) -> Set[int]:
+    """These nodes, and all that must run before them."""
+    needed: Set[int] = set()
+    waiting = list(indices)
     while waiting:
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
             waiting += [entry[0] for entry in nodes[index]["inputs"]] + nodes[index].get("control_deps", [])
+    return needed
+
+
+def without_dead_nodes(graph):
+    """Only what the outputs need: MXNet would set up every node of the text, also one whose layer is gone."""
+    nodes = graph["nodes"]
+    needed = needed_for(nodes, [entry[0] for entry in graph["heads"]])
     order = {old: new for new, old in enumerate(sorted(needed))}
     kept = []
     for old in sorted(needed):

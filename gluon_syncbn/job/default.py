@@ -111,18 +111,21 @@ def groups_in_use() -> List[ProcessGroup]:
 
     They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
     """
+    return sorted(filter(_if_several, _all_groups()), key=lambda group: group.number)
+
+
+def _all_groups() -> List[ProcessGroup]:
+    """Each once: a user may have given one that a name stands for, too."""
     with _lock:
-        groups = {id(group): group for group in [*_named.values(), *(group for _, group in _given.values())]}
-    return sorted(filter(_if_several, groups.values()), key=lambda group: group.number)
+        return list(dict.fromkeys([*_named.values(), *(group for _, group in _given.values())]))
 
 
 def leave_processes() -> None:
     """This process ends: nobody is to wait for it. A child that was forked is not one of the job's."""
     if os.getpid() != _process:
         return
-    with _lock:
-        for group in [*_named.values(), *(group for _, group in _given.values())]:
-            group.leave()
+    for group in _all_groups():
+        group.leave()
 
 
 def _made(process_group, where: str) -> Optional[ProcessGroup]:

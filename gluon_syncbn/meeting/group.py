@@ -137,9 +137,8 @@ class Group(LayerGroup):
         self._note(device, FORWARD, member.forward, round_id, arrived)
         step = int(moments.step or 0)
         if self.spec.renorm is not None:
-            after = max(step, self._step_of(device)) + 1
             with self._changed:
-                self._steps[device] = after
+                self._steps[device] = max(step, self._step_of(device)) + 1
         return moments, round_id if number is None else number, limits_at(self.spec.renorm, step)
 
     def _step_of(self, device: mx.Context) -> int:

@@ -254,10 +254,10 @@ class Processes:
     def _compare(self, place: Place, wait: Wait) -> None:
         """The net's layers with those of the first process."""
         mine = json.dumps([socket.gethostname(), place.kind, place.name, *place.layers])
-        texts = self._gather_texts(f"{place.net}.layers", mine, wait)
-        hosts, kinds, names, *_ = zip(*map(json.loads, texts))
+        told = [json.loads(text) for text in self._gather_texts(f"{place.net}.layers", mine, wait)]
+        hosts, kinds, names = zip(*(item[:3] for item in told))
         self._hosts = dict(enumerate(hosts))
-        lists = [json.loads(text)[3:] for text in texts]
+        lists = [item[3:] for item in told]
         first = lists[0]
         for rank, layers in enumerate(lists):
             if len(layers) != len(first):

@@ -173,9 +173,14 @@ def noticing_end_of_record(leave):
     return __exit__
 
 
+def is_followed() -> bool:
+    """Whether other processes may have to know of a call that this thread makes now."""
+    return has_groups() and mx.autograd.is_recording() and mx.autograd.is_training()
+
+
 def note_forward(passes: Passes) -> None:
     """This thread calls a synchronized layer, or a graph of which this one is to count."""
-    if has_groups() and mx.autograd.is_recording() and mx.autograd.is_training():
+    if is_followed():
         with _watched_lock:
             _open.setdefault(threading.get_ident(), set()).add(passes)
             _left.discard(passes)
@@ -198,8 +203,8 @@ def noticing_grad(grad):
     """``autograd.grad``: what it returns is the end of the step, unless more is to be done with its graph."""
 
     @functools.wraps(grad)
-    def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, **kwargs):
-        done = grad(heads, variables, head_grads, retain_graph, create_graph, **kwargs)
+    def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
+        done = grad(heads, variables, head_grads, retain_graph, create_graph, train_mode)
         if not create_graph and not retain_graph:
             with _watched_lock:
                 _open.pop(threading.get_ident(), None)

@@ -37,8 +37,8 @@ struct Statistics {
   RenormLimits renorm = {};      // of this step
 };
 
-// Brings 2C + 1 numbers, this device's count, mean and M2 (and the step, `Moments`), and merges those of all devices in rank order. Throws
-// RendezvousError where a device does not come.
+// Brings 2C + 1 numbers, this device's count, mean and M2 (and the step, `Moments`), and merges those of all devices in
+// rank order. Throws RendezvousError where a device does not come.
 Statistics all_reduce_moments(Group& group, const std::string& device, Moments local, ProfiledPass& pass);
 
 // Brings 2C numbers, this device's S1 and S2, and adds up those of all devices in rank order. Throws as above.

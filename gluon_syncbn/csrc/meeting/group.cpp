@@ -99,16 +99,12 @@ int64_t Group::step_of(const std::string& device) {
   return next_step(device);
 }
 
-int64_t Group::latest_step() {
+int64_t Group::go_to_step(int64_t least) {
   std::lock_guard<std::mutex> lock(mutex_);
+  common_step_ = std::max(common_step_, least);
   int64_t latest = common_step_;
   for (const auto& entry : steps_) latest = std::max(latest, entry.second);
   return latest;
-}
-
-void Group::go_to_step(int64_t step) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  common_step_ = std::max(common_step_, step);
 }
 
 RenormLimits Group::renorm(const std::string& device, int64_t step) {

@@ -120,9 +120,8 @@ class Group {
   // step is given up.
   int64_t step_of(const std::string& device);
 
-  // The latest of all devices; and where they are to go on, if they are not further. No operator may be running.
-  int64_t latest_step();
-  void go_to_step(int64_t step);
+  // From `least` on, if no device is further; returns the latest of all. No operator may be running.
+  int64_t go_to_step(int64_t least);
 
   // What holds at `step`, which `device` has now had.
   RenormLimits renorm(const std::string& device, int64_t step);

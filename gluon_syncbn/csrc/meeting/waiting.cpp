@@ -106,7 +106,8 @@ void cut_waits_short(std::string because) {
 }
 
 std::string Waited::text(const std::string& whom) const {
-  const std::string duration = because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
+  const std::string duration =
+      because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
   return "waited " + duration + " s for " + whom +
          (because.empty() ? "" : ", and no longer because " + because);
 }

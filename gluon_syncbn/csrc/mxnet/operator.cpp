@@ -104,7 +104,8 @@ Link connect(int64_t id) {
     }
     return rows;
   };
-  return {exchange, [id](const std::string& error) { fail(id, error.c_str()); }, static_cast<size_t>(facts[1]), facts[2]};
+  const auto tell = [id](const std::string& error) { fail(id, error.c_str()); };
+  return {exchange, tell, static_cast<size_t>(facts[1]), facts[2]};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -452,13 +453,11 @@ EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
   return gluon_syncbn::find_group(id)->rounds(active_set);
 }
 
-// The step of a group with Batch Renormalization that comes next; -1 if there is no such group. With `least`, the group
-// goes on from there if it is not further.
+// Has a group with Batch Renormalization go on from the step `least`, if it is not further; its next step, or -1 if
+// there is no such group.
 EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
   try {
-    const std::shared_ptr<gluon_syncbn::Group> group = gluon_syncbn::find_group(id);
-    group->go_to_step(least);
-    return group->latest_step();
+    return gluon_syncbn::find_group(id)->go_to_step(least);
   } catch (const std::invalid_argument&) {
     return -1;
   }
