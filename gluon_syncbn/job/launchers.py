@@ -38,5 +38,5 @@ def warn_of_several_processes(where: str) -> None:
         f"Normalization. gluon_syncbn.init_process_group('{job.launcher.lower()}') before the net is made, or the "
         f"environment variable GLUON_SYNCBN_PROCESS_GROUP={job.launcher.lower()}, makes them synchronize over all "
         f"processes; 'none' silences this.",
-        stacklevel=5,
+        stacklevel=6,
     )
