@@ -55,7 +55,14 @@ def smoke(wheel: Path, mxnet: str, python: str, folder: Path) -> str:
     in_it = environment / "bin" / "python"
     run(in_it, "-m", "pip", "install", "--quiet", wheel, f"mxnet=={mxnet}")
     (headers,) = environment.glob("lib/python*/site-packages/mxnet/include")
-    run("g++", "-std=c++17", "-fsyntax-only", f"-I{headers}", ROOT / "tests" / "csrc" / "check_c_api.cpp")
+    run(
+        "g++",
+        "-std=c++17",
+        "-fsyntax-only",
+        "-fno-access-control",
+        f"-I{headers}",
+        ROOT / "tests" / "csrc" / "check_c_api.cpp",
+    )
     # Not from the checkout, whose package would be found first.
     return run("env", "-C", folder, "OMP_NUM_THREADS=1", in_it, ROOT / "tests" / "smoke.py").splitlines()[-1]
 

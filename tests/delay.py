@@ -9,7 +9,7 @@ _delays = []
 
 
 class Late(HybridBlock):
-    """Sleeps ``seconds(device)`` in the forward pass and in the backward pass, on the device's own thread."""
+    """Sleeps ``seconds(device)`` in the forward and the backward pass, on a thread of MXNet's for custom operators."""
 
     def __init__(self, seconds):
         super().__init__()

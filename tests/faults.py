@@ -9,6 +9,7 @@ our layer."""
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -295,6 +296,67 @@ def os_fork(net):
     assert os.waitpid(child, 0)[1] == 7 << 8
 
 
+def one_backward(net):
+    """Forward passes on all devices, and one backward pass, which waits; its input, which has the gradient."""
+    arrays = inputs()
+    backward(forward(net, arrays)[:1])
+    return arrays[0]
+
+
+def exit_in_a_backward_pass(net):
+    """The program ends when one device's backward pass waits."""
+    one_backward(net)
+    sys.exit(5)
+
+
+def sigint_in_a_backward_pass(net):
+    """Ctrl-C while the program waits for a gradient that cannot come; it catches that, and goes on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    waiting = one_backward(net)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        waiting.grad.asnumpy()
+    except KeyboardInterrupt:
+        print("INTERRUPTED", flush=True)
+    settle()
+
+
+def fork_in_a_backward_pass(net):
+    """os.fork when one device's backward pass waits; the child ends at once."""
+    waiting = one_backward(net)
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    assert os.waitpid(child, 0)[1] == 7 << 8
+    say_error(waiting.grad)
+    settle()
+
+
+def child_trains(net):
+    """os.fork after a step; the child trains, and misses a device: what ends its waits is its own."""
+    full_step(net)
+    child = os.fork()
+    if child == 0:
+        for _ in range(2):
+            say_error(forward(net, inputs()[:1])[0])
+            settle()
+            full_step(net)
+        print("THE CHILD TOO", flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def net_dropped_while_waiting(net):
+    """The last reference to a net goes when one of its devices waits."""
+    layer = next(item for item in ("native", "portable", "contrib") if item in sys.argv)
+    other = build(synchronized(layer), DEVICES, passages=False)
+    output = forward(other, inputs()[:1])[0]
+    del other
+    gc.collect()
+    say_error(output)
+    settle()
+
+
 def subprocess_while_a_step_runs(net):
     """Another program is started with a step running."""
     import subprocess
@@ -331,6 +393,11 @@ FAULTS = {
         fork_after_a_failed_step,
         fork_while_a_step_runs,
         os_fork,
+        exit_in_a_backward_pass,
+        sigint_in_a_backward_pass,
+        fork_in_a_backward_pass,
+        child_trains,
+        net_dropped_while_waiting,
         subprocess_while_a_step_runs,
     )
 }

@@ -137,6 +137,11 @@ def forward(count):
     with mx.autograd.record():
         layer(mx.nd.ones((2, 3))).wait_to_read()
 forward(1)
+sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var('data'), num_devices=1, name='alone', backend='native')
+executor = sym.simple_bind(mx.cpu(), data=(2, 3))
+executor.forward(is_train=True, data=mx.nd.ones((2, 3)))
+executor.backward(mx.nd.ones((2, 3)))
+print(executor.outputs[0].asnumpy().sum(), executor.grad_dict['data'].asnumpy().sum())
 try:
     forward(2)
 except RuntimeError as error:

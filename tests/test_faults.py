@@ -76,6 +76,18 @@ EXPECTED = {
     ),
     "fork_while_a_step_runs": Outcome(0, (RIGHT,), 0),
     "os_fork": Outcome(0, (RIGHT,), 0),
+    "exit_in_a_backward_pass": Outcome(
+        5,
+        ("When the process ended, pending work had failed", CUT_SHORT.format("the process ends")),
+        GRACE,
+        LONG,
+    ),
+    "sigint_in_a_backward_pass": Outcome(0, ("INTERRUPTED", RIGHT), GRACE, LONG),
+    "fork_in_a_backward_pass": Outcome(
+        0, ("When the process forked, pending work had failed", BACKWARD, RIGHT), TIMEOUT
+    ),
+    "child_trains": Outcome(0, ("ERROR: MXNetError: " + FORWARD, "THE CHILD TOO", RIGHT), 2 * TIMEOUT),
+    "net_dropped_while_waiting": Outcome(0, ("ERROR: MXNetError: " + FORWARD, RIGHT), TIMEOUT),
     "subprocess_while_a_step_runs": Outcome(0, (RIGHT,), 0),
 }
 

@@ -9,7 +9,7 @@ import mxnet as mx
 import numpy as np
 import oracle
 import pytest
-from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, set_mode, step
+from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, run_python, set_mode, step
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -215,3 +215,29 @@ def test_it_saves_memory():
         )  # fmt: skip
         used[flag] = float(done.stdout)
     assert used[False] - used[True] > 0.5 * 10 * 16 * 2, used
+
+
+HOOK = """
+import warnings
+import mxnet as mx, gluon_syncbn
+devices, seen = [mx.cpu(0), mx.cpu(1)], []
+def hook(message, *rest):
+    if "gamma" in str(message):
+        seen.append([(mx.nd.ones(1, ctx=device) + 1).asscalar() for device in devices])
+warnings.showwarning = hook
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3, in_place=True)
+layer.initialize(ctx=devices)
+layer.gamma.set_data(mx.nd.zeros(3))
+with mx.autograd.record():
+    outputs = [layer(mx.nd.random.normal(shape=(4, 3, 5, 5), ctx=device)) for device in devices]
+mx.nd.waitall()
+while not seen:
+    pass
+print("SEEN", seen)
+"""
+
+
+def test_a_hook_for_warnings_may_use_the_devices():
+    """It is called while the device's own thread computes, and waits for that thread."""
+    done = run_python(HOOK)
+    assert done.returncode == 0 and "SEEN [[2.0, 2.0]]" in done.stdout, done.stdout + done.stderr

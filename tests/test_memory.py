@@ -60,8 +60,8 @@ for number in range(1, {steps} + 1):
 """
 
 
-# MXNet keeps a thread for each custom operator that was ever pending at once with others, and adds one when there is
-# one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
+# MXNet keeps a thread for each callback of custom operators that was ever queued at once with others, and adds one when
+# there is one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
 # A thread left behind by each call, or by each step, would be 80 or more.
 LATE_THREADS = 2
 # What each step leaves behind shows in every 20 steps, what an allocator does now and then in one or two of them.

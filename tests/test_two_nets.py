@@ -114,5 +114,5 @@ def test_hundreds_of_nets_leave_no_memory_and_no_threads(mode):
     memory, threads, groups = np.array([line.split()[1:] for line in done.stdout.splitlines()], dtype=int).T
     # What is left behind by each net shows in every window; what an allocator does now and then, in one or two.
     assert min(np.diff(memory)) / 100 < 2048, f"bytes per net: {np.diff(memory) / 100}"
-    assert threads[-1] <= threads[0] + 2  # MXNet adds one when more operators are pending than ever before
+    assert threads[-1] <= threads[0] + 2  # MXNet adds one when more callbacks are queued than ever before
     assert groups[-1] <= 2 * 2  # in the compiled operator: of a net or two that the last collection has just dropped

@@ -23,6 +23,7 @@ pair that costs nothing.
 
 import ctypes
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -47,6 +48,7 @@ _specs: Dict[int, GroupSpec] = {}  # by id of the group
 _links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
 _connecting = threading.Lock()
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
+_log = logging.getLogger("gluon_syncbn")
 
 
 @library.MAKE_GROUP
@@ -61,8 +63,18 @@ def _make_described_group(text: bytes) -> int:
         return -1
 
 
+@functools.lru_cache(maxsize=None)
+def _try_engine() -> None:
+    """Find out whether passes can go on in MXNet's engine without a thread that waits (csrc/mxnet/pass.h)."""
+    if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+        return  # it waits for each operation where it is asked for
+    if not library.core.gluon_syncbn_try_engine():
+        _log.info("MXNet's engine completes no operations of others: passes on CPU devices wait in their callbacks.")
+
+
 def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
+    _try_engine()
     _specs[group_id] = spec
     points = library.renorm_points(spec.renorm or ())
     struct = library.GroupSpecStruct(
@@ -95,7 +107,7 @@ def _go_to_step(group_id: int, least: int) -> int:
 
 @library.CONNECT
 def _connect_group(group_id: int, facts) -> int:
-    """Called by the first device that comes to train, on its thread."""
+    """Called once, by the callback of the first pass that trains, which waits for it."""
     try:
         link = _connect(group_id)
         facts[0], facts[1], facts[2] = (1, 0, 0) if link is None else (link.size, link.first_device, link.seconds)
@@ -107,7 +119,7 @@ def _connect_group(group_id: int, facts) -> int:
 
 @library.EXCHANGE
 def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id, vector, size: int, rows) -> int:
-    """Called by the last device to arrive, on its thread: fills ``rows`` and says how many there are."""
+    """Called by a thread of the round, when all devices of this process have come: fills ``rows``, returns how many."""
     try:
         link, direction = _linked(group_id), FORWARD if is_forward else BACKWARD
         mine = np.ctypeslib.as_array(vector, (size,)).copy()
@@ -121,7 +133,7 @@ def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id,
 
 @library.FAIL
 def _fail(group_id: int, text: bytes) -> None:
-    """Called where a device did not come."""
+    """Called where a round failed among the devices of this process, on any thread."""
     _linked(group_id).fail(text.decode())
 
 
@@ -133,7 +145,7 @@ def _linked(group_id: int) -> Link:
 
 @library.WARN
 def _warn(text: bytes) -> None:
-    """Called on the thread of an operator."""
+    """Called on a thread of MXNet's."""
     warnings.warn(text.decode(), stacklevel=1)
 
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -24,6 +25,13 @@ Affine affine_of(int dtype, int64_t channels, const double* mean, const double* 
                  int activation, double slope) {
   return Affine::rounded(dtype_of(dtype), vector_of(mean, channels), vector_of(scale, channels),
                          vector_of(beta, channels), {static_cast<Activation::Kind>(activation), slope});
+}
+
+Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64_t key) {
+  return wait_for([&](Rendezvous::Then then) {
+    (*static_cast<std::shared_ptr<Rendezvous>*>(rendezvous))
+        ->arrive(static_cast<size_t>(rank), std::move(contribution), static_cast<uint64_t>(key), std::move(then));
+  });
 }
 
 }  // namespace
@@ -81,19 +89,19 @@ EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* values, const v
 EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, double timeout_seconds) {
   std::vector<std::string> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back("rank " + std::to_string(rank));
-  return new Rendezvous(what, ranks, timeout_seconds, "");
+  return new std::shared_ptr<Rendezvous>(std::make_shared<Rendezvous>(what, ranks, timeout_seconds, ""));
 }
 
-EXPORTED void gluon_syncbn_rendezvous_free(void* rendezvous) { delete static_cast<Rendezvous*>(rendezvous); }
+EXPORTED void gluon_syncbn_rendezvous_free(void* rendezvous) {
+  delete static_cast<std::shared_ptr<Rendezvous>*>(rendezvous);
+}
 
 // Leaves `values`, waits, and writes the sum over ranks there. Returns the id of the round, or 0 with the error's
 // text in `error`.
 EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double* values, int64_t size, int64_t key,
                                               char* error, int64_t error_size) {
   try {
-    const Rendezvous::Gathered gathered = static_cast<Rendezvous*>(rendezvous)
-                                            ->all_gather(static_cast<size_t>(rank), vector_of(values, size),
-                                                   static_cast<uint64_t>(key));
+    const Outcome gathered = meet(rendezvous, rank, vector_of(values, size), key);
     std::memset(values, 0, static_cast<size_t>(size) * sizeof(double));
     for (const std::vector<double>& contribution : *gathered.contributions) {
       for (size_t i = 0; i < contribution.size(); ++i) values[i] += contribution[i];
@@ -115,7 +123,7 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
   for (int64_t i = 0; i < meetings; ++i) {
     std::vector<double> contribution(static_cast<size_t>(size), 1.0);
     times[2 * i] = seconds();
-    static_cast<Rendezvous*>(rendezvous)->all_gather(static_cast<size_t>(rank), std::move(contribution));
+    meet(rendezvous, rank, std::move(contribution), 0);
     times[2 * i + 1] = seconds();
   }
 }

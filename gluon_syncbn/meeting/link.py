@@ -72,7 +72,7 @@ class Link:
                     self._processes.announce_subsets(place.net)
 
     def fail(self, text: str) -> None:
-        """A device of this process has not come."""
+        """A round failed among the devices of this process."""
         self._processes.fail(text)
 
     @property

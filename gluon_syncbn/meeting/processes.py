@@ -1,11 +1,11 @@
-"""The meeting of processes: the last device of a process to arrive at a layer brings what all of them have brought.
+"""The meeting of processes: when all devices of one have come to a layer, what they have brought is exchanged here.
 
 Who waits for whom
 ------------------
-Within a process the devices of a layer meet in memory (`rendezvous`). The last to
-arrive merges what they brought into one vector, and exchanges it here with those of the other processes, while the
-others of its process sleep. Every process gets one row per process, in rank order, and reduces them alike: the same
-bits everywhere.
+Within a process the devices of a layer meet in memory (`rendezvous`). What they brought is merged into one vector, and
+exchanged here with those of the other processes: on the portable back end by the last to arrive, while the others
+sleep; on the compiled one by a thread of the round. Every process gets one row per process, in rank order, and reduces
+them alike: the same bits everywhere.
 
 A round across processes has a key (which layer of which net, which of its groups, which direction) and a number.
 Forward passes of a layer are numbered as they come, and backward passes have the number of the forward pass that they

@@ -1,4 +1,6 @@
-"""Where the devices of one layer meet: a barrier that hands everyone what became of all that they brought.
+"""Where the devices of one layer meet on the portable back end: a barrier that hands everyone what became of it all.
+
+The compiled one has no threads that wait: csrc/meeting/rendezvous.h.
 
 The protocol, as a story
 ------------------------

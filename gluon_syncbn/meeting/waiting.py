@@ -16,7 +16,7 @@ from gluon_syncbn.engine import failures
 GRACE_SECONDS = 2.0
 # For processes that have yet to run the last step of one that ends.
 LAST_STEP_SECONDS = 60.0
-# How often a device that waits looks whether its wait has been cut short.
+# How often it is looked whether waits have been cut short.
 POLL_SECONDS = 0.1
 
 _cut_short = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
@@ -65,6 +65,23 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) ->
     _cut_short = (because, time.monotonic(), process_grace)
     if library.core is not None:
         library.core.gluon_syncbn_cut_waits_short(because.encode())
+
+
+def wait_for_exchanges() -> None:
+    """Return when no thread exchanges anything with other processes; after the grace period at the latest."""
+    if library.core is not None:
+        library.core.gluon_syncbn_wait_for_exchanges(GRACE_SECONDS)
+
+
+def stand_still_for_a_fork() -> None:
+    """Keep the watchdog from holding a lock that the child would find locked (csrc/meeting/watchdog.h)."""
+    if library.core is not None:
+        library.core.gluon_syncbn_before_fork()
+
+
+def go_on_after_a_fork(is_child: bool) -> None:
+    if library.core is not None:
+        library.core.gluon_syncbn_after_fork(is_child)
 
 
 class Wait:

@@ -12,7 +12,13 @@ def before_fork() -> None:
     lifecycle.before_fork()
 
 
-def after_fork_in_child() -> None:
-    from gluon_syncbn.process.lifecycle import lose_gpus
+def after_fork_in_parent() -> None:
+    from gluon_syncbn.process import lifecycle
 
-    lose_gpus()
+    lifecycle.after_fork(is_child=False)
+
+
+def after_fork_in_child() -> None:
+    from gluon_syncbn.process import lifecycle
+
+    lifecycle.after_fork(is_child=True)

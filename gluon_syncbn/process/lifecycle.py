@@ -6,7 +6,10 @@ the timeout; and if an operator has failed by then, MXNet throws its error throu
 ``terminate called``. So all pending work is waited for here, before MXNet begins: at exit by `atexit`, whose handlers
 run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
 `os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait
-ends, because every rendezvous does; at exit soon, since whoever has not been started by then never will be.
+ends, because every round does; at exit soon, since whoever has not been started by then never will be.
+
+The threads of the compiled rendezvous, which no one joins, are waited for as well: those of exchanges with other
+processes until they have ended, the watchdog until it stands still.
 
 One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
 takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
@@ -49,6 +52,7 @@ def finish_pending_work() -> str:
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
+    waiting.wait_for_exchanges()  # their threads end a moment after the work does
     time.sleep(_SECONDS_TO_DROP_OPERATORS)
     return error
 
@@ -63,14 +67,26 @@ def _log_pending_work(occasion: str, advice: str = "") -> None:
 
 def before_fork() -> None:
     """Called by `process.fork`."""
-    _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
+    try:
+        _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
+    finally:
+        waiting.stand_still_for_a_fork()
+
+
+def after_fork(is_child: bool) -> None:
+    """Called by `process.fork`."""
+    waiting.go_on_after_a_fork(is_child)
+    if is_child:
+        _lose_gpus()
 
 
 def _at_exit() -> None:
     waiting.cut_short_from_now_on("the process ends", waiting.LAST_STEP_SECONDS)
-    _log_pending_work("When the process ended")
-    leave_processes()
-    stop_calling_python()
+    try:
+        _log_pending_work("When the process ended")
+        leave_processes()
+    finally:
+        stop_calling_python()
 
 
 def end_before_engines() -> None:
@@ -91,7 +107,7 @@ def _devices_in_use() -> Set[mx.Context]:
     return devices - gpus if _lost_gpus else devices
 
 
-def lose_gpus() -> None:
+def _lose_gpus() -> None:
     """In a process that has just been forked."""
     global _lost_gpus
     _lost_gpus = _lost_gpus or _used_gpus
@@ -101,4 +117,8 @@ def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(before=fork.before_fork, after_in_child=fork.after_fork_in_child)
+        os.register_at_fork(
+            before=fork.before_fork,
+            after_in_parent=fork.after_fork_in_parent,
+            after_in_child=fork.after_fork_in_child,
+        )

@@ -1,5 +1,5 @@
 // Compares mxnet/c_api.h, which is written by hand, with the headers of an MXNet wheel. To compile it is to run it:
-//   g++ -std=c++17 -fsyntax-only -ISITE_PACKAGES/mxnet/include tests/csrc/check_c_api.cpp
+//   g++ -std=c++17 -fsyntax-only -fno-access-control -ISITE_PACKAGES/mxnet/include tests/csrc/check_c_api.cpp
 #define MSHADOW_USE_CBLAS 0
 #define MSHADOW_USE_CUDA 0
 #define MSHADOW_USE_F16C 0
@@ -41,6 +41,7 @@ SAME_FUNCTION(array_free, MXNDArrayFree);
 SAME_FUNCTION(last_error, MXGetLastError);
 SAME_FUNCTION(array_create, MXNDArrayCreateEx);
 SAME_FUNCTION(engine_push, MXEnginePushSyncND);
+SAME_FUNCTION(engine_push_async, MXEnginePushAsyncND);
 SAME_FUNCTION(array_wait, MXNDArrayWaitToRead);
 SAME_FUNCTION(array_copy_from_cpu, MXNDArraySyncCopyFromCPU);
 SAME_FUNCTION(program_create, MXRtcCudaModuleCreate);
@@ -75,6 +76,12 @@ static_assert(ours::kPropertyInferType == static_cast<int>(kCustomOpPropInferTyp
 
 static_assert(static_cast<int>(ours::EngineProperty::kOrdinary) == static_cast<int>(mxnet::FnProperty::kNormal), "");
 static_assert(static_cast<int>(ours::EngineProperty::kNoSkip) == static_cast<int>(mxnet::FnProperty::kNoSkip), "");
+using Complete = mxnet::engine::CallbackOnComplete;
+static_assert(sizeof(ours::OnComplete) == sizeof(Complete), "");
+static_assert(offsetof(ours::OnComplete, callback) == offsetof(Complete, callback_), "");
+static_assert(offsetof(ours::OnComplete, engine) == offsetof(Complete, engine_), "");
+static_assert(offsetof(ours::OnComplete, operation) == offsetof(Complete, param_), "");
+static_assert(std::is_same<decltype(Complete::callback_), void (*)(mxnet::Engine*, void*, const dmlc::Error*)>::value, "");
 static_assert(sizeof(mxnet::Context) == 2 * sizeof(int), "");
 static_assert(ours::kCpu == mxnet::Context::kCPU, "");
 static_assert(ours::kGpu == mxnet::Context::kGPU && ours::kPinned == mxnet::Context::kCPUPinned, "");

@@ -10,6 +10,7 @@ from faults import FAULTS, MODES
 LEFT_OUT = (
     "operator_fails_between_layers",
     "os_fork",
+    "child_trains",
     "fork_while_a_step_runs",
     "interrupts_between_backward_passes",
 )

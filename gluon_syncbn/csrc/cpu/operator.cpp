@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <memory>
 
 #include "cpu/kernels.h"
 #include "in_place.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "mxnet/operator.h"
+#include "mxnet/pass.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -47,140 +50,219 @@ struct Parameters {
   std::vector<double> scale;  // gamma·invstd
 };
 
+// What forward leaves for backward: four vectors, and the call.
+struct Saved {
+  std::vector<double> mean, invstd;
+  std::vector<double> r, d;  // of Batch Renormalization
+
+  Saved() = default;
+  Saved(const double* saved, size_t channels)
+      : mean(saved, saved + channels),
+        invstd(saved + channels, saved + 2 * channels),
+        r(saved + 2 * channels, saved + 3 * channels),
+        d(saved + 3 * channels, saved + 4 * channels) {}
+
+  static const double* call(const double* saved, size_t channels) { return saved + 4 * channels; }
+
+  void save(double* to, const ForwardCall& call) const {
+    if (!to) return;
+    for (const std::vector<double>* vector : {&mean, &invstd, &r, &d}) {
+      to = std::copy(vector->begin(), vector->end(), to);
+    }
+    call.save(to);
+  }
+};
+
 class CpuOperator : public Operator {
  public:
-  explicit CpuOperator(Call call) : Operator(std::move(call)), threads_(omp_get_max_threads()) {}
+  explicit CpuOperator(Call call)
+      : Operator(std::move(call)),
+        threads_(omp_get_max_threads()),
+        device_(std::stoi(call_.device.substr(call_.device.find('(') + 1))) {}
 
-  void forward(const ForwardArrays& arrays, const int* requests, bool is_train) override {
-    const void* x = arrays.data.data();
-    const void* skip = call_.has.skip ? arrays.skip.data() : nullptr;
-    void* y = data_if_requested(arrays.out, requests[0]);
-    auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests[1]));
-    if (!is_train) {
-      Saved::plain(read(arrays.running_mean), inverse_deviation(read(arrays.running_var))).save(saved, {});
-      // Where nobody asks for `saved`, no backward pass can follow, and γ need not be one that in_place.h can undo.
-      const bool in_place = call_.in_place && saved;
-      if (y) normalize(call_.dtype, x, skip, call_.layout, prediction_affine(arrays, in_place), y, threads_);
-      return;
-    }
-    ProfiledPass pass(call_.group->name, call_.device, true);
+  void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
+    if (!is_train) return predict(*arrays, requests);
+    const auto pass = std::make_shared<ForwardPass>(self<CpuOperator>(), arrays, requests);
     try {
-      begin_forward();
-      const Moments local = moments(call_.dtype, x, call_.layout, threads_);
-      const Statistics all = all_reduce_moments(*call_.group, call_.device, local, pass);
-      Saved now = Saved::plain(all.mean, inverse_deviation(all.variance));
-      if (!all.renorm.is_off()) renormalize(arrays, all, now);
-      now.save(saved, all.call);
-      if (y) {
-        const Parameters parameters = parameters_of(arrays.gamma, arrays.beta, now);
-        const Affine affine =
-            Affine::rounded(call_.dtype, now.mean, parameters.scale, parameters.beta, call_.activation);
-        normalize(call_.dtype, x, skip, call_.layout, affine, y, threads_);
-      }
-      average(arrays.running_mean, all.mean);
-      average(arrays.running_var, all.variance);
+      if (!step().has_failed()) call_.group->connect();
     } catch (...) {
-      if (y) fill(call_.dtype, y, call_.layout.size(), kNaN);
-      if (saved) std::fill_n(saved, saved_size(call_.layout.channels), kNaN);
+      pass->lose();
       throw;
     }
+    run(pass, device_, arrays->out.handle());
   }
 
-  void backward(const BackwardArrays& arrays, const BackwardRequests& requests) override {
-    const size_t channels = static_cast<size_t>(call_.layout.channels);
-    const auto* saved = static_cast<const double*>(arrays.saved.data());
-    ProfiledPass pass(call_.group->name, call_.device, false);
-    try {
-      begin_backward();
-      const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
-      const Saved then(saved, channels);
-      const Parameters parameters = parameters_of(arrays.gamma, arrays.beta, then);
-      const bool in_place = call_.in_place;
-      // v − center is x̂ times this.
-      const std::vector<double>& center = in_place ? parameters.beta : then.mean;
-      std::vector<double> per = then.invstd;
-      if (in_place) {
-        for (size_t c = 0; c < channels; ++c) per[c] = 1 / parameters.gamma[c];
-      }
-      const Affine affine = Affine::rounded(call_.dtype, center, parameters.scale, parameters.beta, call_.activation);
-      BackwardInput input{in_place ? arrays.out.data() : arrays.data.data(), arrays.d_out.data(),
-                          call_.has.skip ? arrays.out.data() : nullptr, in_place};
-      const bool add_to_skip = requests.skip == Request::kAdd;
-      void* d_skip = requests.skip == Request::kNull ? nullptr : arrays.d_skip.data();
-      const GradientSums sums =
-          gradient_sums(call_.dtype, input, call_.layout, affine, d_skip, add_to_skip, threads_);
-      // This device's S1 = Σ dz and S2 = Σ dz·x̂.
-      const std::vector<double>& s1 = sums.dz;
-      std::vector<double> s2(channels);
-      for (size_t c = 0; c < channels; ++c) {
-        s2[c] = per[c] * (sums.dz_centred[c] - (center[c] - affine.shift[c]) * s1[c]);
-      }
-      InputGradient gradient{parameters.scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
-      if (forward_call.is_training()) {  // else the statistics did not depend on x
-        const double total_count = forward_call.count;
-        std::vector<double> message(s1);
-        message.insert(message.end(), s2.begin(), s2.end());
-        const std::vector<double> total =
-            all_reduce_sums(*call_.group, call_.device, std::move(message), forward_call, pass);
-        for (size_t c = 0; c < channels; ++c) {
-          const double mean_s1 = total[c] / total_count, mean_s2 = total[channels + c] / total_count;
-          gradient.slope[c] = -gradient.factor[c] * per[c] * mean_s2;
-          gradient.constant[c] =
-              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center[c] - affine.shift[c]);
-        }
-      }
-      if (requests.data != Request::kNull) {
-        Affine passed = affine;
-        if (d_skip && !add_to_skip) {  // dz lies there now
-          input = {input.values, d_skip};
-          passed.activation = {};
-        }
-        input_gradient(call_.dtype, input, call_.layout, passed, gradient, arrays.d_data.data(),
-                       requests.data == Request::kAdd, threads_);
-      }
-      write_vector(call_.group->dtype, arrays.d_beta, s1, requests.beta);
-      for (size_t c = 0; c < channels; ++c) s2[c] = call_.group->scale ? then.r[c] * s2[c] + then.d[c] * s1[c] : 0;
-      write_vector(call_.group->dtype, arrays.d_gamma, s2, requests.gamma);
-    } catch (...) {
-      if (requests.data != Request::kNull) fill(call_.dtype, arrays.d_data.data(), call_.layout.size(), kNaN);
-      if (requests.skip != Request::kNull) fill(call_.dtype, arrays.d_skip.data(), call_.layout.size(), kNaN);
-      const std::vector<double> lost(channels, kNaN);
-      write_vector(call_.group->dtype, arrays.d_gamma, lost, requests.gamma);
-      write_vector(call_.group->dtype, arrays.d_beta, lost, requests.beta);
-      throw;
-    }
+  void backward(std::shared_ptr<const BackwardArrays> arrays, BackwardRequests requests) override {
+    run(std::make_shared<BackwardPass>(self<CpuOperator>(), arrays, requests), device_, arrays->d_out.handle());
   }
 
  private:
-  // What forward leaves for backward: four vectors, and the call.
-  struct Saved {
-    std::vector<double> mean, invstd;
-    std::vector<double> r, d;  // of Batch Renormalization
+  // What both passes of a training step have. The profile and the meeting refer to the operator's call.
+  class CpuPass : public Pass {
+   protected:
+    CpuPass(std::shared_ptr<CpuOperator> op, bool is_forward)
+        : op_(std::move(op)), call_(op_->call_), meeting_(*call_.group, call_.device, is_forward) {}
 
-    static Saved plain(std::vector<double> mean, std::vector<double> invstd) {
-      const size_t channels = mean.size();
-      return {std::move(mean), std::move(invstd), std::vector<double>(channels, 1.0),
-              std::vector<double>(channels, 0.0)};
-    }
-
-    Saved(std::vector<double> mean, std::vector<double> invstd, std::vector<double> r, std::vector<double> d)
-        : mean(std::move(mean)), invstd(std::move(invstd)), r(std::move(r)), d(std::move(d)) {}
-    Saved(const double* saved, size_t channels)
-        : mean(saved, saved + channels),
-          invstd(saved + channels, saved + 2 * channels),
-          r(saved + 2 * channels, saved + 3 * channels),
-          d(saved + 3 * channels, saved + 4 * channels) {}
-
-    static const double* call(const double* saved, size_t channels) { return saved + 4 * channels; }
-
-    void save(double* to, const ForwardCall& call) const {
-      if (!to) return;
-      for (const std::vector<double>* vector : {&mean, &invstd, &r, &d}) {
-        to = std::copy(vector->begin(), vector->end(), to);
-      }
-      call.save(to);
-    }
+    const std::shared_ptr<CpuOperator> op_;
+    const Call& call_;
+    Meeting meeting_;
   };
+
+  class ForwardPass : public CpuPass {
+   public:
+    ForwardPass(std::shared_ptr<CpuOperator> op, std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests)
+        : CpuPass(std::move(op), true), arrays_(std::move(arrays)), requests_(requests) {}
+
+    void bring(std::function<void()> done) override {
+      meeting_.begin_pass();
+      op_->begin_forward();
+      meeting_.bring_moments(moments(call_.dtype, arrays_->data.data(), call_.layout, op_->threads_), std::move(done));
+    }
+
+    void finish() override {
+      const Statistics all = meeting_.statistics();
+      Saved now = op_->plain(all.mean, all.variance);
+      if (!all.renorm.is_off()) op_->renormalize(*arrays_, all, now);
+      now.save(saved(), all.call);
+      if (void* y = op_->data_if_requested(arrays_->out, requests_.out)) {
+        const Parameters parameters = op_->parameters_of(arrays_->gamma, arrays_->beta, now);
+        const Affine affine =
+            Affine::rounded(call_.dtype, now.mean, parameters.scale, parameters.beta, call_.activation);
+        normalize(call_.dtype, arrays_->data.data(), op_->skip(*arrays_), call_.layout, affine, y, op_->threads_);
+      }
+      op_->average(arrays_->running_mean, all.mean);
+      op_->average(arrays_->running_var, all.variance);
+      op_->end_forward();
+      meeting_.end_pass();
+    }
+
+    void lose() override {
+      if (void* y = op_->data_if_requested(arrays_->out, requests_.out)) {
+        fill(call_.dtype, y, call_.layout.size(), kNaN);
+      }
+      if (saved()) std::fill_n(saved(), saved_size(call_.layout.channels), kNaN);
+    }
+
+   private:
+    double* saved() const {
+      return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved));
+    }
+
+    const std::shared_ptr<const ForwardArrays> arrays_;
+    const ForwardRequests requests_;
+  };
+
+  class BackwardPass : public CpuPass {
+   public:
+    BackwardPass(std::shared_ptr<CpuOperator> op, std::shared_ptr<const BackwardArrays> arrays,
+                 BackwardRequests requests)
+        : CpuPass(std::move(op), false), arrays_(std::move(arrays)), requests_(requests) {}
+
+    void bring(std::function<void()> done) override {
+      meeting_.begin_pass();
+      const size_t channels = static_cast<size_t>(call_.layout.channels);
+      const auto* saved = static_cast<const double*>(arrays_->saved.data());
+      op_->begin_backward();
+      forward_call_ = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
+      then_ = Saved(saved, channels);
+      parameters_ = op_->parameters_of(arrays_->gamma, arrays_->beta, then_);
+      const bool in_place = call_.in_place;
+      center_ = in_place ? parameters_.beta : then_.mean;
+      per_ = then_.invstd;
+      if (in_place) {
+        for (size_t c = 0; c < channels; ++c) per_[c] = 1 / parameters_.gamma[c];
+      }
+      affine_ = Affine::rounded(call_.dtype, center_, parameters_.scale, parameters_.beta, call_.activation);
+      input_ = {in_place ? arrays_->out.data() : arrays_->data.data(), arrays_->d_out.data(),
+                call_.has.skip ? arrays_->out.data() : nullptr, in_place};
+      const bool add_to_skip = requests_.skip == Request::kAdd;
+      void* d_skip = requests_.skip == Request::kNull ? nullptr : arrays_->d_skip.data();
+      GradientSums sums =
+          gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
+      s1_ = std::move(sums.dz);
+      s2_.resize(channels);
+      for (size_t c = 0; c < channels; ++c) {
+        s2_[c] = per_[c] * (sums.dz_centred[c] - (center_[c] - affine_.shift[c]) * s1_[c]);
+      }
+      if (!forward_call_.is_training()) return done();  // the statistics did not depend on x
+      std::vector<double> message(s1_);
+      message.insert(message.end(), s2_.begin(), s2_.end());
+      meeting_.bring_sums(std::move(message), forward_call_, std::move(done));
+    }
+
+    void finish() override {
+      const size_t channels = static_cast<size_t>(call_.layout.channels);
+      InputGradient gradient{parameters_.scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
+      if (forward_call_.is_training()) {
+        const std::vector<double> total = meeting_.sums();
+        for (size_t c = 0; c < channels; ++c) {
+          const double mean_s1 = total[c] / forward_call_.count, mean_s2 = total[channels + c] / forward_call_.count;
+          gradient.slope[c] = -gradient.factor[c] * per_[c] * mean_s2;
+          gradient.constant[c] =
+              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
+        }
+      }
+      if (requests_.data != Request::kNull) {
+        if (requests_.skip != Request::kNull && requests_.skip != Request::kAdd) {  // dz lies there now
+          input_ = {input_.values, arrays_->d_skip.data()};
+          affine_.activation = {};
+        }
+        input_gradient(call_.dtype, input_, call_.layout, affine_, gradient, arrays_->d_data.data(),
+                       requests_.data == Request::kAdd, op_->threads_);
+      }
+      const DType dtype = call_.group->dtype;
+      write_vector(dtype, arrays_->d_beta, s1_, requests_.beta);
+      for (size_t c = 0; c < channels; ++c) {
+        s2_[c] = call_.group->scale ? then_.r[c] * s2_[c] + then_.d[c] * s1_[c] : 0;
+      }
+      write_vector(dtype, arrays_->d_gamma, s2_, requests_.gamma);
+      meeting_.end_pass();
+    }
+
+    void lose() override {
+      const int64_t size = call_.layout.size();
+      if (requests_.data != Request::kNull) fill(call_.dtype, arrays_->d_data.data(), size, kNaN);
+      if (requests_.skip != Request::kNull) fill(call_.dtype, arrays_->d_skip.data(), size, kNaN);
+      const std::vector<double> lost(static_cast<size_t>(call_.layout.channels), kNaN);
+      write_vector(call_.group->dtype, arrays_->d_gamma, lost, requests_.gamma);
+      write_vector(call_.group->dtype, arrays_->d_beta, lost, requests_.beta);
+    }
+
+   private:
+    const std::shared_ptr<const BackwardArrays> arrays_;
+    const BackwardRequests requests_;
+    ForwardCall forward_call_;
+    Saved then_;  // what the forward pass has saved
+    Parameters parameters_;
+    std::vector<double> center_, per_;  // v − center is x̂ times per
+    Affine affine_;
+    BackwardInput input_{};
+    std::vector<double> s1_, s2_;  // this device's Σ dz and Σ dz·x̂
+  };
+
+  void predict(const ForwardArrays& arrays, ForwardRequests requests) {
+    auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests.saved));
+    plain(read(arrays.running_mean), read(arrays.running_var)).save(saved, {});
+    // Where nobody asks for `saved`, no backward pass can follow, and γ need not be one that in_place.h can undo.
+    const bool in_place = call_.in_place && saved;
+    if (void* y = data_if_requested(arrays.out, requests.out)) {
+      normalize(call_.dtype, arrays.data.data(), skip(arrays), call_.layout, prediction_affine(arrays, in_place), y,
+                threads_);
+    }
+    end_forward();
+  }
+
+  const void* skip(const ForwardArrays& arrays) const { return call_.has.skip ? arrays.skip.data() : nullptr; }
+
+  // Without Batch Renormalization.
+  Saved plain(std::vector<double> mean, std::vector<double> variance) const {
+    Saved now;
+    now.r.assign(mean.size(), 1);
+    now.d.assign(mean.size(), 0);
+    now.mean = std::move(mean);
+    now.invstd = inverse_deviation(std::move(variance));
+    return now;
+  }
 
   void renormalize(const ForwardArrays& arrays, const Statistics& all, Saved& now) const {
     RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, read(arrays.running_mean),
@@ -247,15 +329,16 @@ class CpuOperator : public Operator {
     write_vector(call_.group->dtype, running, values);
   }
 
-  static void* data_if_requested(const Array& array, int request) {
-    return static_cast<Request>(request) == Request::kNull ? nullptr : array.data();
+  static void* data_if_requested(const Array& array, Request request) {
+    return request == Request::kNull ? nullptr : array.data();
   }
 
   const int threads_;
+  const int device_;
 };
 
 }  // namespace
 
-std::unique_ptr<Operator> make_cpu_operator(Call call) { return std::make_unique<CpuOperator>(std::move(call)); }
+std::shared_ptr<Operator> make_cpu_operator(Call call) { return std::make_shared<CpuOperator>(std::move(call)); }
 
 }  // namespace gluon_syncbn

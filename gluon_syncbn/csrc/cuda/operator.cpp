@@ -9,7 +9,7 @@
 //      it: inputs are ready when MXNet calls us, so nothing else is waited for.
 //   2. Back: the kernel's last block writes 2C numbers and a ticket over the bus into pinned memory, where this thread
 //      sees it (Scratch::wait). It is the one time that a direction waits for the GPU.
-//   3. The rendezvous: two threads that arrive together meet in about 1 µs (benchmarks/layer.py); else it is waiting for
+//   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else it is waiting for
 //      the slower device, which every synchronized layer must. The merge in float64 is some ns per channel and device.
 //   4. To the GPU again, as 1. Blocks read the two numbers of each of their channels over the bus.
 //
@@ -34,23 +34,24 @@ namespace gluon_syncbn {
 namespace {
 
 bool is_requested(Request request) { return request != Request::kNull; }
-bool is_requested(int request) { return is_requested(static_cast<Request>(request)); }
 
 class GpuOperator : public Operator {
  public:
   explicit GpuOperator(Call call)
       : Operator(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
 
-  void forward(const ForwardArrays& arrays, const int* requests, bool is_train) override {
+  void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
     try {
-      is_train ? train(arrays, requests) : predict(arrays, requests);
+      is_train ? train(*arrays, requests) : predict(*arrays, requests);
+      end_forward();
     } catch (...) {
-      fill_nan(program_, static_cast<Request>(requests[0]), arrays.out, call_.layout.size());
+      fill_nan(program_, requests.out, arrays->out, call_.layout.size());
       rethrow("forward pass");
     }
   }
 
-  void backward(const BackwardArrays& arrays, const BackwardRequests& requests) override {
+  void backward(std::shared_ptr<const BackwardArrays> handed, BackwardRequests requests) override {
+    const BackwardArrays& arrays = *handed;
     try {
       send_back(arrays, requests);
     } catch (...) {
@@ -66,9 +67,10 @@ class GpuOperator : public Operator {
  private:
   static int number(Request request) { return static_cast<int>(request); }
 
-  void train(const ForwardArrays& arrays, const int* requests) {
+  void train(const ForwardArrays& arrays, ForwardRequests requests) {
     begin_forward();
-    ProfiledPass pass(call_.group->name, call_.device, true);
+    Meeting meeting(*call_.group, call_.device, true);
+    meeting.begin_pass();
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
     const bool wants_running = call_.group->has_renorm();
@@ -80,7 +82,9 @@ class GpuOperator : public Operator {
       running_mean = vector_at(numbers, 2);
       running_var = vector_at(numbers, 3);
     }
-    const Statistics all = all_reduce_moments(*call_.group, call_.device, local, pass);
+    call_.group->connect();
+    wait_for([&](const Rendezvous::Then& then) { meeting.bring_moments(local, [then] { then({}); }); });
+    const Statistics all = meeting.statistics();
     if (all.renorm.is_off()) {
       scratch->put({&all.mean, &all.variance});
     } else {
@@ -91,7 +95,7 @@ class GpuOperator : public Operator {
     Scratch::give_back(scratch);
   }
 
-  void predict(const ForwardArrays& arrays, const int* requests) {
+  void predict(const ForwardArrays& arrays, ForwardRequests requests) {
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
     normalize(arrays, requests, launch, *scratch, {}, false);
@@ -100,7 +104,8 @@ class GpuOperator : public Operator {
 
   void send_back(const BackwardArrays& arrays, const BackwardRequests& requests) {
     begin_backward();
-    ProfiledPass pass(call_.group->name, call_.device, false);
+    Meeting meeting(*call_.group, call_.device, false);
+    meeting.begin_pass();
     const bool has_skip = call_.has.skip, in_place = call_.in_place;
     const Array& values = in_place ? arrays.out : arrays.data;
     const Array& d_data = is_requested(requests.data) ? arrays.d_data : values;
@@ -127,8 +132,9 @@ class GpuOperator : public Operator {
     const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, behind);
     if (in_place) warn_of_moved_gamma(behind + ForwardCall::kSize);
     if (forward_call.is_training()) {  // else the statistics did not depend on x
-      const std::vector<double> total =
-          all_reduce_sums(*call_.group, call_.device, {numbers, behind}, forward_call, pass);
+      const std::vector<double> local(numbers, behind);
+      wait_for([&](const Rendezvous::Then& then) { meeting.bring_sums(local, forward_call, [then] { then({}); }); });
+      const std::vector<double> total = meeting.sums();
       scratch->put({&total});
     }
     if (is_requested(requests.data)) {
@@ -147,8 +153,8 @@ class GpuOperator : public Operator {
     }
   }
 
-  Launch launch_forward(const ForwardArrays& arrays, const int* requests) const {
-    const Array& out = is_requested(requests[0]) ? arrays.out : arrays.data;
+  Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests) const {
+    const Array& out = is_requested(requests.out) ? arrays.out : arrays.data;
     const Array& skip = call_.has.skip ? arrays.skip : arrays.data;
     return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data(), skip.data()});
   }
@@ -176,7 +182,7 @@ class GpuOperator : public Operator {
     }
   }
 
-  void normalize(const ForwardArrays& arrays, const int* requests, const Launch& launch, const Scratch& scratch,
+  void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, const Scratch& scratch,
                  const ForwardCall& forward_call, bool renorm) {
     Arguments arguments;
     arguments.array(arrays.data);
@@ -189,7 +195,7 @@ class GpuOperator : public Operator {
     arguments.real(call_.activation.slope);
     arguments.integer(forward_call.is_training()).integer(call_.group->scale).integer(call_.activation.kind);
     arguments.integer(call_.in_place).integer(renorm);
-    arguments.integer(is_requested(requests[0])).integer(is_requested(requests[1]));
+    arguments.integer(is_requested(requests.out)).integer(is_requested(requests.saved));
     program_.launch(call_.has.skip ? "normalize_skip" : "normalize", device_, launch, arguments);
   }
 
@@ -216,14 +222,14 @@ class GpuOperator : public Operator {
 
 }  // namespace
 
-std::unique_ptr<Operator> make_gpu_operator(Call call) {
+std::shared_ptr<Operator> make_gpu_operator(Call call) {
   if (call.dtype == DType::kBFloat16) {
     throw std::invalid_argument("SyncBatchNorm '" + call.group->name + "': bfloat16 on " + call.device +
                                 " is not supported; use float16.");
   }
   const std::string name = call.group->name;
   try {
-    return std::make_unique<GpuOperator>(std::move(call));
+    return std::make_shared<GpuOperator>(std::move(call));
   } catch (const MXNetFailure& problem) {
     throw MXNetFailure("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
   }

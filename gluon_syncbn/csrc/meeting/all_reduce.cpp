@@ -5,28 +5,52 @@
 
 namespace gluon_syncbn {
 
-Statistics all_reduce_moments(Group& group, const std::string& device, Moments local, ProfiledPass& pass) {
-  const int64_t active_set = active_sets().current;
-  const Membership member = group.membership_of(device, active_set);
-  if (group.has_renorm()) local.step = static_cast<double>(group.step_of(device));
-  pass.arrive();
-  const Rendezvous::Gathered gathered = member.subgroup->forward.all_gather(member.rank, local.pack());
-  pass.leave(&member.subgroup->forward, gathered.round_id);
-  Moments all = merge(*gathered.contributions);
-  for (double& value : all.m2) value /= all.count;
-  const RenormLimits renorm = group.renorm(device, static_cast<int64_t>(all.step));
-  return {{all.count, gathered.round_id, active_set}, std::move(all.mean), std::move(all.m2), renorm};
+void Meeting::bring_moments(Moments local, Done done) {
+  active_set_ = active_sets().current;
+  if (group_.has_renorm()) local.step = static_cast<double>(group_.step_of(device_));
+  bring(&Subgroup::forward, local.pack(), 0, std::move(done));
 }
 
-std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local,
-                                    const ForwardCall& call, ProfiledPass& pass) {
-  const Membership member = group.membership_of(device, call.active_set);
-  pass.arrive();
-  const Rendezvous::Gathered gathered =
-      member.subgroup->backward.all_gather(member.rank, std::move(local), call.round_id);
-  pass.leave(&member.subgroup->backward, call.round_id);
-  return add_ranks(*gathered.contributions);
+void Meeting::bring_sums(std::vector<double> local, const ForwardCall& call, Done done) {
+  active_set_ = call.active_set;
+  bring(&Subgroup::backward, std::move(local), call.round_id, std::move(done));
 }
+
+void Meeting::bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key,
+                    Done done) {
+  profile_->arrive();
+  group_.enter(device_, [this, direction, local = std::move(local), key,
+                         done = std::move(done)](const Outcome& entered) mutable {
+    try {
+      if (!entered.error.empty()) throw RendezvousError(entered.error);
+      const Membership member = group_.membership_of(device_, active_set_);
+      const auto& place = (*member.subgroup).*direction;
+      place->arrive(member.rank, std::move(local), key, [this, at = place.get(), key, done](const Outcome& outcome) {
+        if (outcome.error.empty()) profile_->leave(at, key ? key : outcome.round_id);
+        outcome_ = outcome;
+        done();
+      });
+      return;
+    } catch (const std::exception& problem) {
+      outcome_.error = problem.what();
+    }
+    done();
+  });
+}
+
+const Vectors& Meeting::brought() const {
+  if (!outcome_.error.empty()) throw RendezvousError(outcome_.error);
+  return *outcome_.contributions;
+}
+
+Statistics Meeting::statistics() const {
+  Moments all = merge(brought());
+  for (double& value : all.m2) value /= all.count;
+  const RenormLimits renorm = group_.renorm(device_, static_cast<int64_t>(all.step));
+  return {{all.count, outcome_.round_id, active_set_}, std::move(all.mean), std::move(all.m2), renorm};
+}
+
+std::vector<double> Meeting::sums() const { return add_ranks(brought()); }
 
 void ForwardCall::save(double* numbers) const {
   numbers[0] = count;

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,12 +40,40 @@ struct Statistics {
   RenormLimits renorm = {};      // of this step
 };
 
-// Brings 2C + 1 numbers, this device's count, mean and M2 (and the step, `Moments`), and merges those of all devices in
-// rank order. Throws RendezvousError where a device does not come.
-Statistics all_reduce_moments(Group& group, const std::string& device, Moments local, ProfiledPass& pass);
+// One pass of one device through its layer's rendezvous: it brings a message, and when `done` is called, once and on any
+// thread, it can be asked for the result. It must stay where it is until then. If `bring_...` throws, `done` is not
+// called.
+class Meeting {
+ public:
+  Meeting(Group& group, const std::string& device, bool is_forward)
+      : group_(group), device_(device), is_forward_(is_forward) {}
 
-// Brings 2C numbers, this device's S1 and S2, and adds up those of all devices in rank order. Throws as above.
-std::vector<double> all_reduce_sums(Group& group, const std::string& device, std::vector<double> local,
-                                    const ForwardCall& call, ProfiledPass& pass);
+  using Done = std::function<void()>;
+
+  // What lies between these two is the pass, for the profile.
+  void begin_pass() { profile_.emplace(group_.name, device_, is_forward_); }
+  void end_pass() { profile_.reset(); }
+
+  // 2C + 1 numbers: this device's count, mean and M2 (and the step, `Moments`).
+  void bring_moments(Moments local, Done done);
+
+  // 2C numbers: this device's S1 and S2.
+  void bring_sums(std::vector<double> local, const ForwardCall& call, Done done);
+
+  // Merged, or added up, in rank order. Throw RendezvousError where a device did not come.
+  Statistics statistics() const;
+  std::vector<double> sums() const;
+
+ private:
+  void bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key, Done done);
+  const Vectors& brought() const;
+
+  Group& group_;
+  const std::string& device_;
+  const bool is_forward_;
+  std::optional<ProfiledPass> profile_;
+  int64_t active_set_ = 0;
+  Outcome outcome_;
+};
 
 }  // namespace gluon_syncbn

@@ -49,15 +49,65 @@ bool ActiveSets::includes(const std::string& device, int64_t id) {
   return id == 0 || (found != members.end() && found->second.count(device) > 0);
 }
 
-Membership Group::membership_of(const std::string& device, int64_t active_set) {
-  std::unique_lock<std::mutex> lock(mutex_);
+Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice,
+             std::function<Link()> connect, std::function<void()> drop)
+    : name(spec.name),
+      momentum(spec.momentum),
+      epsilon(spec.epsilon),
+      scale(spec.scale != 0),
+      dtype(dtype_of(spec.dtype)),
+      renorm_(spec.renorm_points, spec.renorm_points + spec.num_renorm_points),
+      devices_(std::move(devices)),
+      num_devices_(static_cast<size_t>(spec.num_devices)),
+      group_size_(static_cast<size_t>(spec.group_size)),
+      timeout_(spec.timeout_seconds),
+      advice_(std::move(advice)),
+      connect_(std::move(connect)),
+      drop_(std::move(drop)) {
+  if (devices_.size() == num_devices_) return;
+  const std::string unknown =
+      "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices_);
+  opening_ = std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': forward pass",
+                                          std::vector<std::string>(num_devices_, unknown), timeout_, advice_);
+}
+
+void Group::connect() {
+  std::lock_guard<std::mutex> lock(mutex_);
   if (num_devices_ == 0) {
     throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph does not say on how many devices it trains. "
                                 "Give num_devices where the layer is made, or call hybridize() again after "
                                 "initialize().");
   }
   if (!link_) link_ = connect_();
-  if (devices_.size() < num_devices_) wait_for_devices(device, lock);
+}
+
+void Group::enter(const std::string& device, Rendezvous::Then then) {
+  std::shared_ptr<Rendezvous> opening;
+  size_t place = 0;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    place = static_cast<size_t>(std::find(devices_.begin(), devices_.end(), device) - devices_.begin());
+    if (opening_ && place < num_devices_) {
+      opening = opening_;
+      if (place == devices_.size()) devices_.push_back(device);
+      opening->rename(place, device);
+    }
+  }
+  if (!opening) return then({});
+  opening->arrive(place, {}, 0, [self = shared_from_this(), then = std::move(then)](const Outcome& outcome) {
+    if (outcome.error.empty()) self->close();
+    then(outcome);
+  });
+}
+
+void Group::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (opening_) std::sort(devices_.begin(), devices_.end(), comes_before);
+  opening_ = nullptr;
+}
+
+Membership Group::membership_of(const std::string& device, int64_t active_set) {
+  std::lock_guard<std::mutex> lock(mutex_);
   std::map<std::string, Membership>& members = members_[active_set];
   if (members.empty()) make_subgroups(members, active_set);
   const auto found = members.find(device);
@@ -78,7 +128,7 @@ int64_t Group::rounds(int64_t active_set) {
   const auto found = members_.find(active_set);
   if (found == members_.end()) return sum;
   for (const auto& entry : found->second) {
-    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.subgroup->forward.rounds());
+    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.subgroup->forward->rounds());
   }
   return sum;
 }
@@ -114,22 +164,6 @@ RenormLimits Group::renorm(const std::string& device, int64_t step) {
   return renorm_at(renorm_, step);
 }
 
-void Group::wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock) {
-  if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) devices_.push_back(device);
-  if (devices_.size() == num_devices_) {
-    std::sort(devices_.begin(), devices_.end(), comes_before);
-    complete_.notify_all();
-  }
-  const auto waited =
-      wait_until(lock, complete_, Clock::now(), timeout_, [&] { return devices_.size() == num_devices_; });
-  if (waited) {
-    const std::string whom = std::to_string(num_devices_ - devices_.size()) + " of " + std::to_string(num_devices_) + " devices";
-    throw RendezvousError("SyncBatchNorm '" + name + "': forward pass " + waited->text(whom) +
-                             ". Arrived: " + join(devices_) + ". Missing: devices that have never run it; it was made "
-                             "for num_devices=" + std::to_string(num_devices_) + ". " + advice_);
-  }
-}
-
 void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {
   std::map<size_t, std::vector<std::string>> neighbours;
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -147,11 +181,14 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
 
 Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
   if (!link_->exchange) return {};
-  const auto exchange = [this, is_forward, subgroup, active_set](const Vectors& contributions, uint64_t key,
-                                                                 uint64_t& round_id) {
+  // The round keeps the group only as long as it waits, and it may have been given up when the exchange returns.
+  const auto exchange = [group = weak_from_this(), is_forward, subgroup, active_set](
+                            const Vectors& contributions, uint64_t key, uint64_t& round_id) {
+    const std::shared_ptr<const Group> alive = group.lock();
+    if (!alive) throw RendezvousError("its layer was dropped.");
     uint64_t number = is_forward ? 0 : key;
-    Vectors rows = link_->exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
-                                  is_forward ? merge(contributions).pack() : add_ranks(contributions));
+    Vectors rows = alive->link_->exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
+                                          is_forward ? merge(contributions).pack() : add_ranks(contributions));
     if (is_forward) round_id = number;
     return rows;
   };

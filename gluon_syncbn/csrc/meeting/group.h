@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -52,11 +51,12 @@ ActiveSets& active_sets();
 struct Subgroup {
   Subgroup(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice,
            Exchange moments, Exchange sums)
-      : forward("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice, std::move(moments)),
-        backward("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice, std::move(sums)) {}
+      : forward(std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice,
+                                             std::move(moments))),
+        backward(std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice,
+                                              std::move(sums))) {}
 
-  Rendezvous forward;
-  Rendezvous backward;
+  const std::shared_ptr<Rendezvous> forward, backward;
 };
 
 struct Membership {
@@ -76,26 +76,13 @@ struct Link {
   double exchange_seconds = 0;  // how long processes wait for each other
 };
 
-class Group {
+class Group : public std::enable_shared_from_this<Group> {
  public:
   // Of `devices`; or, if there are none, open to the first `spec.num_devices` that come. `advice` ends errors about
-  // missing devices. `connect` is called once, when the first device comes to train, and makes the link to other
+  // missing devices. `connect` is called once, before the first device trains, and makes the link to other
   // processes, which is empty if there are none; it may throw. `drop` is called when the group is gone.
   Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, std::function<Link()> connect,
-        std::function<void()> drop)
-      : name(spec.name),
-        momentum(spec.momentum),
-        epsilon(spec.epsilon),
-        scale(spec.scale != 0),
-        dtype(dtype_of(spec.dtype)),
-        renorm_(spec.renorm_points, spec.renorm_points + spec.num_renorm_points),
-        devices_(std::move(devices)),
-        num_devices_(static_cast<size_t>(spec.num_devices)),
-        group_size_(static_cast<size_t>(spec.group_size)),
-        timeout_(spec.timeout_seconds),
-        advice_(std::move(advice)),
-        connect_(std::move(connect)),
-        drop_(std::move(drop)) {}
+        std::function<void()> drop);
   ~Group() { drop_(); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -105,6 +92,13 @@ class Group {
   const double epsilon;
   const bool scale;
   const DType dtype;
+
+  // To be called before a pass in training, by a thread that may wait; may throw.
+  void connect();
+
+  // Calls back when it is known which devices the group has: at once, or, in the first round of an open group, when as
+  // many as it has are there.
+  void enter(const std::string& device, Rendezvous::Then then);
 
   // Where `device` meets the others of the active set. Subgroups are made when the first of them comes.
   Membership membership_of(const std::string& device, int64_t active_set);
@@ -132,8 +126,7 @@ class Group {
  private:
   int64_t next_step(const std::string& device);  // with the lock held
 
-  // The first round of an open group: comes back when as many devices as it has are there.
-  void wait_for_devices(const std::string& device, std::unique_lock<std::mutex>& lock);
+  void close();  // all devices are known now
 
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
@@ -145,7 +138,8 @@ class Group {
   int64_t common_step_ = 0;               // the next of the others
   uint64_t occasion_ = 0;                 // on which all went on together
   std::atomic<bool> has_warned_{false};
-  std::vector<std::string> devices_;
+  std::vector<std::string> devices_;       // of an open group in the order in which they came
+  std::shared_ptr<Rendezvous> opening_;    // where they meet, as long as it is open
   const size_t num_devices_;
   const size_t group_size_;
   const double timeout_;
@@ -154,7 +148,6 @@ class Group {
   const std::function<void()> drop_;
   std::optional<Link> link_;
   std::mutex mutex_;
-  std::condition_variable complete_;
   std::map<int64_t, std::map<std::string, Membership>> members_;  // by active set, then by device
 };
 

@@ -9,8 +9,8 @@
 
 namespace gluon_syncbn {
 
-// One pass of one layer on one device, from the thread that runs it. What it has seen is kept when it goes, if the
-// profile was on when it was made, and the devices have met.
+// One pass of one layer on one device, whose threads take part one after the other. What it has seen is kept when it
+// goes, if the profile was on when it was made, and the devices have met.
 class ProfiledPass {
  public:
   ProfiledPass(const std::string& layer, const std::string& device, bool is_forward);
@@ -18,7 +18,7 @@ class ProfiledPass {
   ProfiledPass(const ProfiledPass&) = delete;
   ProfiledPass& operator=(const ProfiledPass&) = delete;
 
-  // The device is about to wait for the others.
+  // The device is about to leave what it brings.
   void arrive();
 
   // They have met, `at` which place in which round.

@@ -1,12 +1,17 @@
 #include "meeting/rendezvous.h"
 
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <thread>
 #include <utility>
+
+#include "exported.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// How long a rank looks before it sleeps.
+// How long a thread looks before it sleeps: GPUs of one kind mostly arrive together, and to wake a thread costs more.
 constexpr std::chrono::microseconds kSpin{60};
 
 inline void pause() {
@@ -15,6 +20,19 @@ inline void pause() {
 #else
   std::this_thread::yield();
 #endif
+}
+
+// Threads of exchanges that have not ended.
+std::atomic<int> exchanges{0};
+
+struct CountedExchange {
+  CountedExchange() { exchanges += 1; }
+  ~CountedExchange() { exchanges -= 1; }
+};
+
+Clock::duration ticks(double seconds) {
+  constexpr double kMost = 1e9;  // more would not fit into a time
+  return std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
 }
 
 }  // namespace
@@ -27,49 +45,66 @@ Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double 
       advice_(std::move(advice)),
       exchange_(std::move(exchange)) {}
 
-Rendezvous::Gathered Rendezvous::all_gather(size_t rank, std::vector<double> contribution, uint64_t key) {
-  std::shared_ptr<Round> round;
-  bool leads = false;
+void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then) {
+  RoundPtr round;
+  std::string error;
+  bool exchanges = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::shared_ptr<Round>& entry = rounds_[key];
-    if (!entry) {
-      entry = std::make_shared<Round>(ranks_.size());
-      entry->id = ++opened_;
+    const auto entry = gathering_.find(key);
+    if (entry != gathering_.end()) {
+      round = entry->second;
+    } else {
+      watch(shared_from_this());
+      round = std::make_shared<Round>(ranks_.size());
+      gathering_.emplace(key, round);
+      round->id = ++opened_;
     }
-    round = entry;
+    round->then.push_back(std::move(then));
+    if (round->present[rank] && contribution.empty()) return;
     if (round->present[rank]) {
-      fail(*round, key, twice_text(*round, rank));
+      error = twice_text(*round, rank);
     } else {
       round->contributions[rank] = std::move(contribution);
       round->present[rank] = true;
       round->arrived += 1;
-      if (round->arrived == ranks_.size()) {
-        const std::string error = different_lengths_text(*round);
-        leads = error.empty() && exchange_.exchange;
-        if (!error.empty()) {
-          fail(*round, key, error);
-        } else if (leads) {
-          round->state.store(kExchanging, std::memory_order_release);
-          rounds_.erase(key);
-        } else {
-          finish(*round, key, kComplete, "");
-        }
-      }
+      if (round->arrived < ranks_.size()) return;
+      error = different_lengths_text(*round);
+    }
+    gathering_.erase(key);
+    exchanges = error.empty() && exchange_.exchange;
+    if (exchanges) {
+      round->exchange_ends = Clock::now() + ticks(exchange_.timeout_seconds + 2 * waiting_times().grace.count());
+      exchanging_.insert(round);
     }
   }
-  if (leads) {
-    lead(*round, key);
+  if (exchanges) {
+    try {
+      const auto counted = std::make_shared<CountedExchange>();
+      std::thread([counted, self = shared_from_this(), round, key]() mutable {
+        const auto last = std::move(counted);  // goes when all else that the thread holds has gone
+        const auto place = std::move(self);
+        const auto mine = std::move(round);
+        place->exchange(mine, key);
+      }).detach();
+    } catch (const std::exception& problem) {
+      fail(*round, what_ + ": no thread for the exchange between processes: " + problem.what());
+    }
+  } else if (error.empty()) {
+    end(*round, {std::shared_ptr<const Vectors>(round, &round->contributions), round->id, ""});
   } else {
-    wait(round, key);
+    fail(*round, error);
   }
-  if (round->state == kFailed) throw RendezvousError(round->error);
-  return {std::shared_ptr<const Vectors>(round, &round->contributions), round->id};
+}
+
+void Rendezvous::rename(size_t rank, std::string name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ranks_[rank] = std::move(name);
 }
 
 size_t Rendezvous::open_rounds() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return rounds_.size();
+  return gathering_.size();
 }
 
 uint64_t Rendezvous::rounds() const {
@@ -77,57 +112,71 @@ uint64_t Rendezvous::rounds() const {
   return opened_;
 }
 
-void Rendezvous::lead(Round& round, uint64_t key) {
-  Vectors rows;
-  uint64_t id = round.id;
-  std::string error;
+OpenWaits Rendezvous::end_overdue() {
+  OpenWaits open;
+  std::vector<std::pair<RoundPtr, std::string>> missed, stuck;
+  const auto now = Clock::now();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto entry = gathering_.begin(); entry != gathering_.end();) {
+      const RoundPtr round = entry->second;
+      if (const auto waited = ended_wait(round->opened, timeout_seconds_)) {
+        missed.emplace_back(round, missing_text(*round, *waited));
+        entry = gathering_.erase(entry);
+        continue;
+      }
+      open.add(round->opened, round->opened + ticks(timeout_seconds_));
+      ++entry;
+    }
+    for (const RoundPtr& round : exchanging_) {
+      if (now >= round->exchange_ends) {
+        stuck.emplace_back(round, what_ + ": all devices arrived, but the exchange between processes did not return.");
+      } else {
+        open.add(round->opened, round->exchange_ends);
+      }
+    }
+  }
+  for (const auto& [round, error] : missed) fail(*round, error);
+  for (const auto& [round, error] : stuck) end(*round, {nullptr, round->id, error});
+  return open;
+}
+
+void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
+  Outcome outcome{nullptr, round->id, ""};
   try {
-    rows = exchange_.exchange(round.contributions, key, id);
+    outcome.contributions =
+        std::make_shared<const Vectors>(exchange_.exchange(round->contributions, key, outcome.round_id));
   } catch (const std::exception& problem) {
-    error = problem.what();
+    outcome.error = problem.what();
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (round.is_over()) return;  // the others have given it up
-  if (error.empty()) {
-    round.contributions = std::move(rows);
-    round.id = id;
-  }
-  finish(round, key, error.empty() ? kComplete : kFailed, error);
+  end(*round, outcome);
 }
 
-void Rendezvous::wait(const std::shared_ptr<Round>& round, uint64_t key) {
-  const auto spin_until = Clock::now() + kSpin;
-  while (!round->is_over() && Clock::now() < spin_until) pause();
-  if (round->is_over()) return;
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto waited = wait_until(lock, round->changed, round->opened, timeout_seconds_,
-                                     [&] { return round->state != kGathering; });
-  if (waited) return fail(*round, key, missing_text(*round, *waited));
-  const auto guard = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                        Seconds(exchange_.timeout_seconds) + 2 * waiting_times().grace);
-  if (!round->changed.wait_until(lock, guard, [&] { return round->is_over(); })) {
-    finish(*round, key, kFailed, what_ + ": all devices arrived, but the exchange between processes did not return.");
-  }
-}
-
-void Rendezvous::fail(Round& round, uint64_t key, std::string error) {
+void Rendezvous::fail(Round& round, std::string error) {
   if (exchange_.fail) exchange_.fail(error);
-  finish(round, key, kFailed, std::move(error));
+  end(round, {nullptr, round.id, std::move(error)});
 }
 
-void Rendezvous::finish(Round& round, uint64_t key, State state, std::string error) {
-  round.error = std::move(error);
-  round.state.store(state, std::memory_order_release);
-  round.changed.notify_all();
-  const auto entry = rounds_.find(key);
-  // Last: it may hold the only reference but ours.
-  if (entry != rounds_.end() && entry->second.get() == &round) rounds_.erase(entry);
+void Rendezvous::end(Round& round, const Outcome& outcome) {
+  std::vector<Then> then;  // none if the round has been ended already: an exchange that returned after all
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    then.swap(round.then);
+    for (const RoundPtr& item : exchanging_) {
+      if (item.get() != &round) continue;
+      exchanging_.erase(item);
+      break;
+    }
+  }
+  for (Then& next : then) next(outcome);
 }
 
 std::string Rendezvous::names(const Round& round, bool present) const {
-  std::string text;
+  std::string text, last;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (round.present[rank] == present) text += (text.empty() ? "" : ", ") + ranks_[rank];
+    if (round.present[rank] != present || ranks_[rank] == last) continue;  // several may go by one name
+    last = ranks_[rank];
+    text += (text.empty() ? "" : ", ") + last;
   }
   return text;
 }
@@ -155,4 +204,36 @@ std::string Rendezvous::different_lengths_text(const Round& round) const {
   return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
 }
 
+void wait_for_exchanges(Seconds most) {
+  const auto until = Clock::now() + most;
+  while (exchanges > 0 && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+Outcome wait_for(const std::function<void(Rendezvous::Then)>& start) {
+  struct Box {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::atomic<bool> is_full{false};
+    Outcome outcome;
+  };
+  const auto box = std::make_shared<Box>();  // whoever fills it may still hold it when we have left
+  start([box](const Outcome& outcome) {
+    std::lock_guard<std::mutex> lock(box->mutex);
+    box->outcome = outcome;
+    box->is_full.store(true, std::memory_order_release);
+    box->changed.notify_one();
+  });
+  const auto spin_until = Clock::now() + kSpin;
+  while (!box->is_full.load(std::memory_order_acquire) && Clock::now() < spin_until) pause();
+  std::unique_lock<std::mutex> lock(box->mutex);
+  box->changed.wait(lock, [&] { return box->is_full.load(); });
+  if (!box->outcome.error.empty()) throw RendezvousError(box->outcome.error);
+  return box->outcome;
+}
+
 }  // namespace gluon_syncbn
+
+// What Python calls (base/library.py), without the interpreter lock
+EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
+  gluon_syncbn::wait_for_exchanges(gluon_syncbn::Seconds(most));
+}

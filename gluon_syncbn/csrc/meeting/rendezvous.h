@@ -1,29 +1,27 @@
-// Where the devices of one layer meet: a barrier that hands everyone all that was brought, or one error. In a job of
-// several processes that is what all processes have brought.
+// Where the devices of one layer meet. Each leaves a vector of float64 and goes on; when the last one has come, all are
+// called back with what everyone has left, or with one error. In a job of several processes that is what all processes
+// have left.
 //
 // The protocol
 // ------------
-// Every device ("rank") runs on a thread of its own and comes with one vector of float64, its contribution. Ranks meet
-// in rounds ("generations"). Each direction of each layer has a rendezvous of its own, and a round of it has a key. A
-// round is in one of four states:
+// Every device ("rank") arrives once per round. Each direction of each layer has a rendezvous of its own, and a round of
+// it has a key. A round is in one of three states, and whoever takes it out of one calls nobody before it is in the next:
 //
-//   gathering  Opened by the first rank to arrive, from when its timeout counts. It is in the table under its key. Ranks
-//              that arrive leave their contribution and wait. It waits for ranks, and for nothing else.
-//   exchanging Only where there are other processes. The last rank has arrived, and has taken the round out of the table,
-//              so that whoever comes again opens the next one. It exchanges what all have brought with the other
-//              processes (Exchange), while the others wait for it, without holding a lock.
-//   complete   The last rank has arrived, and taken the round out of the table. It wakes the others. Contributions no longer change; every rank reads them all, without
-//              a lock, and reduces them for itself in rank order: same input, same order, same bits everywhere.
-//   failed     A wait ended without the missing rank, or a rank arrived twice, or the last to arrive found that vectors
-//              differ in length, or the exchange failed. Whoever finds it takes the round out of the table, stores the error, and wakes the others: all of
-//              them throw that text. The next arrival opens a new round, so the next step starts clean.
+//   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes twice,
+//               vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h).
+//   exchanging  Only where there are other processes: all ranks of this one are there, and a thread that was made for
+//               this round exchanges what they have left (Exchange). It ends with the exchange, or when that has not
+//               returned after its own timeout and two grace periods.
+//   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
+//               everywhere), or with the error. The next arrival with this key opens a new round.
 //
-// What ends every wait: the last arrival, the timeout or less (waiting.h), or the failure of the round; for those who wait
-// for an exchange, its own timeout and the grace period. No wait is without an end, and no lock is held while waiting. A waiting rank looks at the state for some
-// microseconds before it sleeps, because devices of one kind mostly arrive together and to wake a thread costs more than
-// that.
+// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread that ends the
+// round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
 //
-// A round is owned by the table and by the ranks in it, and goes when the last of them has left.
+// Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the call
+// that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is dropped lives
+// until its open rounds are over, which the watchdog sees to. A round that is open when the process ends is forgotten
+// with it, and none is open when Python forks (process/lifecycle.py).
 //
 // Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 // running statistics), so all of them share key 0, and the n-th round holds the n-th call of every device. Backward
@@ -34,20 +32,18 @@
 // step. Whoever catches the error and goes on must let the stragglers finish first (abandon_step).
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "meeting/statistics.h"
-#include "meeting/waiting.h"
+#include "meeting/watchdog.h"
 
 namespace gluon_syncbn {
 
@@ -58,30 +54,36 @@ class RendezvousError : public std::runtime_error {
 
 // What connects a rendezvous with the same one in other processes; without an `exchange` there are none.
 struct Exchange {
-  // Called by the last rank to arrive with what all have brought and the round's key; returns what all processes have
-  // brought, and changes the number of the round to theirs. May throw.
+  // Called with what all ranks have left and the round's key; returns what all processes have left, and changes the
+  // number of the round to theirs. May take its time, and may throw.
   std::function<Vectors(const Vectors& contributions, uint64_t key, uint64_t& round_id)> exchange;
   // Told why a round failed among the devices of this process, so that others need not wait for it.
   std::function<void(const std::string& error)> fail;
   double timeout_seconds = 0;
 };
 
-class Rendezvous {
+// How a round ended.
+struct Outcome {
+  std::shared_ptr<const Vectors> contributions;
+  uint64_t round_id = 0;  // from 1
+  std::string error;      // empty if it did not fail
+};
+
+class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvous> {
  public:
-  // What a rank takes home; valid as long as it is held.
-  struct Gathered {
-    std::shared_ptr<const Vectors> contributions;
-    uint64_t round_id;  // from 1
-  };
+  using Then = std::function<void(const Outcome&)>;
 
   // `what` is how errors call it, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are the participants'
-  // names; `advice` ends the error about a missing rank.
+  // names; `advice` ends the error about a missing rank. To be made by std::make_shared.
   Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
              Exchange exchange = {});
 
-  // Leaves `contribution` as `rank` and waits for the others. Throws RendezvousError, with the same text on every rank
-  // of the round, if a rank does not arrive within the timeout, arrives twice, or brings a vector of another length.
-  Gathered all_gather(size_t rank, std::vector<double> contribution, uint64_t key = 0);
+  // Leaves `contribution` as `rank`; `then` is called once, perhaps before this returns. If this throws (there is no
+  // memory, or no thread), it will not be called. Who brings nothing may come more than once.
+  void arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then);
+
+  // Gives a rank another name.
+  void rename(size_t rank, std::string name);
 
   // Rounds that wait for ranks now.
   size_t open_rounds() const;
@@ -89,9 +91,9 @@ class Rendezvous {
   // Rounds that were ever opened.
   uint64_t rounds() const;
 
- private:
-  enum State : int { kGathering, kExchanging, kComplete, kFailed };
+  OpenWaits end_overdue() override;
 
+ private:
   struct Round {
     explicit Round(size_t ranks) : contributions(ranks), present(ranks, false) {}
 
@@ -100,30 +102,35 @@ class Rendezvous {
     size_t arrived = 0;
     uint64_t id = 0;
     Clock::time_point opened = Clock::now();
-    std::string error;
-    std::atomic<int> state{kGathering};
-
-    bool is_over() const { return state.load(std::memory_order_acquire) > kExchanging; }
-    std::condition_variable changed;
+    Clock::time_point exchange_ends;
+    std::vector<Then> then;
   };
+  using RoundPtr = std::shared_ptr<Round>;
 
-  void lead(Round& round, uint64_t key);
-  void wait(const std::shared_ptr<Round>& round, uint64_t key);
-  void fail(Round& round, uint64_t key, std::string error);                 // with the lock held
-  void finish(Round& round, uint64_t key, State state, std::string error);  // with the lock held
+  void exchange(const RoundPtr& round, uint64_t key);
+  void fail(Round& round, std::string error);
+  void end(Round& round, const Outcome& outcome);
   std::string names(const Round& round, bool present) const;
   std::string twice_text(const Round& round, size_t rank) const;
   std::string missing_text(const Round& round, const Waited& waited) const;
   std::string different_lengths_text(const Round& round) const;  // empty if they are the same
 
   const std::string what_;
-  const std::vector<std::string> ranks_;
+  std::vector<std::string> ranks_;
   const double timeout_seconds_;
   const std::string advice_;
   const Exchange exchange_;
   mutable std::mutex mutex_;
-  std::unordered_map<uint64_t, std::shared_ptr<Round>> rounds_;
+  std::unordered_map<uint64_t, RoundPtr> gathering_;  // by key
+  std::set<RoundPtr> exchanging_;
   uint64_t opened_ = 0;
 };
+
+// Waits until no thread of an exchange runs, for so long at most.
+void wait_for_exchanges(Seconds most);
+
+// What `start` hands to the callback that it is given, for a thread that has nothing else to do. Throws what `start`
+// throws, and RendezvousError for an outcome with an error.
+Outcome wait_for(const std::function<void(Rendezvous::Then)>& start);
 
 }  // namespace gluon_syncbn

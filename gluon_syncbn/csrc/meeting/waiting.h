@@ -6,21 +6,18 @@
 //   on, until Python takes it back. The grace period is for devices that are on their way and may still arrive.
 //
 //   Ctrl-C, or a SIGTERM that the program handles. Python runs its handlers on the main thread and between two of its
-//   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: a
-//   device that has waited for longer than the poll interval puts a handler before the one that it finds, which notes
-//   the time and calls that one. It ends the waits that had begun by then, and the last of them takes the handler away.
+//   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: while
+//   something has waited for longer than the poll interval there is a handler before the one that was found, which notes
+//   the time and calls that one. It ends the waits that had begun by then.
 //   A signal that is ignored, or ends the process anyway, is left alone.
 //
 //   The step has failed (step.h): who has not come by now will hardly come.
 //
-// A waiting device looks once per poll interval whether its wait has been cut short. No one has to wake it for that,
-// least of all a signal handler, which could not.
+// The watchdog (watchdog.h) looks once per poll interval whether waits have been cut short. No one has to wake it for
+// that, least of all a signal handler, which could not.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <optional>
 #include <string>
 
@@ -64,18 +61,5 @@ struct Waited {
 
 // When a wait that began at `began` ends now, and why; nothing if it goes on.
 std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds);
-
-// Waits on `changed`, whose mutex `lock` holds, until `enough()`: then nothing; or until the wait ends in vain.
-template <typename Enough>
-std::optional<Waited> wait_until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                                     Clock::time_point began, double timeout_seconds, Enough enough) {
-  std::optional<SignalWatch> watch;
-  while (!enough()) {
-    if (auto ended = ended_wait(began, timeout_seconds)) return ended;
-    const Seconds poll = std::min<Seconds>(waiting_times().poll, Seconds(timeout_seconds) - (Clock::now() - began));
-    if (changed.wait_for(lock, poll) == std::cv_status::timeout && !watch) watch.emplace();
-  }
-  return std::nullopt;
-}
 
 }  // namespace gluon_syncbn

@@ -1,4 +1,4 @@
-// Arrays of MXNet's, as a callback is handed them.
+// Arrays of MXNet's, as a callback is handed them; a pass keeps them until it is over.
 #pragma once
 
 #include <stdexcept>
@@ -106,7 +106,15 @@ struct BackwardArrays {
   const Array running_mean, running_var;
 };
 
-// What MXNet asks of backward for each input.
+// What MXNet asks of forward for each output.
+struct ForwardRequests {
+  explicit ForwardRequests(const int* requests)
+      : out(static_cast<Request>(requests[0])), saved(static_cast<Request>(requests[1])) {}
+
+  const Request out, saved;
+};
+
+// What it asks of backward for each input.
 struct BackwardRequests {
   BackwardRequests(const int* requests, OptionalInputs has)
       : skip(has.skip ? static_cast<Request>(requests[0]) : Request::kNull),

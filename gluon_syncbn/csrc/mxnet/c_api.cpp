@@ -31,6 +31,7 @@ EXPORTED int gluon_syncbn_connect(void* libmxnet) {
                      find(libmxnet, "MXGetLastError", f.last_error) &&
                      find(libmxnet, "MXNDArrayCreateEx", f.array_create) &&
                      find(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
+                     find(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
                      find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
                      find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
                      find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&

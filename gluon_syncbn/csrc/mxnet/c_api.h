@@ -60,8 +60,13 @@ struct MXNetFunctions {
   int (*engine_push)(void (*function)(void*, void*), void* argument, void (*drop)(void*), const void* context,
                      void** reads, int num_reads, void** writes, int num_writes, const void* property, int priority,
                      const char* name);
-  // The rest is for GPUs.
+  // The same, with a function that returns before the operation is complete: `function(run_context, on_complete,
+  // argument)`, where `on_complete` is an OnComplete that is gone when it returns.
+  int (*engine_push_async)(void (*function)(void*, void*, void*), void* argument, void (*drop)(void*),
+                           const void* context, void** reads, int num_reads, void** writes, int num_writes,
+                           const void* property, int priority, const char* name, bool wait);
   int (*array_wait)(void* array);
+  // The rest is for GPUs.
   int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
   int (*program_create)(const char* source, int num_options, const char** options, int num_exports,
                         const char** exports, void** program);
@@ -107,6 +112,16 @@ constexpr int kInt64 = 6;
 // FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error, and one
 // that runs all the same.
 enum class EngineProperty : int { kOrdinary = 0, kNoSkip = 7 };
+
+// CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. MXNet deletes what belongs to
+// the operation while it runs.
+struct OnComplete {
+  void (*callback)(void* engine, void* operation, const void* error);
+  void* engine;
+  void* operation;
+
+  void operator()() const { callback(engine, operation, nullptr); }
+};
 
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };

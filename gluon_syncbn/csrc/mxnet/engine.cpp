@@ -22,8 +22,8 @@ namespace {
 // The CPU thread of the engine on which all gates are.
 constexpr int kGateThread = 0;
 
-// What is thrown is in the engine's list of exceptions by then.
-constexpr std::chrono::microseconds kTimeToThrow{500};
+// What is thrown is in the engine's list of exceptions by then; or also what the engine is yet to run.
+constexpr std::chrono::microseconds kTimeToThrow{500}, kTimeToRunAndThrow{5000};
 
 // Hands `function(object)` to the engine, for the CPU thread number `thread`.
 template <typename Object>
@@ -50,24 +50,6 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
 
 void throw_error(const std::string& error) { throw dmlc::Error(error); }
 
-// An array without contents, for the order that it gives.
-class Token {
- public:
-  Token() {
-    const unsigned shape[] = {1};
-    const int delay_alloc = 1, float32 = 0;
-    check_mxnet(mxnet().array_create(shape, 1, kCpu, 0, delay_alloc, float32, &handle_), "no token");
-  }
-  ~Token() { mxnet().array_free(handle_); }  // the engine keeps what it needs of it
-  Token(const Token&) = delete;
-  Token& operator=(const Token&) = delete;
-
-  void* handle() const { return handle_; }
-
- private:
-  void* handle_ = nullptr;
-};
-
 // Written by who looks at a head of a backward pass.
 const Token& heads() {
   static const auto* token = new Token;  // never destroyed, like the step
@@ -90,11 +72,11 @@ struct Watch : Count {
   const std::string error;  // of the step, if something was skipped
 };
 
+void wait_for_turn(std::chrono::microseconds time);
+
 void look(Watch& watch) {
   if (!watch.is_complete()) step().fail(watch.error);
 }
-
-void wait_for_turn(std::chrono::microseconds time);
 
 void protect(Watch& watch) {
   look(watch);
@@ -158,8 +140,21 @@ void count(Count& all) { all.present += 1; }
 
 }  // namespace
 
+Token::Token() {
+  const unsigned shape[] = {1};
+  const int delay_alloc = 1, float32 = 0;
+  check_mxnet(mxnet().array_create(shape, 1, kCpu, 0, delay_alloc, float32, &handle_), "no token");
+}
+
+Token::~Token() { mxnet().array_free(handle_); }
+
+void throw_in_turn(const std::string& error) {
+  wait_for_turn(kTimeToRunAndThrow);
+  throw dmlc::Error(error);
+}
+
 void poison(void* array, const std::string& error) {
-  wait_for_turn(10 * kTimeToThrow);  // the engine is yet to run it
+  wait_for_turn(kTimeToRunAndThrow);
   push(throw_error, std::make_shared<const std::string>(error), EngineProperty::kNoSkip, kGateThread, {}, {array});
 }
 

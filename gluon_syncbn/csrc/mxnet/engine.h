@@ -39,12 +39,29 @@
 // without contents that those write who come before, and those read who come after.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 namespace gluon_syncbn {
 
 // Whoever reads `array`, an NDArray handle, gets this error.
 void poison(void* array, const std::string& error);
+
+// Throws `error` out of an operation of the engine, when those who were here before have had the time to. An error of
+// a call of an operator is thrown twice, the second time by what MXNet runs behind the call.
+[[noreturn]] void throw_in_turn(const std::string& error);
+
+// An array without contents, for the order that it gives.
+class Token {
+ public:
+  Token();
+  ~Token();  // the engine keeps what it needs of it
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+
+  void* handle() const { return handle_; }
+
+ private:
+  void* handle_ = nullptr;
+};
 
 }  // namespace gluon_syncbn

@@ -2,7 +2,7 @@
 // a training step. This file knows MXNet's C interface and the groups that Python has made; cpu/operator.cpp and
 // cuda/operator.cpp have the order of things:
 //
-//   forward    moments of x → meet → statistics of the whole mini-batch → running statistics → y
+//   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
 // Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and behind them an
@@ -17,17 +17,21 @@
 // the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
 // many devices there are, and takes in those that come.
 //
-// Threads: MXNet runs forward and backward on threads that it adds on demand, one per call that is under way. They may
-// therefore wait for each other in a rendezvous. Groups are shared by layer, graph and calls, and freed with the last.
+// Threads: MXNet runs forward and backward on threads that it adds on demand, one per callback that has not returned. On a CPU
+// they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are shared by
+// layer, graph and calls, and freed with the last.
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -104,7 +108,7 @@ Link connect(int64_t id) {
     }
     return rows;
   };
-  const auto tell = [id](const std::string& error) { fail(id, error.c_str()); };
+  const auto tell = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
   return {exchange, tell, static_cast<size_t>(facts[1]), facts[2]};
 }
 
@@ -259,7 +263,7 @@ int declare_backward_dependency(const int* out_grad, const int* in_data, const i
 }
 
 int delete_operator(void* state) {
-  delete static_cast<Operator*>(state);
+  static_cast<Operator*>(state)->let_go();
   return 1;
 }
 
@@ -292,20 +296,17 @@ int or_fail(const Array& array, const Pass& pass) {
 
 int run_forward(int, void** handles, int*, const int* requests, int is_train, void* state) {
   auto* self = static_cast<Operator*>(state);
-  const ForwardArrays arrays(Handles(handles), self->call().has);
-  const auto pass = [&] {
-    self->forward_generation = 0;
-    self->forward(arrays, requests, is_train != 0);
-    self->forward_generation = step().generation();
-  };
-  return is_train ? or_fail(arrays.out, pass) : or_poison(arrays.out, pass);
+  const auto arrays = std::make_shared<const ForwardArrays>(Handles(handles), self->call().has);
+  self->forward_generation = 0;
+  const auto pass = [&] { self->forward(arrays, ForwardRequests(requests), is_train != 0); };
+  return is_train ? or_fail(arrays->out, pass) : or_poison(arrays->out, pass);
 }
 
 int run_backward(int, void** handles, int*, const int* requests, int, void* state) {
   auto* self = static_cast<Operator*>(state);
   const OptionalInputs has = self->call().has;
-  const BackwardArrays arrays(Handles(handles), has);
-  return or_fail(arrays.d_out, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
+  const auto arrays = std::make_shared<const BackwardArrays>(Handles(handles), has);
+  return or_fail(arrays->d_out, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
 }
 
 // MXNet's leaky ReLU has its slope as float32, and multiplies float16 by one of float16.
@@ -331,7 +332,8 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
     activation.slope = slope_as(dtype, activation.slope);
     Call call{property->group, device, layout, dtype, activation, property->in_place, property->has};
     const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
-    Operator* created = (on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call))).release();
+    const auto created = on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call));
+    created->keep();
     static AnyCallback callbacks[kOperatorCallbacks] = {any(delete_operator), any(run_forward), any(run_backward)};
     ret->num_callbacks = kOperatorCallbacks;
     ret->callbacks = callbacks;
@@ -393,6 +395,8 @@ void Operator::begin_forward() const {
                            " was not run, because the step had failed: " + step().failure());
 }
 
+void Operator::end_forward() { forward_generation = step().generation(); }
+
 void Operator::begin_backward() const {
   const bool has_failed = step().has_failed();
   if (!has_failed && forward_generation == step().generation()) return;
@@ -407,7 +411,14 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
   const std::string text = "SyncBatchNorm '" + group.name + "': in_place=True cannot go by a gamma this near 0: channel " +
                            std::to_string(channel) + " on " + device + " is computed with " + number +
                            ". Train this layer with in_place=False if that matters. Said once per layer.";
-  while_python_lives([&] { warn(text.c_str()); });
+  // A user's hook for warnings may wait for this device, whose thread this is. So it is given a second, in which all
+  // others are done.
+  const auto said = std::make_shared<std::promise<void>>();
+  std::thread([text, said] {
+    while_python_lives([&] { warn(text.c_str()); });
+    said->set_value();
+  }).detach();
+  said->get_future().wait_for(std::chrono::seconds(1));
 }
 
 }  // namespace gluon_syncbn

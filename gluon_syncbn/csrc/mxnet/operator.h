@@ -1,4 +1,4 @@
-// One layer's call on one device, with shapes known: what MXNet's callbacks run. A CPU and a GPU each have their own.
+// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have their own.
 #pragma once
 
 #include <cstdint>
@@ -31,33 +31,51 @@ inline int64_t saved_size(int64_t channels) { return 4 * channels + ForwardCall:
 // Tells the user that a layer which works in place takes another γ than its own; see in_place.h.
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable);
 
-class Operator {
+// MXNet owns it from `keep` until `let_go`; so does a pass that is under way.
+class Operator : public std::enable_shared_from_this<Operator> {
  public:
   explicit Operator(Call call) : call_(std::move(call)) {}
   virtual ~Operator() = default;
   Operator(const Operator&) = delete;
   Operator& operator=(const Operator&) = delete;
 
-  // What they throw fails the step, and is the error that the user sees.
-  virtual void forward(const ForwardArrays& arrays, const int* requests, bool is_train) = 0;
-  virtual void backward(const BackwardArrays& arrays, const BackwardRequests& requests) = 0;
+  // What they throw fails the step, if it is in training, and is the error that the user sees. Where they return, the
+  // pass may still be under way.
+  virtual void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) = 0;
+  virtual void backward(std::shared_ptr<const BackwardArrays> arrays, BackwardRequests requests) = 0;
 
   const Call& call() const { return call_; }
 
+  void keep() { mxnets_ = shared_from_this(); }
+  void let_go() { std::exchange(mxnets_, nullptr); }
+
   void* contexts[3] = {this, this, this};  // of the three callbacks
-  uint64_t forward_generation = 0;         // of the step in which the last forward pass was completed; 0 if none was
+
+  // Of the step in which the last forward pass was completed; 0 if none was.
+  uint64_t forward_generation = 0;
 
  protected:
   // Throw if the step has failed, the second also if the forward pass of this call was not run in this step.
   void begin_forward() const;
   void begin_backward() const;
 
+  // The forward pass is complete.
+  void end_forward();
+
+  template <typename Kind>
+  std::shared_ptr<Kind> self() {
+    return std::static_pointer_cast<Kind>(shared_from_this());
+  }
+
   const Call call_;
+
+ private:
+  std::shared_ptr<Operator> mxnets_;
 };
 
-std::unique_ptr<Operator> make_cpu_operator(Call call);
+std::shared_ptr<Operator> make_cpu_operator(Call call);
 
 // Throws std::invalid_argument for what kernels.cu does not take, MXNetFailure where it cannot be compiled.
-std::unique_ptr<Operator> make_gpu_operator(Call call);
+std::shared_ptr<Operator> make_gpu_operator(Call call);
 
 }  // namespace gluon_syncbn
