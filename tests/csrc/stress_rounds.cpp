@@ -103,7 +103,8 @@ void run(uint64_t number) {
   check(seen->outcomes.size() == expected, "called back " + std::to_string(seen->outcomes.size()) + " times", number);
   static const char* const words[] = {"", "Missing: rank ", "arrived twice", "of different lengths", "is gone", "not return"};
   for (const Outcome& outcome : seen->outcomes) {
-    check(outcome.error == seen->outcomes[0].error, "different outcomes", number);
+    // On a busy machine one may come so late that its round is another.
+    check(kind == kMissing || outcome.error == seen->outcomes[0].error, "different outcomes", number);
     check(outcome.error.empty() == (kind == kNormal) && outcome.error.find(words[kind]) != std::string::npos,
           "kind " + std::to_string(kind) + ": " + outcome.error, number);
     if (kind != kNormal) continue;
