@@ -83,7 +83,7 @@ class GpuOperator : public Operator {
       running_var = vector_at(numbers, 3);
     }
     call_.group->connect();
-    wait_for([&](const Rendezvous::Then& then) { meeting.bring_moments(local, [then] { then({}); }); });
+    wait_until_done([&](Meeting::Done done) { meeting.bring_moments(local, std::move(done)); });
     const Statistics all = meeting.statistics();
     if (all.renorm.is_off()) {
       scratch->put({&all.mean, &all.variance});
@@ -133,7 +133,7 @@ class GpuOperator : public Operator {
     if (in_place) warn_of_moved_gamma(behind + ForwardCall::kSize);
     if (forward_call.is_training()) {  // else the statistics did not depend on x
       const std::vector<double> local(numbers, behind);
-      wait_for([&](const Rendezvous::Then& then) { meeting.bring_sums(local, forward_call, [then] { then({}); }); });
+      wait_until_done([&](Meeting::Done done) { meeting.bring_sums(local, forward_call, std::move(done)); });
       const std::vector<double> total = meeting.sums();
       scratch->put({&total});
     }

@@ -86,7 +86,7 @@ void Group::enter(const std::string& device, Rendezvous::Then then) {
   size_t place = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    place = static_cast<size_t>(std::find(devices_.begin(), devices_.end(), device) - devices_.begin());
+    if (opening_) place = static_cast<size_t>(std::find(devices_.begin(), devices_.end(), device) - devices_.begin());
     if (opening_ && place < num_devices_) {
       opening = opening_;
       if (place == devices_.size()) devices_.push_back(device);

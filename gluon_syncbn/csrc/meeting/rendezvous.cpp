@@ -48,7 +48,7 @@ Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double 
 void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then) {
   RoundPtr round;
   std::string error;
-  bool exchanges = false;
+  bool is_exchanged = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto entry = gathering_.find(key);
@@ -72,13 +72,13 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
       error = different_lengths_text(*round);
     }
     gathering_.erase(key);
-    exchanges = error.empty() && exchange_.exchange;
-    if (exchanges) {
+    is_exchanged = error.empty() && exchange_.exchange;
+    if (is_exchanged) {
       round->exchange_ends = Clock::now() + ticks(exchange_.timeout_seconds + 2 * waiting_times().grace.count());
       exchanging_.insert(round);
     }
   }
-  if (exchanges) {
+  if (is_exchanged) {
     try {
       const auto counted = std::make_shared<CountedExchange>();
       std::thread([counted, self = shared_from_this(), round, key]() mutable {
@@ -88,12 +88,12 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
         place->exchange(mine, key);
       }).detach();
     } catch (const std::exception& problem) {
-      fail(*round, what_ + ": no thread for the exchange between processes: " + problem.what());
+      fail(round, what_ + ": no thread for the exchange between processes: " + problem.what());
     }
   } else if (error.empty()) {
-    end(*round, {std::shared_ptr<const Vectors>(round, &round->contributions), round->id, ""});
+    end(round, {std::shared_ptr<const Vectors>(round, &round->contributions), round->id, ""});
   } else {
-    fail(*round, error);
+    fail(round, error);
   }
 }
 
@@ -136,8 +136,8 @@ OpenWaits Rendezvous::end_overdue() {
       }
     }
   }
-  for (const auto& [round, error] : missed) fail(*round, error);
-  for (const auto& [round, error] : stuck) end(*round, {nullptr, round->id, error});
+  for (const auto& [round, error] : missed) fail(round, error);
+  for (const auto& [round, error] : stuck) end(round, {nullptr, round->id, error});
   return open;
 }
 
@@ -149,24 +149,20 @@ void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
   } catch (const std::exception& problem) {
     outcome.error = problem.what();
   }
-  end(*round, outcome);
+  end(round, outcome);
 }
 
-void Rendezvous::fail(Round& round, std::string error) {
+void Rendezvous::fail(const RoundPtr& round, std::string error) {
   if (exchange_.fail) exchange_.fail(error);
-  end(round, {nullptr, round.id, std::move(error)});
+  end(round, {nullptr, round->id, std::move(error)});
 }
 
-void Rendezvous::end(Round& round, const Outcome& outcome) {
+void Rendezvous::end(const RoundPtr& round, const Outcome& outcome) {
   std::vector<Then> then;  // none if the round has been ended already: an exchange that returned after all
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    then.swap(round.then);
-    for (const RoundPtr& item : exchanging_) {
-      if (item.get() != &round) continue;
-      exchanging_.erase(item);
-      break;
-    }
+    then.swap(round->then);
+    exchanging_.erase(round);
   }
   for (Then& next : then) next(outcome);
 }
@@ -229,6 +225,10 @@ Outcome wait_for(const std::function<void(Rendezvous::Then)>& start) {
   box->changed.wait(lock, [&] { return box->is_full.load(); });
   if (!box->outcome.error.empty()) throw RendezvousError(box->outcome.error);
   return box->outcome;
+}
+
+void wait_until_done(const std::function<void(std::function<void()>)>& start) {
+  wait_for([&](const Rendezvous::Then& then) { start([then] { then({}); }); });
 }
 
 }  // namespace gluon_syncbn

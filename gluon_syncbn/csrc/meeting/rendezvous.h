@@ -15,8 +15,8 @@
 //   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
 //               everywhere), or with the error. The next arrival with this key opens a new round.
 //
-// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread that ends the
-// round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
+// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread that
+// ends the round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
 //
 // Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the call
 // that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is dropped lives
@@ -108,8 +108,8 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   using RoundPtr = std::shared_ptr<Round>;
 
   void exchange(const RoundPtr& round, uint64_t key);
-  void fail(Round& round, std::string error);
-  void end(Round& round, const Outcome& outcome);
+  void fail(const RoundPtr& round, std::string error);
+  void end(const RoundPtr& round, const Outcome& outcome);
   std::string names(const Round& round, bool present) const;
   std::string twice_text(const Round& round, size_t rank) const;
   std::string missing_text(const Round& round, const Waited& waited) const;
@@ -132,5 +132,8 @@ void wait_for_exchanges(Seconds most);
 // What `start` hands to the callback that it is given, for a thread that has nothing else to do. Throws what `start`
 // throws, and RendezvousError for an outcome with an error.
 Outcome wait_for(const std::function<void(Rendezvous::Then)>& start);
+
+// The same of a callback that is handed nothing.
+void wait_until_done(const std::function<void(std::function<void()>)>& start);
 
 }  // namespace gluon_syncbn

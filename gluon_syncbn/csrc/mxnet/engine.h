@@ -39,9 +39,38 @@
 // without contents that those write who come before, and those read who come after.
 #pragma once
 
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "mxnet/array.h"
+#include "mxnet/c_api.h"
 
 namespace gluon_syncbn {
+
+// Hands `function(object)` to the engine, for the CPU thread number `thread`.
+template <typename Object>
+void push(void (*function)(Object&), std::shared_ptr<Object> object, EngineProperty property, int thread,
+          std::vector<void*> reads, std::vector<void*> writes) {
+  struct Task {
+    void (*function)(Object&);
+    std::shared_ptr<Object> object;
+  };
+  const auto run = [](void*, void* task) {
+    const auto* mine = static_cast<Task*>(task);
+    mine->function(*mine->object);
+  };
+  const auto drop = [](void* task) { delete static_cast<Task*>(task); };
+  const int context[] = {kCpu, thread};
+  // With a priority, so that it is not bundled with other operators, which would then wait with it.
+  const int priority = 1;
+  // The engine drops the task, also if it refuses it.
+  check_mxnet(mxnet().engine_push(run, new Task{function, std::move(object)}, drop, context, reads.data(),
+                                  static_cast<int>(reads.size()), writes.data(), static_cast<int>(writes.size()),
+                                  &property, priority, "SyncBatchNorm"),
+              "MXNet's engine took no operation");
+}
 
 // Whoever reads `array`, an NDArray handle, gets this error.
 void poison(void* array, const std::string& error);

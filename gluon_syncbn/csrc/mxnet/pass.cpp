@@ -52,8 +52,7 @@ void bring(void*, void* on_complete, void* argument) {
   }
 }
 
-void finish(void*, void* argument) {
-  Run& run = **static_cast<RunPtr*>(argument);
+void finish(Run& run) {
   if (run.error.empty()) {
     try {
       return run.pass->finish();
@@ -65,11 +64,22 @@ void finish(void*, void* argument) {
   throw_in_turn(run.error);
 }
 
-void drop(void* argument) { delete static_cast<RunPtr*>(argument); }
+// Hands an operation to the engine that writes `token`, and is complete when what `function` is given has been called.
+// The engine deletes the argument, also if it refuses the operation.
+template <typename Argument>
+void push_async(void (*function)(void*, void*, void*), Argument* argument, int device, void* token) {
+  const auto drop = [](void* dropped) { delete static_cast<Argument*>(dropped); };
+  const int context[] = {kCpu, device};
+  const EngineProperty property = EngineProperty::kOrdinary;
+  const int priority = 1;  // as in `push`
+  check_mxnet(mxnet().engine_push_async(function, argument, drop, context, nullptr, 0, &token, 1, &property, priority,
+                                        "SyncBatchNorm", false),
+              "MXNet's engine took no operation");
+}
 
 void run_here(Pass& pass) {
   try {
-    wait_for([&](const Rendezvous::Then& then) { pass.bring([then] { then({}); }); });
+    wait_until_done([&](std::function<void()> done) { pass.bring(std::move(done)); });
     pass.finish();
   } catch (...) {
     lose(pass);
@@ -82,15 +92,8 @@ void run_here(Pass& pass) {
 void run(std::shared_ptr<Pass> pass, int device, void* token) {
   if (!engine_completes) return run_here(*pass);
   const RunPtr run = std::make_shared<Run>(Run{std::move(pass), ""});
-  const int context[] = {kCpu, device};
-  const EngineProperty property = EngineProperty::kOrdinary;
-  const int priority = 1;  // so that it is not bundled with other operators, which would then wait with it
-  check_mxnet(mxnet().engine_push_async(bring, new RunPtr(run), drop, context, nullptr, 0, &token, 1, &property,
-                                        priority, "SyncBatchNorm", false),
-              "MXNet's engine took no operation");
-  check_mxnet(mxnet().engine_push(finish, new RunPtr(run), drop, context, nullptr, 0, &token, 1, &property, priority,
-                                  "SyncBatchNorm"),
-              "MXNet's engine took no operation");
+  push_async(bring, new RunPtr(run), device, token);
+  push<Run>(finish, run, EngineProperty::kOrdinary, device, {}, {token});
 }
 
 }  // namespace gluon_syncbn
@@ -118,22 +121,15 @@ void try_operation(void*, void* on_complete, void* argument) {
 EXPORTED int gluon_syncbn_try_engine() {
   using namespace gluon_syncbn;
   const Token token;
-  void* const handle = token.handle();
   try {
     auto* promise = new std::promise<OnComplete>;
     std::future<OnComplete> future = promise->get_future();
-    const int context[] = {kCpu, 0};
-    const EngineProperty property = EngineProperty::kOrdinary;
-    check_mxnet(mxnet().engine_push_async(try_operation, promise,
-                                          [](void* made) { delete static_cast<std::promise<OnComplete>*>(made); },
-                                          context, nullptr, 0, const_cast<void**>(&handle), 1, &property, 1,
-                                          "SyncBatchNorm", false),
-                "MXNet's engine took no operation");
+    push_async(try_operation, promise, 0, token.handle());
     future.get()();  // or the promise was broken
-    check_mxnet(mxnet().array_wait(handle), "the operation failed");
+    check_mxnet(mxnet().array_wait(token.handle()), "the operation failed");
     engine_completes = true;
   } catch (const std::exception&) {
-    mxnet().array_wait(handle);  // which takes the error away
+    mxnet().array_wait(token.handle());  // which takes the error away
     engine_completes = false;
   }
   return engine_completes;
