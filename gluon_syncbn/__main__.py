@@ -23,8 +23,9 @@ from mxnet import autograd
 import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES, settings_in_force
-from gluon_syncbn.job.default import VARIABLE, name_of_engine
+from gluon_syncbn.distributed.default import VARIABLE, name_of_engine
+from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, settings_in_force
 
 _ROUNDS = 200
 _EXCHANGED = 4097  # the message of a layer with 2,048 channels
@@ -35,7 +36,7 @@ def main() -> int:
     if group is not None and group.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     devices = [mx.cpu(0), mx.cpu(1)]
-    choice = choose("python -m gluon_syncbn", "auto", devices, None)
+    choice = choose(LayerSpec("doctor"), devices)
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
     print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
@@ -46,7 +47,7 @@ def main() -> int:
     print(f"compiled     {'no: ' + missing if missing else 'yes, ' + native.instruction_set()}")
     print(f"back end     {choice.name} on CPU: {choice.reason}")
     if mx.context.num_gpus():
-        print(f"             {' on GPU: '.join(choose('', 'auto', [mx.gpu(0)], None))}")
+        print(f"             {' on GPU: '.join(choose(LayerSpec('doctor'), [mx.gpu(0)]))}")
     print(f"processes    {_engines()}")
     warned = _warnings()
     try:

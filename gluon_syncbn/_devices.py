@@ -9,8 +9,8 @@ from mxnet.gluon import Block, Parameter
 
 from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.job.default import find, groups_in_use
-from gluon_syncbn.job.process_group import ProcessGroup
+from gluon_syncbn.distributed.default import find, groups_in_use
+from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
@@ -72,7 +72,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         _clear_gradients(net, chosen)
     ranks = _active_ranks(chosen)
     before, set_id = active_set.current(), active_set.id_of(chosen, ranks)
-    rounds = {layer: layer.synchronized_passes(set_id) for layer in live_layers()}
+    rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in live_layers()}
     _put_in_force(set_id)
     try:
         yield
@@ -82,12 +82,12 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         raise
     finally:
         _put_in_force(before)
-    trained = [layer for layer in live_layers() if layer.synchronized_passes(set_id) > rounds.get(layer, 0)]
+    trained = [layer for layer in live_layers() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)]
     for layer in trained:
         _spread_statistics(layer, chosen)
     for group, active in ranks.items():
         if len(active) < group.size:
-            _spread_to_processes(group, active, [layer for layer in trained if layer.process_group() is group])
+            _spread_to_processes(group, active, [layer for layer in trained if layer._sync.process_group() is group])
 
 
 def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
@@ -137,7 +137,7 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
 
 def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
     """From a device that took part to those of its group that did not."""
-    for members in layer.groups():
+    for members in layer._sync.groups():
         active = [device for device in members if device in chosen]
         for device in members:
             if active and device not in chosen:
@@ -152,7 +152,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
     dropped is there until Python's collector runs.
     """
     processes = processes_of(group)
-    places = ((layer.place(), layer) for layer in trained)
+    places = ((layer._sync.place(), layer) for layer in trained)
     sent = {place.key: layer for place, layer in places if place is not None}
     statistics = [
         parameter.data(parameter.list_ctx()[0]) for layer in sent.values() for parameter in _statistics(layer)
@@ -164,10 +164,10 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
         return
     received = {(rank, key): row for rank, (sizes, row) in enumerate(zip(told, rows)) for key, row in _cut(sizes, row)}
     for layer in live_layers():
-        place = layer.place()
-        if layer.process_group() is not group or place is None:
+        place = layer._sync.place()
+        if layer._sync.process_group() is not group or place is None:
             continue
-        found = (received.get((rank, place.key)) for rank in layer.peers() if rank in active)
+        found = (received.get((rank, place.key)) for rank in layer._sync.peers() if rank in active)
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:
             for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):

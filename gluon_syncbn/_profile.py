@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 from collections import Counter, defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from gluon_syncbn.meeting import profile as notes
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.profile import Pass
+from gluon_syncbn.process.live_layers import live_layers
 
 _SHOWN = 30  # rows of a printed table, and bars of a picture
 
@@ -25,7 +26,7 @@ class Row(NamedTuple):
     spread: float  # from the first to the last device's arrival, median
     spread_90: float  # 90% of the meetings took no longer
     last: Dict[str, int]  # how often each device was the last
-    kernels: Optional[float]  # of a device in one call, median; None where they are MXNet's own operators
+    kernels: float  # of a device in one call, median
     waiting_share: float  # of the time of a device that went into waiting, on average over devices
     kernel_share: float
 
@@ -84,10 +85,10 @@ class Report:
         head = f"{'layer':{width}}  direction  calls    spread       90%   kernels  waiting  last"
         lines = [head, "-" * len(head)]
         for row in rows[:_SHOWN]:
-            kernels = "-" if row.kernels is None else f"{1e3 * row.kernels:.2f} ms"
             lines.append(
                 f"{row.layer:{width}}  {row.direction:9}  {row.calls:5d}  {1e3 * row.spread:5.2f} ms  "
-                f"{1e3 * row.spread_90:5.2f} ms  {kernels:>8}  {row.waiting_share:7.1%}  {_shares(row.last)}"
+                f"{1e3 * row.spread_90:5.2f} ms  {1e3 * row.kernels:5.2f} ms  {row.waiting_share:7.1%}  "
+                f"{_shares(row.last)}"
             )
         if len(rows) > _SHOWN:
             rest = sum(row.waiting_share for row in rows[_SHOWN:])
@@ -101,9 +102,9 @@ class Report:
 
     def to_json(self) -> str:
         """All of it as JSON: ``seconds``, ``devices``, ``waiting_share``, ``kernel_share``, ``last``, ``rows``."""
-        told: Dict[str, Any] = {name: getattr(self, name) for name in ("seconds", "devices")}
-        told.update(waiting_share=self.waiting_share, kernel_share=self.kernel_share, last=self.last())
-        return json.dumps({**told, "rows": [row._asdict() for row in self.rows]})
+        values: Dict[str, Any] = {name: getattr(self, name) for name in ("seconds", "devices")}
+        values.update(waiting_share=self.waiting_share, kernel_share=self.kernel_share, last=self.last())
+        return json.dumps({**values, "rows": [row._asdict() for row in self.rows]})
 
     def plot(self, path) -> None:
         """Draw it to a file, by its ending: a bar for how long devices wait at each layer, and who was the last.
@@ -169,7 +170,7 @@ def profile() -> Iterator[Report]:
     Raises
     ------
     RuntimeError
-        Another profile is under way.
+        Another profile is under way, or a layer of this process runs on the portable back end, which keeps no notes.
 
     Examples
     --------
@@ -180,6 +181,11 @@ def profile() -> Iterator[Report]:
     """
     report = Report()
     mx.nd.waitall()
+    for layer in live_layers():
+        if layer.backend == "portable":
+            raise RuntimeError(
+                f"gluon_syncbn.profile: {layer.name} runs on the portable back end, which keeps no notes."
+            )
     notes.start()
     started = time.monotonic()
     try:
@@ -193,16 +199,12 @@ def profile() -> Iterator[Report]:
 def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: float) -> Row:
     meetings: Dict[Any, List[Pass]] = defaultdict(list)
     for item in passes:
-        meetings[item.place, item.round_id].append(item)
+        meetings[item.meeting, item.round_id].append(item)
     spreads, last = [], Counter(dict.fromkeys(sorted({item.device for item in passes}), 0))
     for met in meetings.values():
         spreads.append(met[-1].arrived - met[0].arrived)  # they come by the time of arrival
         last[met[-1].device] += 1
-    kernels = [
-        item.arrived - item.started + item.ended - item.left
-        for item in passes
-        if item.started is not None and item.ended is not None
-    ]
+    kernels = [item.arrived - item.started + item.ended - item.left for item in passes]
     return Row(
         layer,
         direction,
@@ -210,7 +212,7 @@ def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: flo
         float(np.median(spreads)),
         float(np.percentile(spreads, 90)),
         dict(last),
-        float(np.median(kernels)) if kernels else None,
+        float(np.median(kernels)),
         sum(item.left - item.arrived for item in passes) / device_seconds,
         sum(kernels) / device_seconds,
     )

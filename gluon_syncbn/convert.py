@@ -6,16 +6,21 @@ names and position in ``.params`` files are the same as before.
 """
 
 import logging
+import warnings
 from typing import Any, Dict, List
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, graph_of, operator_options
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import count_others, find_norms
+from gluon_syncbn.layer.spec import OPTIONS, check_option_names
 from gluon_syncbn.nets.fused_relu import BatchNormReLU, fuse_relus, separate_relus
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, parsed_graph, restore, synchronize
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
+from gluon_syncbn.synchronization import options_of
 
 _log = logging.getLogger(__name__)
 
@@ -87,20 +92,20 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
-        if isinstance(layer, SyncBatchNorm):
-            own = layer.chosen_options()
-        else:
-            own = {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
+        chosen = options_of(layer, **{**_options_so_far(layer), **options})
+        if not isinstance(layer, SyncBatchNorm):
             layer._converted_from = type(layer)
             layer.__class__ = SyncBatchNorm
             if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
-        layer._synchronize(**{**own, **options})
+        layer._take_options(chosen)
     fused = fuse_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
     if fused:
-        _log.info("%d of them compute the ReLU behind them.", fused)
+        _log.info("%d of them compute the ReLU after them.", fused)
+    if not layers:
+        warnings.warn(f"{block.name} has no BatchNorm layer that can be converted.", stacklevel=2)
     _warn_of_others(blocks)
     return block
 
@@ -121,7 +126,7 @@ def convert_batchnorm(block: Block) -> Block:
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     separate_relus(blocks)
     for layer in layers:
-        made_as = BatchNormReLU if layer._activation else nn.BatchNorm
+        made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
         layer._stop_synchronizing()
         original = layer.__dict__.pop("_converted_from", made_as)
         layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
@@ -165,11 +170,17 @@ def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
             "convert_sync_batchnorm: activation is no option of a conversion, which keeps what each layer computes. "
             "Give it to the layers where they are made."
         )
-    # With a prefix, it takes no number from other BatchNorms' names.
-    SyncBatchNorm(prefix=block.prefix, **options)
+    check_option_names(options, OPTIONS, "convert_sync_batchnorm")
+    options_of(block, **options)
     for layer in blocks:
-        if isinstance(layer, SyncBatchNorm):
-            layer.checked_options(**{**layer.chosen_options(), **options})
+        if _can_convert(layer):
+            options_of(layer, **{**_options_so_far(layer), **options})
+
+
+def _options_so_far(layer: Block) -> Dict[str, Any]:
+    if isinstance(layer, SyncBatchNorm):
+        return layer._sync.options.options()
+    return {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
 
 
 def _can_convert(block: Block) -> bool:
@@ -186,7 +197,11 @@ def _can_convert(block: Block) -> bool:
 def _is_convertible_symbol(block: Block) -> bool:
     """Whether ``block`` is a SymbolBlock with BatchNorm nodes, and does not synchronize yet."""
     is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
-    return is_plain and type(block).forward is SymbolBlock.forward and bool(parsed_graph(block).norms())
+    return is_plain and type(block).forward is SymbolBlock.forward and bool(find_norms(_graph(block)))
+
+
+def _graph(block: SymbolBlock) -> Graph:
+    return Graph(graph_of(block)[1])
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
@@ -206,9 +221,9 @@ def _warn_of_others(blocks: List[Block]) -> None:
     """Say which BatchNorm of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            graph = parsed_graph(block)
+            graph = _graph(block)
             converted = block.count_nodes() if isinstance(block, SynchronizedSymbolBlock) else 0
-            count = graph.count_others() + len(graph.norms()) - converted
+            count = count_others(graph) + len(find_norms(graph)) - converted
             if count:
                 _log.warning(
                     "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "

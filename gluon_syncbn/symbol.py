@@ -7,26 +7,22 @@ second one load or make the symbol again. Files that were saved with such nodes 
 """
 
 import os
-from typing import Any, Dict, Optional
+from typing import Dict, Optional
 
 import mxnet as mx
 
-from gluon_syncbn.backends.bfloat16 import widened
-from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.backends.interface import Node
-from gluon_syncbn.backends.options import check_options
+from gluon_syncbn.backends.interface import NodeOptions
+from gluon_syncbn.backends.nodes import make_symbol, plain_node
 from gluon_syncbn.base.mxnet_private import unique_name
-from gluon_syncbn.graphs.mark import Form, mark
-from gluon_syncbn.graphs.rewrite import Graph, Norm
-from gluon_syncbn.job.default import find, is_connected
-from gluon_syncbn.meeting.link import count_processes
-from gluon_syncbn.meeting.renorm import RenormLike
-from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, check_group_size
+from gluon_syncbn.distributed.default import find
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import Norm, count_others, replace_norms
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
 # What `convert_symbol` takes, beside the number of devices.
-_OPTIONS = {"group_size", "timeout", "backend", "kvstore", "process_group", "in_place", "renorm", "fuse", "dtype"}
+_OPTIONS = {*OPTIONS, "dtype"} - {"num_devices", "activation"}
 
 
 def SyncBatchNorm(
@@ -100,18 +96,27 @@ def SyncBatchNorm(
     with mx.name.NameManager():
         # For its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
-        group: Dict[str, Any] = {
-            "num_devices": num_devices,
-            "group_size": group_size,
-            "timeout": timeout,
-            "kvstore": kvstore,
-        }
-        group.update(process_group=process_group, renorm=renorm)
-        options = check_options(f"SyncBatchNorm '{name}'", backend, activation, in_place, fuse, **group)
-        find(process_group, f"SyncBatchNorm '{name}'")  # one that cannot connect shows at once
-        spec = checked_spec(GroupSpec.of(name, options, dtype, momentum, eps, not fix_gamma))
-        form = Form(axis, activation, in_place, fuse, backend)
-        return make_node(plain.get_children(), form, Node(name, spec, attr), use_global_stats)[0]
+        spec = LayerSpec.of(
+            name,
+            axis=axis,
+            epsilon=float(eps),
+            momentum=float(momentum),
+            scale=not fix_gamma,
+            use_global_stats=use_global_stats,
+            dtype=dtype,
+            num_devices=num_devices,
+            group_size=group_size,
+            timeout=timeout,
+            backend=backend,
+            activation=activation,
+            kvstore=kvstore,
+            process_group=process_group,
+            in_place=in_place,
+            renorm=renorm,
+            fuse=fuse,
+        )
+        find(process_group, spec.where)  # one that cannot connect shows at once
+        return make_symbol(spec, plain.get_children(), NodeOptions(name, attr))[0]
 
 
 def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Symbol:
@@ -155,42 +160,33 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
     if num_devices is None:
         raise ValueError("convert_symbol: num_devices must be given, since a symbol does not know its devices.")
     graph = Graph(sym)
-    if graph.count_others():
+    if count_others(graph):
         raise ValueError(
-            f"convert_symbol: the mean or variance of {graph.count_others()} BatchNorm nodes is used as an output, "
+            f"convert_symbol: the mean or variance of {count_others(graph)} BatchNorm nodes is used as an output, "
             f"which synchronized ones do not give."
         )
-    if options.keys() - _OPTIONS:
-        unknown = ", ".join(sorted(options.keys() - _OPTIONS))
-        raise TypeError(f"convert_symbol: unknown options: {unknown}. There are {', '.join(sorted(_OPTIONS))}.")
-
+    check_option_names(options, _OPTIONS, "convert_symbol")
     if "process_group" in options:
         find(options["process_group"], "convert_symbol")  # one that cannot connect shows at once
 
     def make(norm: Norm, inputs, after):
-        if norm.use_global_stats:
+        if norm.spec.use_global_stats:
             return None
-        return _make_again(norm, inputs, after, {**(norm.options or {}), "num_devices": num_devices, **options})
+        spec = norm.spec.but(num_devices=num_devices, **options).checked()
+        return make_symbol(spec, inputs, NodeOptions(norm.name, norm.hidden, after))
 
-    return graph.rewrite(make)[0]
+    return replace_norms(graph, make)[0]
 
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
     """A copy of a symbol with plain ``BatchNorm`` in place of synchronized nodes, which loads without this package."""
-    return without_synchronized_nodes(Graph(sym))
-
-
-def without_synchronized_nodes(graph: Graph) -> mx.sym.Symbol:
-    """The same of a symbol that is parsed already."""
 
     def make(norm: Norm, inputs, _):
-        if norm.options is None and norm.operator != "_contrib_SyncBatchNorm":
+        if not norm.is_marked and norm.node.op != "_contrib_SyncBatchNorm":
             return None
-        options = {"axis": norm.axis, "eps": norm.epsilon, "momentum": norm.momentum, "fix_gamma": norm.fix_gamma}
-        options["use_global_stats"] = norm.use_global_stats
-        return plain_node(inputs, norm.name, norm.relu, norm.hidden, **options), None
+        return plain_node(norm.spec, inputs, norm.name, norm.hidden), None
 
-    return graph.rewrite(make)[0]
+    return replace_norms(Graph(sym), make)[0]
 
 
 def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
@@ -210,76 +206,9 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
         text = lines.read()
 
     def make(norm: Norm, inputs, after):
-        if norm.options is None:
+        if not norm.is_marked:
             return None
-        return _make_again(norm, inputs, after, {**norm.options, "backend": backend}, is_loaded=True)
+        spec = norm.spec.but(backend=backend).checked()
+        return make_symbol(spec, inputs, NodeOptions(norm.name, norm.hidden, after), is_loaded=True)
 
-    return Graph(text).rewrite(make)[0]
-
-
-def _make_again(norm: Norm, inputs, after, chosen: Dict[str, Any], is_loaded: bool = False):
-    """A synchronized layer for this node, with the options ``chosen``."""
-    dtype = chosen.pop("dtype", "float32")
-    options = check_options(f"SyncBatchNorm '{norm.name}'", **chosen)
-    spec = GroupSpec.of(norm.name, options, dtype, norm.momentum, norm.epsilon, not norm.fix_gamma)
-    checked_spec(spec, is_loaded)
-    local = {name: chosen[name] for name in ("in_place", "fuse", "backend") if name in chosen}
-    form = Form(norm.axis, "relu" if norm.relu else None, **local)
-    return make_node(inputs, form, Node(norm.name, spec, norm.hidden, after), is_loaded=is_loaded)
-
-
-def checked_spec(spec: GroupSpec, is_loaded: bool = False) -> GroupSpec:
-    """The same, or an error if a symbol cannot have it, as `SyncBatchNorm` documents.
-
-    Whether ``group_size`` fits the processes is checked when a symbol first trains, if it was loaded from a file or
-    they are not connected.
-    """
-    check_names(spec)
-    check_engine(spec.name, spec.num_devices)
-    spec.check()
-    if not is_loaded and is_connected(spec.process_group):
-        num_processes = count_processes(spec.process_group, spec.where)
-        check_group_size(spec.group_size, spec.num_devices, num_processes, spec.where)
-    return spec
-
-
-def check_names(spec: GroupSpec) -> GroupSpec:
-    """The same, or TypeError if it has what cannot be saved in a symbol."""
-    for option in ("kvstore", "process_group"):
-        value = getattr(spec, option)
-        if value is not None and not isinstance(value, str):
-            raise TypeError(
-                f"{spec.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
-            )
-    return spec
-
-
-def make_node(inputs, form: Form, node: Node, use_global_stats: bool = False, is_loaded: bool = False):
-    """The last node of a synchronized layer that no layer object owns, and its order token.
-
-    For ``is_loaded`` see `checked_spec`.
-    """
-    spec, relu = node.spec, form.activation == "relu"
-    is_alone = (
-        spec.num_devices == 1
-        and is_connected(spec.process_group)
-        and count_processes(spec.process_group, spec.where) == 1
-        and not (is_loaded and spec.group_size is not None)  # whether that fits shows when it trains
-    )
-    if use_global_stats or (spec.renorm is None and (is_alone or spec.group_size == 1)):
-        options = {"axis": form.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
-        x, lowered = widened(mx.sym, inputs[0], node.dtypes)
-        options["use_global_stats"] = use_global_stats
-        # Where only group_size keeps it to itself, the node tells what it is, for another conversion.
-        told = {} if is_alone or use_global_stats else mark(spec, form, relu=False, is_plain=True)
-        out = plain_node([x, *inputs[1:]], node.name, relu, {**(node.hidden or {}), **told}, **options)
-        return lowered(out), None
-    devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-    chosen = choose(spec.where, form.backend, devices, spec.kvstore).backend
-    return chosen.normalize(mx.sym, inputs, GroupReference(spec.to_json(), spec), form, node)
-
-
-def plain_node(inputs, name: str, relu: bool, attr: Optional[Dict[str, str]], **options) -> mx.sym.Symbol:
-    """``mx.sym.BatchNorm``, with a ReLU behind it or not."""
-    out = mx.sym.BatchNorm(*inputs, name=name, attr=attr or None, **options)
-    return mx.sym.relu(out, name=f"{name}_relu") if relu else out
+    return replace_norms(Graph(text), make)[0]

@@ -130,7 +130,7 @@ def test_accepts_what_gluoncv_passes_to_the_contrib_layer():
     net = model_zoo.get_model(
         "resnet18_v1b", pretrained=False, norm_layer=SyncBatchNorm, norm_kwargs={"num_devices": 2}
     )
-    assert type(net.bn1) is SyncBatchNorm and net.bn1._options.num_devices == 2
+    assert type(net.bn1) is SyncBatchNorm and net.bn1._sync.options.num_devices == 2
 
 
 def test_warns_of_a_symbol_whose_statistics_are_outputs(caplog):
@@ -203,13 +203,13 @@ IN_PLACE = {"in_place": True, "backend": "native"}
 @pytest.mark.parametrize("name", ["num_devices", "timeout", "fuse"])
 def test_a_second_conversion_keeps_what_it_is_not_given(options, name):
     layer = SyncBatchNorm(**options)
-    before = layer.chosen_options()
+    before = layer._sync.options.options()
     assert before.items() >= options.items()
     convert_sync_batchnorm(layer)
-    assert layer.chosen_options() == before
+    assert layer._sync.options.options() == before
     given = {"num_devices": 4, "timeout": 9.0, "fuse": True}[name]
     convert_sync_batchnorm(layer, **{name: given})
-    assert layer.chosen_options() == {**before, name: given}
+    assert layer._sync.options.options() == {**before, name: given}
 
 
 def test_what_does_not_fit_a_layers_own_options_is_refused_before_anything_changes():
@@ -217,12 +217,12 @@ def test_what_does_not_fit_a_layers_own_options_is_refused_before_anything_chang
     net.add(nn.BatchNorm(), SyncBatchNorm(in_place=True))
     with pytest.raises(ValueError, match="in_place=True needs the native back end"):
         convert_sync_batchnorm(net, backend="portable")
-    assert type(net[0]) is nn.BatchNorm and net[1].chosen_options()["backend"] == "auto"
+    assert type(net[0]) is nn.BatchNorm and net[1]._sync.options.options()["backend"] == "auto"
     net = nn.HybridSequential()
     net.add(nn.BatchNorm(), SyncBatchNorm(backend="native"))
     with pytest.raises(RuntimeError, match="only the portable back end uses one"):
         convert_sync_batchnorm(net, kvstore="local")
-    assert type(net[0]) is nn.BatchNorm and net[1].chosen_options()["kvstore"] is None
+    assert type(net[0]) is nn.BatchNorm and net[1]._sync.options.options()["kvstore"] is None
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -243,7 +243,7 @@ def test_an_activation_goes_there_and_back(mode, is_np):
             np.testing.assert_allclose(net(x).asnumpy(), expected, rtol=1e-6)
             assert sorted(net.collect_params()) == names
             assert isinstance(net[0], nn.BatchNorm)
-        assert type(net[0]) is SyncBatchNorm and net[0].chosen_options()["activation"] == "relu"
+        assert type(net[0]) is SyncBatchNorm and net[0]._sync.options.options()["activation"] == "relu"
 
 
 def test_a_layer_alone_takes_its_relu_along():
@@ -254,7 +254,7 @@ def test_a_layer_alone_takes_its_relu_along():
     x = mx.nd.array(random_shards([(2, 3, 5, 5)], mean=0)[0])
     expected = net(x).asnumpy()
     convert_sync_batchnorm(net)
-    assert net[0].chosen_options()["activation"] == "relu"
+    assert net[0]._sync.options.options()["activation"] == "relu"
     convert_batchnorm(net[0])
     np.testing.assert_array_equal(net(x).asnumpy(), expected)
     assert [type(block) for block in net] == [nn.BatchNorm, nn.Activation]

@@ -39,7 +39,7 @@ def test_a_copy_does_the_same_and_nothing_is_shared(backend, way, used):
     if used:
         run(layer)
     made = WAYS[way](layer)
-    assert type(made) is SyncBatchNorm and made._options == layer._options and repr(made) == repr(layer)
+    assert type(made) is SyncBatchNorm and made._sync.options == layer._sync.options and repr(made) == repr(layer)
     for name in ("gamma", "beta", "running_mean", "running_var"):
         theirs, ours = getattr(made, name), getattr(layer, name)
         assert theirs is not ours and theirs.name == ours.name and theirs.list_ctx() == DEVICES
@@ -48,7 +48,7 @@ def test_a_copy_does_the_same_and_nothing_is_shared(backend, way, used):
     results = run(made, seed=3)
     assert (layer.running_mean.data(DEVICES[0]).asnumpy() == before).all()
     assert all(np.array_equal(a, b) for a, b in zip(results, run(layer, seed=3)))
-    assert made._group is not layer._group
+    assert made._sync._group is not layer._sync._group
     shards = random_shards([SHAPE] * 2, seed=3)
     affine = (layer.gamma.data(DEVICES[0]).asnumpy(), layer.beta.data(DEVICES[0]).asnumpy())
     expected = oracle.batch_norm(shards, *affine)
@@ -74,7 +74,7 @@ def test_a_store_of_the_users_is_shared():
     layer = make("portable", kvstore=store)
     expected = run(layer)
     made = copy.deepcopy(layer)
-    assert made._options.kvstore is store
+    assert made._sync.options.kvstore is store
     assert all(np.array_equal(a, b) for a, b in zip(run(made), expected))
 
 
@@ -99,7 +99,7 @@ def test_a_symbol_block(backend):
 def test_shallow_copies_do_not_share_a_lock(backend):
     layer = make(backend)
     made = copy.copy(layer)
-    assert made.gamma is layer.gamma and made._group is None
+    assert made.gamma is layer.gamma and made._sync._group is None
     assert isinstance(made._group_lock, type(threading.Lock())) and made._group_lock is not layer._group_lock
 
 

@@ -74,9 +74,9 @@ def test_nan_is_not_turned_into_zero(backend):
 
 def test_the_norm_takes_the_relu_over():
     net = convert_sync_batchnorm(pair())
-    assert net[0]._activation == "relu" and type(net[1]) is not nn.Activation
-    assert convert_sync_batchnorm(net)[0]._activation == "relu"  # once, however often it is converted
-    assert convert_sync_batchnorm(net, fuse=False)[0]._activation is None
+    assert net[0]._sync.options.activation == "relu" and type(net[1]) is not nn.Activation
+    assert convert_sync_batchnorm(net)[0]._sync.options.activation == "relu"  # once, however often it is converted
+    assert convert_sync_batchnorm(net, fuse=False)[0]._sync.options.activation is None
     assert type(net[1]) is nn.Activation
     convert_sync_batchnorm(net)
     assert type(net[1]) is nn.Activation  # fuse=False stays until it is asked for again
@@ -122,5 +122,5 @@ def of_another_class():
 )
 def test_left_alone_where_it_could_be_seen(make):
     net = convert_sync_batchnorm(make())
-    assert net[0]._activation is None
+    assert net[0]._sync.options.activation is None
     assert type(net[1]) is nn.Activation

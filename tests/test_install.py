@@ -41,7 +41,7 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
 
 def test_the_layer_takes_what_contribs_takes(installed):
     layer = mx.gluon.contrib.nn.SyncBatchNorm(4, 2, 0.8, 1e-3, True, False)
-    assert layer.gamma.shape == (4,) and layer._options.num_devices == 2
+    assert layer.gamma.shape == (4,) and layer._sync.options.num_devices == 2
     kwargs = {"axis": 1, "eps": 1e-3, "momentum": 0.8, "fix_gamma": True, "use_global_stats": False}
     assert {key: layer._kwargs[key] for key in kwargs} == kwargs
     assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm

@@ -111,7 +111,7 @@ def test_a_symbol_that_is_made_of_weights_on_one_device(backend, mode, num_devic
     data = mx.sym.var("data")
     block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
     (norm,) = block.hidden_blocks()
-    assert norm._options.num_devices == num_devices
+    assert norm._sync.options.num_devices == num_devices
     set_mode(block, mode)
     if has_run and num_devices is None:
         run_on_one(block)
@@ -146,7 +146,9 @@ def test_norms_without_options_take_over_their_neighbours(backend):
     net, _ = loaded_on_one(backend, num_devices=2, timeout=7)
     out = mx.sym.BatchNorm(net(data), name="added", fix_gamma=False)
     block = gluon.SymbolBlock(out, data, params=net.collect_params())
-    assert [(norm._options.num_devices, norm._options.timeout) for norm in block.hidden_blocks()] == [(2, 7)] * 2
+    assert [(norm._sync.options.num_devices, norm._sync.options.timeout) for norm in block.hidden_blocks()] == [
+        (2, 7)
+    ] * 2
 
 
 def test_neighbours_that_differ_are_an_error(backend):

@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import portable
-from gluon_syncbn.meeting.host_arrays import HostArrays
+from gluon_syncbn.backends.portable.host_arrays import HostArrays
 
 pytestmark = pytest.mark.usefixtures("backend")
 

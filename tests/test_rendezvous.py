@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from harness import HANG, LONG
 
+from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.meeting.rendezvous import Rendezvous
 
 
 def stacked(contributions, key):

@@ -12,8 +12,8 @@ from harness import cpus, run_python
 
 import gluon_syncbn
 from gluon_syncbn import convert_symbol, plain_symbol
-from gluon_syncbn.graphs.mark import MARK
-from gluon_syncbn.graphs.rewrite import Graph
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import MARK
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -310,7 +310,7 @@ def test_the_requested_back_end_reaches_a_block_of_the_symbol():
     layer.initialize(ctx=mx.cpu(0))
     data = mx.sym.var("data")
     block = mx.gluon.SymbolBlock(layer(data), data, params=layer.collect_params())
-    assert block.hidden_blocks()[0].chosen_options()["backend"] == "portable"
+    assert block.hidden_blocks()[0]._sync.options.options()["backend"] == "portable"
 
 
 OTHERS = [{"process_group": "mpi"}, {"process_group": "horovod"}, {"group_size": 4}]

@@ -89,7 +89,7 @@ def test_equals_one_device(origin, around, mode, parameters):
         net = wrap(as_block(make_symbol(gluon_syncbn.symbol.SyncBatchNorm, num_devices=number, timeout=20)))
     inner = net.inner if around else net
     assert type(inner) is SynchronizedSymbolBlock and len(inner.hidden_blocks()) == 2
-    assert inner.hidden_blocks()[0]._options.timeout == 20
+    assert inner.hidden_blocks()[0]._sync.options.timeout == 20
     set_mode(net, mode)
     inner.load_parameters(parameters, ctx=cpus(2))
     (reference.inner if around else reference).load_parameters(parameters, ctx=cpus(1))
@@ -110,7 +110,7 @@ def test_conversion_and_back_keep_the_block(caplog):
     assert "2 BatchNorm layers converted" not in caplog.text  # INFO is off; nothing to warn of
     assert not caplog.records
     convert_sync_batchnorm(net, num_devices=3)
-    assert [layer._options.num_devices for layer in net.hidden_blocks()] == [3, 3]
+    assert [layer._sync.options.num_devices for layer in net.hidden_blocks()] == [3, 3]
     assert all(before[name] is parameter for name, parameter in net.collect_params().items())
     convert_batchnorm(net)
     assert type(net) is SymbolBlock and net._cached_graph[1].tojson() == graph
@@ -168,7 +168,7 @@ def test_gluoncvs_feature_expander():
     # additional layers are plain BatchNorm there, and take over the options of the others.
     net = model_zoo.get_model(name, norm_layer=SyncBatchNorm, norm_kwargs={"num_devices": 2}, **options)
     assert len(net.features.hidden_blocks()) == 35
-    options = [layer._options.num_devices for layer in net.features.hidden_blocks()]
+    options = [layer._sync.options.num_devices for layer in net.features.hidden_blocks()]
     assert options == [2] * 35
 
 

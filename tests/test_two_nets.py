@@ -64,7 +64,7 @@ def test_what_a_layer_holds_goes_with_it(mode):
     shards = random_shards(SHAPES)
     outputs, inputs = step(net, shards, shards, cpus(2))
     mx.nd.waitall()
-    groups = [weakref.ref(layer._group[1]) for layer in net]
+    groups = [weakref.ref(layer._sync._group[1]) for layer in net]
     gc.collect()
     assert all(group() is not None for group in groups)
     del net, outputs, inputs

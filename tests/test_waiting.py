@@ -10,9 +10,9 @@ import pytest
 from harness import HANG, LONG, run_python
 from test_native_rendezvous import Rendezvous as NativeRendezvous
 
+from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.meeting.rendezvous import Rendezvous
 from gluon_syncbn.meeting.waiting import GRACE_SECONDS
 
 

@@ -2,8 +2,8 @@
 
 On a CPU that operator is oneDNN's, which has bfloat16 kernels for AVX-512 and newer alone; on other processors it ends
 in "could not create a primitive descriptor iterator". There, whatever would hand it bfloat16 computes in float32
-between two casts instead, which rounds once at the end, as oneDNN's kernels do. That concerns the portable back end,
-and every layer where it is `nn.BatchNorm` itself. The compiled operator takes bfloat16 on any processor.
+between two casts instead, which rounds once at the end, as oneDNN's kernels do. That concerns every layer where it is
+`nn.BatchNorm` itself. The compiled operator takes bfloat16 on any processor; the portable back end refuses it there.
 
 In a graph the dtype of x is inferred from the graph and from the inputs that it is traced with. A symbol of the user's
 has no such inputs; where nothing in it says bfloat16 either, it is left to MXNet.
@@ -23,7 +23,7 @@ BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
 @functools.lru_cache(maxsize=None)
-def is_native_to_mxnet() -> bool:
+def mxnet_takes_bfloat16() -> bool:
     """Whether MXNet's BatchNorm takes bfloat16 on this CPU; the first call tries it."""
     try:
         with autograd.pause(), mx.cpu(0):
@@ -39,7 +39,7 @@ def is_native_to_mxnet() -> bool:
 def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
     """What to hand to MXNet's BatchNorm in place of ``x``, and what to do with the result.
 
-    That is x and nothing, but where x is of bfloat16 and MXNet cannot take it.
+    Returns ``x`` unchanged, unless it is bfloat16 and MXNet cannot take it.
 
     Parameters
     ----------
@@ -48,14 +48,17 @@ def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
     inputs : dict
         For a symbol: as in `inferred_dtypes`.
     """
-    if F is mx.nd:
-        wide = is_bfloat16(x.dtype) and not is_native_to_mxnet()
-    else:
-        wide = not is_native_to_mxnet() and is_bfloat16(inferred_dtype(x, inputs))
-    if not wide:
+    if not needs_float32(F, x, inputs):
         return x, lambda out: out
     # Not cast, which truncates, and so do the gradients that come back through it.
     return F.amp_cast(x, dtype="float32"), lambda out: F.amp_cast(out, dtype=BFLOAT16)
+
+
+def needs_float32(F, x, inputs: Dict[str, Any]) -> bool:
+    """Whether ``x`` is of bfloat16, which MXNet's BatchNorm does not take here; arguments as in `widened`."""
+    if F is mx.nd:
+        return is_bfloat16(x.dtype) and not mxnet_takes_bfloat16()
+    return not mxnet_takes_bfloat16() and is_bfloat16(inferred_dtype(x, inputs))
 
 
 def inferred_dtype(x: mx.sym.Symbol, inputs: Dict[str, Any]):

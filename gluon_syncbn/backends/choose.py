@@ -9,8 +9,9 @@ import mxnet as mx
 
 from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.native import NativeBackend
-from gluon_syncbn.backends.options import REQUESTS
-from gluon_syncbn.backends.portable import PortableBackend
+from gluon_syncbn.backends.portable.operator import PortableBackend
+from gluon_syncbn.layer import spec as layer_spec
+from gluon_syncbn.layer.spec import LayerSpec
 
 # 'auto' takes the first that can run.
 BACKENDS: Dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), PortableBackend())}
@@ -30,12 +31,12 @@ class Choice(NamedTuple):
         return BACKENDS[self.name]
 
 
-def runs_here(requested: str, kvstore) -> bool:
-    """Whether this back end can run at all, or any where it is 'auto'."""
-    return requested == "auto" or not BACKENDS[requested].unavailable_reason([], kvstore)
+def runs_here(spec: LayerSpec) -> bool:
+    """Whether its back end can run at all, or any where it is 'auto'."""
+    return spec.backend == "auto" or not BACKENDS[spec.backend].unavailable_reason(spec, [])
 
 
-def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -> Choice:
+def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
     """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
 
     Warns (UserWarning), once, where the compiled kernels cannot run on a GPU: a slow layer should not go unnoticed. The
@@ -44,26 +45,30 @@ def choose(where: str, requested: str, devices: Sequence[mx.Context], kvstore) -
     Raises
     ------
     RuntimeError
-        A back end is requested and cannot run here; starts with ``where``.
+        No back end can run the layer here, or not the one that was requested.
     ValueError
         The environment variable has another value.
     """
+    requested = spec.backend
     if requested == "auto":
         requested = os.environ.get(_VARIABLE, "auto")
-        if requested not in REQUESTS:
-            raise ValueError(f"{_VARIABLE} must be one of {', '.join(REQUESTS)}, not {requested!r}.")
+        if requested not in layer_spec.BACKENDS:
+            raise ValueError(f"{_VARIABLE} must be one of {', '.join(layer_spec.BACKENDS)}, not {requested!r}.")
     candidates = list(BACKENDS.values()) if requested == "auto" else [BACKENDS[requested]]
-    obstacle = ""  # that the candidate before could not overcome
+    reasons = []
     for candidate in candidates:
-        reason, obstacle = obstacle, candidate.unavailable_reason(devices, kvstore)
-        if not obstacle:
+        reason = candidate.unavailable_reason(spec, devices)
+        if not reason:
             break
+        reasons.append(reason)
     else:
-        raise RuntimeError(f"{where}: backend={requested!r} cannot run here: {obstacle}.")
-    choice = Choice(candidate.name, reason or candidate.description(devices))
+        raise RuntimeError(f"{spec.where}: backend={requested!r} cannot run here: {'; and '.join(reasons)}.")
+    choice = Choice(candidate.name, "; and ".join(reasons) or candidate.description(devices))
     if choice not in _said:
         _said.add(choice)
         _log.info("back end %s: %s.", choice.name, choice.reason)
-        if reason and kvstore is None and any(device.device_type == "gpu" for device in devices):
-            warnings.warn(f"{where} runs on the {choice.name} back end, which is slower: {reason}.", stacklevel=2)
+        if reasons and spec.kvstore is None and any(device.device_type == "gpu" for device in devices):
+            warnings.warn(
+                f"{spec.where} runs on the {choice.name} back end, which is slower: {reasons[0]}.", stacklevel=2
+            )
     return choice

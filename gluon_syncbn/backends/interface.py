@@ -3,59 +3,106 @@
 A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.graphs.mark import Form, mark
-from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
+from gluon_syncbn.graphs.norms import mark
+from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.mxnet_engine import failures
+
+_ids = itertools.count()
 
 
-class Node(NamedTuple):
-    """A layer in a graph that is being made.
+def next_group_id() -> int:
+    """The id by which a graph names a group; no two groups of this process share one."""
+    failures.begin_use()
+    return next(_ids)
 
-    ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node, and ``spec`` is
-    what its mark tells of the group. ``after`` is the order token of the call that must come before this one, if there
-    is one; ``is_static`` says whether the graph is for ``static_alloc`` and ``static_shape``, and ``is_partitioned``
-    whether MXNet takes it apart (``optimize_for``); ``dtypes`` are those of the graph's inputs, by name, as far as they
-    are known.
+
+class GroupReference(NamedTuple):
+    """A group as a graph names it. ``devices`` are those that are known before they come."""
+
+    text: str
+    devices: Sequence[mx.Context] = ()
+
+
+class LayerGroup(ABC):
+    """The synchronization of one layer over its devices. Lives as long as the layer has these devices."""
+
+    spec: LayerSpec
+    devices: List[mx.Context]
+    link: Any = None  # a `gluon_syncbn.meeting.link.Link`, once it is connected with other processes
+
+    @property
+    @abstractmethod
+    def reference(self) -> GroupReference:
+        """How a graph, or a call, names this group."""
+
+    @abstractmethod
+    def connect(self) -> Any:
+        """Find the other processes, if there are some, and return the link to them. The layer is about to train."""
+
+    @abstractmethod
+    def rounds(self, set_id: int) -> int:
+        """How many forward passes were met by exactly the devices of this active set."""
+
+    def go_to_step(self, least: int) -> int:
+        """Have the layer's schedule go on from the step ``least``, if it is not further.
+
+        Returns the latest step of all devices. Nothing may be running.
+        """
+        return 0
+
+
+class NodeOptions(NamedTuple):
+    """The node that a layer becomes in a graph.
+
+    ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node. ``after`` is
+    the order token of the call that must come before this one, if there is one. ``is_static`` says whether the graph is
+    for ``static_alloc`` and ``static_shape``, and ``is_partitioned`` whether MXNet takes it apart (``optimize_for``).
+    ``dtypes`` are those of the graph's inputs, by name, as far as they are known. ``num_devices`` is what the mark
+    says: the option of the user, not what the layer has now.
     """
 
     name: str
-    spec: GroupSpec
     hidden: Optional[Dict[str, str]] = None
     after: Optional[mx.sym.Symbol] = None
     is_static: bool = False
     is_partitioned: bool = False
     dtypes: Dict[str, Any] = {}
+    num_devices: Optional[int] = None
 
-    def marked(self, form: Form, relu: bool) -> Dict[str, Any]:
-        """Name and attributes of the last node; ``relu`` says whether it computes one."""
-        return {"name": self.name, "attr": {**(self.hidden or {}), **mark(self.spec, form, relu)}}
+    def marked(self, spec: LayerSpec) -> Dict[str, Any]:
+        """Name and attributes of the last node, which computes what ``spec`` says."""
+        return {
+            "name": self.name,
+            "attr": {**(self.hidden or {}), **mark(spec.but(num_devices=self.num_devices))},
+        }
 
 
 class Backend(ABC):
     """How a layer on several devices is computed."""
 
     name: str
-    works_in_place: bool  # whether it can do without x in the backward pass
 
     @abstractmethod
-    def unavailable_reason(self, devices: Sequence[mx.Context], kvstore) -> str:
-        """Why it cannot run on these devices with this ``kvstore`` of the user's; empty if it can."""
+    def unavailable_reason(self, spec: LayerSpec, devices: Sequence[mx.Context]) -> str:
+        """Why it cannot run this layer on these devices; empty if it can."""
 
     @abstractmethod
     def description(self, devices: Sequence[mx.Context]) -> str:
-        """What the log says of it where it can run, and nothing was preferred to it."""
+        """Logged when this back end is chosen as the first choice."""
 
     @abstractmethod
-    def make_group(self, spec: GroupSpec, devices: Sequence[mx.Context]) -> LayerGroup:
-        """Of a layer; ``devices`` in rank order."""
+    def make_group(self, spec: LayerSpec, devices: Sequence[mx.Context]) -> LayerGroup:
+        """The group of a layer; ``devices`` in rank order."""
 
     @abstractmethod
     def normalize(
-        self, F, arrays: Sequence, group: GroupReference, form: Form, node: Optional[Node] = None
+        self, F, arrays: Sequence, spec: LayerSpec, group: GroupReference, node: Optional[NodeOptions] = None
     ) -> Tuple[Any, Any]:
         """Batch Normalization with the statistics of the whole group.
 
@@ -64,11 +111,11 @@ class Backend(ABC):
         F : mx.nd or mx.sym
         arrays : five NDArrays or Symbols
             x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
-            mean and running variance, of shape (C,) and the group's dtype.
+            mean and running variance, of shape (C,) and ``spec.dtype``.
+        spec : LayerSpec
+            After its activation, NaN stays NaN.
         group : GroupReference
-        form : Form
-            Behind a ReLU, NaN stays NaN.
-        node : Node
+        node : NodeOptions
             If F makes symbols.
 
         Returns

@@ -33,18 +33,18 @@ from typing import Dict, List, Optional, Sequence
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.interface import Backend, Node
+from gluon_syncbn.backends.interface import Backend, GroupReference, LayerGroup, NodeOptions, next_group_id
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.graphs.fuse import OPERATOR
-from gluon_syncbn.meeting.group import next_id, usual_reasons
+from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
-from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup
+from gluon_syncbn.meeting.waiting import usual_reasons
 
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
-_specs: Dict[int, GroupSpec] = {}  # by id of the group
+_specs: Dict[int, LayerSpec] = {}  # by id of the group
 _links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
 _connecting = threading.Lock()
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
@@ -55,8 +55,8 @@ _log = logging.getLogger("gluon_syncbn")
 def _make_described_group(text: bytes) -> int:
     """Called by the operator, on the thread that makes or loads a symbol."""
     try:
-        group_id = next_id()
-        _make_group(group_id, GroupSpec.from_json(text.decode()), None)
+        group_id = next_group_id()
+        _make_group(group_id, LayerSpec.from_json(text.decode()), None)
         return group_id
     except Exception as problem:
         library.leave_error(str(problem))
@@ -72,14 +72,14 @@ def _try_engine() -> None:
         _log.info("MXNet's engine completes no operations of others: passes on CPU devices wait in their callbacks.")
 
 
-def _make_group(group_id: int, spec: GroupSpec, devices: Optional[Sequence[mx.Context]]) -> None:
+def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
     _specs[group_id] = spec
     points = library.renorm_points(spec.renorm or ())
     struct = library.GroupSpecStruct(
         name=spec.name.encode(),
-        num_devices=spec.num_devices,
+        num_devices=spec.num_devices or 0,
         group_size=spec.group_size or _ALL,
         timeout_seconds=spec.seconds,
         momentum=spec.momentum,
@@ -197,16 +197,16 @@ def unavailable_reason_on_gpu(device: int) -> str:
 class NativeGroup(LayerGroup):
     """Held by the compiled operator, which graphs tell its id."""
 
-    def __init__(self, spec: GroupSpec, devices: Sequence[mx.Context]):
+    def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
-        self._id = next_id()
+        self._id = next_group_id()
         _make_group(self._id, spec, self.devices)
         weakref.finalize(self, library.core.gluon_syncbn_drop_group, self._id).atexit = False
 
     @property
     def reference(self) -> GroupReference:
-        return GroupReference(str(self._id), self.spec, self.devices)
+        return GroupReference(str(self._id), self.devices)
 
     def connect(self) -> Optional[Link]:
         self.link = _connect(self._id)
@@ -221,12 +221,11 @@ class NativeGroup(LayerGroup):
 
 class NativeBackend(Backend):
     name = "native"
-    works_in_place = True
 
-    def unavailable_reason(self, devices, kvstore) -> str:
+    def unavailable_reason(self, spec, devices) -> str:
         if unavailable_reason:
             return f"the compiled operator is not available: {unavailable_reason}"
-        if kvstore is not None:
+        if spec.kvstore is not None:
             return "a kvstore was given, and only the portable back end uses one"
         for device in _gpus(devices):
             problem = unavailable_reason_on_gpu(device.device_id)
@@ -242,10 +241,10 @@ class NativeBackend(Backend):
     def make_group(self, spec, devices) -> NativeGroup:
         return NativeGroup(spec, devices)
 
-    def normalize(self, F, arrays, group, form, node: Optional[Node] = None):
+    def normalize(self, F, arrays, spec, group, node: Optional[NodeOptions] = None):
         x, gamma, beta, running_mean, running_var = arrays
         after = None if node is None else node.after
-        last = {} if node is None else node.marked(form, relu=form.activation == "relu")
+        last = {} if node is None else node.marked(spec)
         is_on_gpus = bool(group.devices) and len(_gpus(group.devices)) == len(group.devices)
         # A partitioner takes identity out, and with it the mark.
         is_kept = node is None or not node.is_partitioned
@@ -258,9 +257,9 @@ class NativeBackend(Backend):
             running_var,
             op_type=OPERATOR,
             group=group.text,
-            axis=form.axis,
-            activation=form.activation or "none",
-            in_place=int(form.is_in_place),
+            axis=spec.axis,
+            activation=spec.activation or "none",
+            in_place=int(spec.recovers_input),
             follows=int(after is not None),
             name=("fwd" if node is None else node.name) + "_sync",
         )

@@ -135,6 +135,11 @@ def json_of(symbol: mx.sym.Symbol) -> str:
     return symbol.tojson(**_AS_IT_IS)
 
 
+def is_numpy(symbol: mx.sym.Symbol) -> bool:
+    """Whether it is of MXNet's NumPy interface."""
+    return isinstance(symbol, mx.sym.numpy._Symbol)
+
+
 # Parameters and arrays
 
 

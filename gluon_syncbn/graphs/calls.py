@@ -30,8 +30,8 @@ from gluon_syncbn.base.mxnet_private import (
     has_operator_hook,
     make_operator,
 )
-from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.process.abandon import begin_forward
 from gluon_syncbn.process.passes import is_followed, note_forward
 
@@ -52,25 +52,28 @@ class _Graph:
     def add(self, layer: Block) -> None:
         self._contexts[layer] = context_list(layer.running_mean)
 
+    def _layers(self) -> List[Block]:
+        """Those that have not been converted back since."""
+        return [layer for layer in list(self._contexts) if "_sync" in vars(layer)]
+
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
         if not self._is_placed and mx.autograd.is_training():
             self._is_placed = True
-            for layer in list(self._contexts):
-                if hasattr(layer, "_passes"):
-                    layer.take_place()
-        first = next((layer for layer in self._contexts if hasattr(layer, "_passes")), None)  # not converted back since
+            for layer in self._layers():
+                layer._sync.take_place()
+        first = next(iter(self._layers()), None)
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None and is_followed():
-            learns = (item for item in self._contexts if hasattr(item, "_passes") and item._passes.arrays())
-            note_forward(next(learns, first)._passes)
+            learns = (layer for layer in self._layers() if layer._sync.passes.arrays())
+            note_forward(next(learns, first)._sync.passes)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""
         found = []
-        for layer in list(self._contexts):
-            contexts = context_list(layer.running_mean) if getattr(layer, "_group", None) else None
+        for layer in self._layers():
+            contexts = context_list(layer.running_mean) if layer._sync.has_group else None
             if contexts and device in contexts:
                 rank = contexts.index(device)
                 found += [arrays_of(layer.running_mean)[rank], arrays_of(layer.running_var)[rank]]

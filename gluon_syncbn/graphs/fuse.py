@@ -19,12 +19,11 @@ not fused with a sum.
 """
 
 import functools
-import json
 import logging
 import sys
 import threading
-from collections import Counter, OrderedDict, defaultdict
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from collections import Counter, OrderedDict
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
@@ -36,8 +35,8 @@ from gluon_syncbn.base.mxnet_private import (
     owner_of_graph,
     set_graph,
 )
-from gluon_syncbn.graphs.mark import MARK, read_mark
-from gluon_syncbn.graphs.rewrite import is_numpy, needed_for, parse, without_dead_nodes
+from gluon_syncbn.graphs.graph import Entry, Graph, Node, needed_for
+from gluon_syncbn.graphs.norms import MARK, is_marked, spec_of
 from gluon_syncbn.process.passes import add_executor
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
@@ -47,19 +46,19 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class _Activation(NamedTuple):
-    """Its kind, and what the operator is told of it."""
+    """Its kind, and the attributes with which the operator computes it."""
 
     kind: str
-    told: Dict[str, str]
+    attrs: Dict[str, str]
 
 
 class _Pattern(NamedTuple):
-    """Nodes by index: the activation, the last one of the norm; and the other summand of a sum between them."""
+    """Its activation, the last node of its norm, and the other summand of a sum between them."""
 
-    node: int
+    node: Node
     activation: _Activation
-    norm: int
-    skip: Optional[List[int]] = None
+    norm: Node
+    skip: Optional[Entry] = None
 
     @property
     def kind(self) -> str:
@@ -71,120 +70,84 @@ def fuse(symbol: mx.sym.Symbol, sums: bool = True) -> Tuple[mx.sym.Symbol, Count
 
     ``symbol`` itself, and nothing, if there is none. ``sums`` says whether to look for the pattern with a sum.
     """
-    text = json_of(symbol)
-    if MARK not in text:
+    if not is_marked(symbol):
         return symbol, Counter()
-    graph = parse(text)
+    graph = Graph(symbol)
     patterns = _Finder(graph).find(sums)
     if not patterns:
         return symbol, Counter()
-    kinds = Counter(pattern.kind for pattern in patterns)
-    made = mx.sym.load_json(json.dumps(without_dead_nodes(_rewritten(graph, patterns))))
-    return (made.as_np_ndarray() if is_numpy(symbol) else made), kinds
+    graph.replace({pattern.node: Entry(_fused(pattern)) for pattern in patterns})
+    return graph.symbol(), Counter(pattern.kind for pattern in patterns)
 
 
 class _Finder:
-    def __init__(self, graph: Dict[str, Any]):
-        self._nodes = graph["nodes"]
-        self._readers: Dict[Tuple[int, int], List[Optional[int]]] = defaultdict(list)
-        for index, node in enumerate(self._nodes):
-            for entry in node["inputs"]:
-                self._readers[entry[0], entry[1]].append(index)
-        for entry in graph["heads"]:
-            self._readers[entry[0], entry[1]].append(None)
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._readers = graph.readers()
 
     def find(self, sums: bool) -> List[_Pattern]:
         found: List[_Pattern] = []
-        for index, node in enumerate(self._nodes):
+        for node in self._graph.nodes:
             activation = _activation_of(node)
             if activation is None:
                 continue
-            (before, output, *_), *_ = node["inputs"]
-            if output or self._readers[before, 0] != [index]:
+            before = node.inputs[0]
+            if before.output or self._readers[before.node, 0] != [node]:
                 continue
-            if self._is_norm(before):
-                found.append(_Pattern(index, activation, before))
-            elif sums and activation.kind == RELU and self._nodes[before]["op"] == "elemwise_add":
+            if _is_norm(before.node):
+                found.append(_Pattern(node, activation, before.node))
+            elif sums and activation.kind == RELU and before.node.op == "elemwise_add":
                 # The second summand first: it leaves the graph's inputs in their order.
-                left, right = self._nodes[before]["inputs"]
+                left, right = before.node.inputs
                 for norm, skip in ((right, left), (left, right)):
-                    if self._readers[norm[0], norm[1]] == [before] and self._is_summand(norm[0], skip):
-                        found.append(_Pattern(index, activation, norm[0], skip))
+                    if self._readers[norm.node, norm.output] == [before.node] and self._is_summand(norm.node, skip):
+                        found.append(_Pattern(node, activation, norm.node, skip))
                         break
         return found
 
-    def _is_summand(self, index: int, skip: List[int]) -> bool:
+    def _is_summand(self, node: Node, skip: Entry) -> bool:
         """Whether this is the last node of a layer that may be fused with a sum, the other summand of which is
         ``skip``."""
-        if not self._is_norm(index):
+        if not _is_norm(node):
             return False
-        custom = self._nodes[index]["inputs"][0][0]
-        running_mean = self._nodes[custom]["inputs"][-2]
-        others = {reader for reader in self._readers[running_mean[0], running_mean[1]] if reader != custom}
-        is_shared = others and not others.isdisjoint(needed_for(self._nodes, [skip[0]]))
-        return not self._readers[custom, 1] and not is_shared
-
-    def _is_norm(self, index: int) -> bool:
-        """Whether this is the last node of a layer that may be fused."""
-        attributes = self._nodes[index].get("attrs", {})
-        if MARK not in attributes or not self._nodes[index]["inputs"]:
-            return False
-        told = read_mark(attributes[MARK])
-        custom = self._nodes[self._nodes[index]["inputs"][0][0]]
-        return (
-            custom["op"] == "Custom"
-            and custom["attrs"].get("op_type") == OPERATOR
-            and custom["attrs"].get("activation") == "none"
-            and told["options"].get("fuse", True)
-        )
+        custom = node.inputs[0].node
+        running_mean = custom.inputs[-2]
+        others = set(self._readers[running_mean.node, running_mean.output]) - {custom}
+        is_shared = others and not others.isdisjoint(needed_for([skip.node]))
+        return not self._readers.get((custom, 1)) and not is_shared
 
 
-def _activation_of(node) -> Optional[_Activation]:
-    attributes = node.get("attrs", {})
-    operator = node["op"].replace("_npx_", "")
-    if operator == "relu" or (operator in ("Activation", "activation") and attributes.get("act_type") == "relu"):
-        return _Activation(RELU, {"activation": "relu", "in_place": "0"})  # there is no way back from a ReLU
-    if operator in ("LeakyReLU", "leaky_relu") and attributes.get("act_type", "leaky") == "leaky":
-        slope = float(attributes.get("slope", 0.25))
+def _is_norm(node: Node) -> bool:
+    """Whether this is the last node of a layer that may be fused."""
+    if MARK not in node.attrs or not node.inputs:
+        return False
+    custom = node.inputs[0].node
+    is_ours = custom.op == "Custom" and custom.attrs.get("op_type") == OPERATOR
+    return is_ours and custom.attrs.get("activation") == "none" and spec_of(node).fuse
+
+
+def _activation_of(node: Node) -> Optional[_Activation]:
+    operator = node.op.replace("_npx_", "")
+    if operator == "relu" or (operator in ("Activation", "activation") and node.attrs.get("act_type") == "relu"):
+        return _Activation(RELU, {"activation": "relu", "in_place": "0"})  # the input cannot be recovered from a ReLU
+    if operator in ("LeakyReLU", "leaky_relu") and node.attrs.get("act_type", "leaky") == "leaky":
+        slope = float(node.attrs.get("slope", 0.25))
         return _Activation(LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
     return None
 
 
-def _rewritten(graph: Dict[str, Any], patterns: List[_Pattern]) -> Dict[str, Any]:
-    """The patterns' nodes are left behind without readers."""
-    old = graph["nodes"]
-    by_activation = {pattern.node: pattern for pattern in patterns}
-    nodes: List[Dict[str, Any]] = []
-    places: Dict[int, int] = {}
-
-    def new(entry):
-        return [places[entry[0]], *entry[1:]]
-
-    for index, node in enumerate(old):
-        pattern = by_activation.get(index)
-        if pattern is None:
-            kept = {**node, "inputs": [new(entry) for entry in node["inputs"]]}
-            if "control_deps" in node:
-                kept["control_deps"] = [places[other] for other in node["control_deps"]]
-            nodes.append(kept)
-        else:
-            last = old[pattern.norm]
-            custom = old[last["inputs"][0][0]]
-            told = {**custom["attrs"], **pattern.activation.told}
-            if pattern.skip is None:  # it stays where it is: others may read its order token
-                place = places[last["inputs"][0][0]]
-                nodes[place]["attrs"] = told
-            else:
-                dense = old[custom["inputs"][0][0]]  # what x passes, the skip must pass, too
-                nodes.append({**dense, "name": dense["name"] + "_skip", "inputs": [new(pattern.skip)]})
-                inputs = [[len(nodes) - 1, 0, 0], *map(new, custom["inputs"])]
-                nodes.append({**custom, "attrs": {**told, "skip": "1"}, "inputs": inputs})
-                place = len(nodes) - 1
-            hidden = {key: value for key, value in node.get("attrs", {}).items() if key.startswith("__")}
-            attrs = {**last["attrs"], **hidden}
-            nodes.append({**last, "name": node["name"], "attrs": attrs, "inputs": [[place, 0, 0]]})
-        places[index] = len(nodes) - 1
-    return {**graph, "nodes": nodes, "heads": [new(entry) for entry in graph["heads"]]}
+def _fused(pattern: _Pattern) -> Node:
+    """The node that takes the place of the activation."""
+    last = pattern.norm
+    custom, hidden = last.inputs[0].node, {k: v for k, v in pattern.node.attrs.items() if k.startswith("__")}
+    if pattern.skip is None:  # the same operator: others may read its order token
+        custom.attrs.update(pattern.activation.attrs)
+    else:
+        dense = custom.inputs[0].node  # what x passes, the skip must pass, too
+        skip = Node(dense.op, dense.name + "_skip", dense.attrs, [pattern.skip])
+        attrs = {**custom.attrs, **pattern.activation.attrs, "skip": "1"}
+        custom = Node(custom.op, custom.name, attrs, [Entry(skip), *custom.inputs])
+    return Node(last.op, pattern.node.name, {**last.attrs, **hidden}, [Entry(custom)])
 
 
 def _say(name: str, kinds: Counter) -> None:
@@ -195,7 +158,7 @@ def _say(name: str, kinds: Counter) -> None:
 
 def _loses_marks(symbol: mx.sym.Symbol) -> bool:
     """Whether a mark is on an operator that partitioners take out, as `gluon_syncbn.backends.native` explains."""
-    return any(node["op"] == "_copy" and MARK in node.get("attrs", {}) for node in parse(symbol)["nodes"])
+    return any(node.op == "_copy" and MARK in node.attrs for node in Graph(symbol).nodes)
 
 
 def fusing_graphs(get_graph):

@@ -11,7 +11,7 @@ from typing import Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence,
 import mxnet as mx
 
 from gluon_syncbn.base import library
-from gluon_syncbn.job.process_group import ProcessGroup
+from gluon_syncbn.distributed.process_group import ProcessGroup
 
 EVERYONE = 0
 
@@ -54,6 +54,14 @@ def includes(device: mx.Context, set_id: int) -> bool:
     """Whether ``device`` is in this set."""
     members = _sets[set_id]
     return members is None or device in members
+
+
+def absent_text(layer: str, device: mx.Context) -> str:
+    """The error of a device that runs a layer in training although `gluon_syncbn.devices` has not named it."""
+    return (
+        f"SyncBatchNorm '{layer}': ran on {device} in training mode, which is not in the list of "
+        f"gluon_syncbn.devices(...)."
+    )
 
 
 def use(set_id: int) -> None:

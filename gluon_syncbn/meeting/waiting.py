@@ -10,7 +10,8 @@ import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
-from gluon_syncbn.engine import failures
+from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
 
 # For devices that are on their way when waits are cut short: they may still arrive.
 GRACE_SECONDS = 2.0
@@ -38,6 +39,21 @@ class Waited(NamedTuple):
         if not self.because:
             return f"waited {self.seconds:g} s for {whom}"
         return f"waited {self.seconds:.1f} s for {whom}, and no longer because {self.because}"
+
+
+def usual_reasons() -> str:
+    """The end of every error about a missing device."""
+    reasons = (
+        "Usual reasons: (1) not every device ran this layer in this step (a last batch with fewer images than "
+        "devices: see gluon_syncbn.devices; a branch on one device; an exception in this or an earlier step: see "
+        "gluon_syncbn.abandon_step; an output read, or a process forked, before all devices were started); "
+        "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
+        "(timeout=, GLUON_SYNCBN_TIMEOUT)"
+    )
+    settings = settings_in_force()
+    if settings:
+        reasons += f"; (4) several CPU contexts ran out of temp-space slots or random generators (now {settings})"
+    return f"{reasons}. To go on, call gluon_syncbn.abandon_step(), or begin the next step."
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ The graph of a hybridized net that trains on several devices has synchronized no
 import functools
 
 from gluon_syncbn.base.mxnet_private import graph_of, set_graph
-from gluon_syncbn.graphs.mark import is_marked
+from gluon_syncbn.graphs.norms import is_marked
 from gluon_syncbn.symbol import plain_symbol
 
 

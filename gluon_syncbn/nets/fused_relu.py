@@ -1,4 +1,4 @@
-"""A ReLU behind a norm in a `nn.HybridSequential` is computed by the norm, in the same pass."""
+"""A ReLU after a norm in a `nn.HybridSequential` is computed by the norm, in the same pass."""
 
 from collections import Counter
 from typing import List
@@ -37,8 +37,8 @@ def fuse_relus(blocks: List[Block]) -> int:
         for norm, relu in zip(items, items[1:]):
             is_pair = type(norm) is SyncBatchNorm and is_relu(relu)
             is_private = all(places[id(item)] == 1 and not has_forward_hooks(item) for item in (norm, relu))
-            if is_pair and is_private and norm._fuse and norm._activation is None:
-                norm._activation = "relu"
+            if is_pair and is_private and norm._sync.options.fuse and norm._sync.options.activation is None:
+                norm._sync.options = norm._sync.options.but(activation="relu")
                 relu.__class__ = FusedReLU
                 norm._fused_relu = (relu,)  # in a tuple, or Gluon would take it for a child
                 fused += 1
@@ -49,5 +49,5 @@ def separate_relus(blocks: List[Block]) -> None:
     """Undo `fuse_relus`: what is left of the norms' activations is the user's own."""
     for block in blocks:
         for relu in vars(block).pop("_fused_relu", ()):
-            block._activation = None
+            block._sync.options = block._sync.options.but(activation=None)
             relu.__class__ = nn.Activation

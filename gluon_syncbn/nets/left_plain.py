@@ -16,7 +16,8 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.rewrite import Graph
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import find_norms
 from gluon_syncbn.process.passes import take_net_of_scope
 
 _SHOWN = 3
@@ -58,7 +59,7 @@ def _plain_norms(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
         is_synchronized = hasattr(block, "plain_norms")
-        norms = block.plain_norms() if is_synchronized else Graph(graph_of(block)[1]).norms()
-        return [norm.name for norm in norms if not norm.use_global_stats]
+        norms = block.plain_norms() if is_synchronized else find_norms(Graph(graph_of(block)[1]))
+        return [norm.name for norm in norms if not norm.spec.use_global_stats]
     is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
     return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []

@@ -19,18 +19,23 @@ from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regro
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.calls import order_tokens
 from gluon_syncbn.graphs.fuse import fusing_graphs
-from gluon_syncbn.graphs.mark import is_marked
-from gluon_syncbn.graphs.rewrite import Graph, Norm
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, replace_norms
 from gluon_syncbn.graphs.trace import Trace, find_trace, makes_graphs
-from gluon_syncbn.symbol import without_synchronized_nodes
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
+from gluon_syncbn.symbol import plain_symbol
 
 
 class _Norms:
-    """The block's symbol, and the layers that stand for its nodes, which Gluon would take for forgotten children."""
+    """The block's nodes, and the layers that stand for them, which Gluon would take for forgotten children."""
 
-    def __init__(self, graph: Graph, layers: Dict[Tuple[str, ...], SyncBatchNorm]):
-        self.graph = graph
+    def __init__(self, norms: List[Norm], layers: Dict[Tuple[str, ...], SyncBatchNorm]):
+        self.norms = norms
         self.layers = layers
+
+    def layer_of(self, norm: Norm) -> Optional[SyncBatchNorm]:
+        """The layer that stands for this node, if it synchronizes."""
+        return self.layers.get(_key(norm))
 
 
 class SynchronizedSymbolBlock(SymbolBlock):
@@ -42,11 +47,11 @@ class SynchronizedSymbolBlock(SymbolBlock):
 
     def plain_norms(self) -> List[Norm]:
         """The nodes of the block's symbol that do not synchronize."""
-        return [norm for norm in self._norms.graph.norms() if _key(norm) not in self._norms.layers]
+        return [norm for norm in self._norms.norms if self._norms.layer_of(norm) is None]
 
     def count_nodes(self) -> int:
         """How many nodes synchronize."""
-        return len(self._norms.graph.norms()) - len(self.plain_norms())
+        return len(self._norms.norms) - len(self.plain_norms())
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
@@ -55,7 +60,7 @@ class SynchronizedSymbolBlock(SymbolBlock):
         assert in_format == self._in_format, "Invalid input format"
         trace = find_trace()
         tokens = order_tokens(trace)
-        layers = {norm.running_mean: self._norms.layers.get(_key(norm)) for norm in self._norms.graph.norms()}
+        layers = {norm.running_mean: self._norms.layer_of(norm) for norm in self._norms.norms}
         running_means = {name: layer.running_mean for name, layer in layers.items() if layer is not None}
         before = {name: tokens[parameter] for name, parameter in running_means.items() if parameter in tokens}
         variables = {running_mean: f"{running_mean}_order_token" for running_mean in before}
@@ -80,24 +85,19 @@ class SynchronizedSymbolBlock(SymbolBlock):
         return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
 
     def _synchronized(self, trace: Optional[Trace], dtypes: Dict[str, Any], before: Dict[str, str]):
-        """The graph with synchronized nodes, and the last order tokens (see `Graph.rewrite`).
+        """The graph with synchronized nodes, and the last order tokens (see `replace_norms`).
 
         ``dtypes`` are those of the block's inputs, as far as they are known.
         """
         known = inferred_dtypes(graph_of(self)[1], dtypes)
 
         def make(norm: Norm, inputs, after):
-            layer = self._norms.layers.get(_key(norm))
+            layer = self._norms.layer_of(norm)
             if layer is None:
                 return None
-            return layer.as_node(inputs, trace, norm.name, {inputs[0].name: known.get(norm.data)}, norm.hidden, after)
+            return layer._as_node(inputs, trace, norm.name, {inputs[0].name: known.get(norm.data)}, norm.hidden, after)
 
-        return self._norms.graph.rewrite(make, before)
-
-
-def parsed_graph(block: SymbolBlock) -> Graph:
-    """The block's symbol; one that synchronizes keeps it."""
-    return block._norms.graph if isinstance(block, SynchronizedSymbolBlock) else Graph(graph_of(block)[1])
+        return replace_norms(Graph(graph_of(self)[1]), make, before)
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
@@ -110,14 +110,19 @@ def synchronize(block: SymbolBlock, **options) -> None:
     ValueError
         The others have different ones.
     """
-    data, graph = graph_of(block)[0], parsed_graph(block)
+    data, symbol = graph_of(block)
     # A gamma that is computed, say, has no Parameter.
-    norms = [norm for norm in graph.norms() if all(name in block.params for name in norm.parameters)]
-    told = options or _common_options(block, norms)
-    layers = {_key(norm): _layer_of(block, norm, options or norm.options or told) for norm in norms}
-    plain = without_synchronized_nodes(graph)
+    norms = [
+        norm for norm in find_norms(Graph(symbol)) if all(name in block.params for name in norm.parameters.values())
+    ]
+    common = options or _common_options(block, norms)
+    layers = {
+        _key(norm): _layer_of(block, norm, norm.spec.but(**({} if norm.is_marked and not options else common)))
+        for norm in norms
+    }
+    plain = plain_symbol(symbol)
     set_graph(block, (data, plain))
-    block._norms = _Norms(Graph(plain), layers)
+    block._norms = _Norms(find_norms(Graph(plain)), layers)
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
     drop_graph(block)
@@ -125,14 +130,15 @@ def synchronize(block: SymbolBlock, **options) -> None:
 
 def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
     """What a node without options of its own is to have."""
-    all_options = [norm.options for norm in norms if norm.options is not None]
-    plain = [norm.name for norm in norms if norm.options is None]
-    if plain and any(options != all_options[0] for options in all_options):
+    shared = [*(name for name in OPTIONS if name != "activation"), "dtype"]
+    found = [{name: getattr(norm.spec, name) for name in shared} for norm in norms if norm.is_marked]
+    plain = [norm.name for norm in norms if not norm.is_marked]
+    if plain and any(options != found[0] for options in found):
         raise ValueError(
             f"{block.name}: its layers synchronize with different options, so '{plain[0]}', a BatchNorm without any, "
             f"cannot take them over. Call convert_sync_batchnorm on the block with the options that all are to have."
         )
-    return all_options[0] if all_options else {}
+    return found[0] if found else {}
 
 
 def restore(block: SynchronizedSymbolBlock) -> None:
@@ -144,27 +150,26 @@ def restore(block: SynchronizedSymbolBlock) -> None:
 
 def _key(norm: Norm) -> Tuple[str, ...]:
     """Nodes may have one name, and are then one layer if they have the same parameters, too."""
-    return (norm.name, *norm.parameters)
+    return (norm.name, *norm.parameters.values())
 
 
-def _layer_of(block: SymbolBlock, norm: Norm, options) -> SyncBatchNorm:
-    options = dict(options)
-    process_group = options.pop("process_group", None)
-    if not runs_here(options.get("backend", "auto"), options.get("kvstore")):
-        del options["backend"]  # a file may come from a machine where it could
+def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
+    # Of a marked node with a ReLU, a plain BatchNorm and a node for the ReLU stay.
+    spec = spec.but(activation=None if norm.is_marked else spec.activation).checked()
+    if not runs_here(spec):
+        spec = spec.but(backend="auto")  # a file may come from a machine where it could
     layer = SyncBatchNorm(
-        axis=norm.axis,
-        momentum=norm.momentum,
-        epsilon=norm.epsilon,
-        scale=not norm.fix_gamma,
-        use_global_stats=norm.use_global_stats,
+        axis=spec.axis,
+        momentum=spec.momentum,
+        epsilon=spec.epsilon,
+        scale=spec.scale,
+        use_global_stats=spec.use_global_stats,
         prefix=norm.name + "_",
-        **{key: value for key, value in options.items() if key != "dtype"},
     )
-    layer.connect_later(process_group)
+    layer._take_options(spec)
     # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
     set_name(layer, norm.name)
-    for name, variable in zip(("gamma", "beta", "running_mean", "running_var"), norm.parameters):
+    for name, variable in norm.parameters.items():
         set_parameter(layer, name, block.params[variable])
     return layer
 

@@ -17,9 +17,9 @@ import mxnet as mx
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import is_record
-from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.process.lifecycle import finish_pending_work
 from gluon_syncbn.process.live_layers import live_layers
 from gluon_syncbn.process.passes import forget_passes, is_under_way, note_forward
@@ -79,7 +79,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
     """Python starts a forward pass of a `SyncBatchNorm`; in training, abandons the step before if that broke off."""
     if not (mx.autograd.is_recording() and mx.autograd.is_training()):
         return
-    passes = layer._passes
+    passes = layer._sync.passes
     if passes.is_unfinished():
         started = ", ".join(map(str, passes.started()))
         _log.warning(

@@ -29,9 +29,9 @@ from typing import Set
 import mxnet as mx
 
 from gluon_syncbn.base.library import stop_calling_python
-from gluon_syncbn.engine import failures
-from gluon_syncbn.job.default import leave_processes
+from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.process import fork
 from gluon_syncbn.process.live_layers import live_layers
 

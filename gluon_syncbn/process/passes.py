@@ -32,8 +32,8 @@ from typing import Dict, Iterator, List, Optional, Set, Tuple
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
-from gluon_syncbn.engine import failures
-from gluon_syncbn.job.default import has_groups
+from gluon_syncbn.distributed.default import has_groups
+from gluon_syncbn.mxnet_engine import failures
 
 _watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
 _watched_lock = threading.Lock()

@@ -32,41 +32,38 @@ ones, which BLAS does an order of magnitude faster than MXNet's reductions. `shi
 is large against the deviation.
 """
 
-import contextlib
-import threading
-import time
 from typing import Optional
 
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.bfloat16 import dtype_name, widened
-from gluon_syncbn.backends.interface import Backend, Node
-from gluon_syncbn.base import library
+from gluon_syncbn.backends.bfloat16 import dtype_name, needs_float32
+from gluon_syncbn.backends.interface import Backend, NodeOptions
+from gluon_syncbn.backends.portable.group import Group, find_group
+from gluon_syncbn.backends.portable.host_arrays import HostArrays
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.base.mxnet_private import last_registered_operator
-from gluon_syncbn.engine import failures
+from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.meeting import active_set
-from gluon_syncbn.meeting.group import Group, find_group
-from gluon_syncbn.meeting.host_arrays import HostArrays
-from gluon_syncbn.meeting.renorm import r_and_d
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
+from gluon_syncbn.mxnet_engine import failures
 
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _NAN = np.nan
 # All that the backward pass is handed where the forward pass was in prediction mode, and met no one.
 _PREDICTION = -1.0
-_SECONDS_BETWEEN_FAILURES = 0.05
-_turn = threading.Lock()
-_last_failure = 0.0
 
 
 class PortableBackend(Backend):
     name = "portable"
-    works_in_place = False
 
-    def unavailable_reason(self, devices, kvstore) -> str:
+    def unavailable_reason(self, spec, devices) -> str:
+        if spec.in_place:
+            return "only the native back end works in place (in_place=True)"
+        if spec.renorm is not None:
+            return "only the native back end has Batch Renormalization (renorm)"
+        if is_connected(spec.process_group) and find(spec.process_group, spec.where) is not None:
+            return "only the native back end synchronizes several processes"
         return ""
 
     def description(self, devices) -> str:
@@ -75,32 +72,35 @@ class PortableBackend(Backend):
     def make_group(self, spec, devices) -> Group:
         return Group(spec, devices)
 
-    def normalize(self, F, arrays, group, form, node: Optional[Node] = None):
-        x, lowered = widened(F, arrays[0], {} if node is None else node.dtypes)
-        gamma, beta, running_mean, running_var = arrays[1:]
+    def normalize(self, F, arrays, spec, group, node: Optional[NodeOptions] = None):
+        x, gamma, beta, running_mean, running_var = arrays
+        if needs_float32(F, x, {} if node is None else node.dtypes):
+            raise ValueError(
+                f"{spec.where}: the portable back end is made of MXNet's own BatchNorm, which takes no bfloat16 on "
+                f"this processor. Use the native back end, or cast the net to float16 or float32."
+            )
         name, after = ("fwd", None) if node is None else (node.name, node.after)
-        dtype = group.spec.dtype
-        values = x if node is None and dtype_name(x.dtype) == dtype else F.cast(x, dtype=dtype)
+        values = x if node is None and dtype_name(x.dtype) == spec.dtype else F.cast(x, dtype=spec.dtype)
         is_on_gpu = group.devices[0].device_type == "gpu" if group.devices else mx.context.num_gpus() > 0
-        total, shift, centred = _centre(F, _as_rows(F, values, form.axis), is_on_gpu)
+        total, shift, centred = _centre(F, _as_rows(F, values, spec.axis), is_on_gpu)
         # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
         sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
         affine, order_token = F.Custom(
             *[sums, F.size_array(x), gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
             running_mean,
             running_var,
-            op_type=_OPERATOR,
+            op_type=_NAME,
             group=group.text,
             follows=int(after is not None),
             name=name + "_all_reduce",
         )
         weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
-        vectors = (weight, bias, running_mean, running_var)
-        options = {"axis": form.axis, "eps": group.spec.epsilon, "momentum": 1, "fix_gamma": False}
-        out = F.BatchNorm(x, *vectors, **options, **({} if node is None else node.marked(form, relu=False)))
-        if form.activation == "relu":  # Activation would turn NaN into 0
+        options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": 1, "fix_gamma": False}
+        marked = {} if node is None else node.marked(spec.but(activation=None))
+        out = F.BatchNorm(x, weight, bias, running_mean, running_var, **options, **marked)
+        if spec.activation == "relu":  # Activation would turn NaN into 0
             out = F.relu(out, **({} if node is None else {"name": f"{name}_relu"}))
-        return lowered(out), order_token
+        return out, order_token
 
 
 def _as_rows(F, x, axis: int):
@@ -134,39 +134,6 @@ def _centre(F, rows, is_on_gpu: bool):
     return (lambda a: F.sum(F.dot(a, ones), axis=(0, 2))), shift, F.elemwise_sub(rows, shifts)
 
 
-@contextlib.contextmanager
-def _keeping_the_text():
-    """Let the text of an error reach whoever asks for names, shapes or types; MXNet alone would only print it."""
-    try:
-        yield
-    except Exception as problem:
-        library.leave_error(str(problem))
-        raise
-
-
-@contextlib.contextmanager
-def _failing_the_step(array: mx.nd.NDArray):
-    """What a pass raises fails the step, and reaches whoever reads its outputs through ``array``, one of its own.
-
-    Where nothing is compiled it is raised: MXNet prints it, and whoever reads the outputs gets a text that says less.
-    """
-    try:
-        yield
-    except Exception as problem:
-        failures.fail(str(problem))
-        if not failures.poison(array, str(problem)):
-            _wait_for_turn_to_fail()
-            raise
-
-
-def _wait_for_turn_to_fail() -> None:
-    """Returns when the last failure has been out for a while: MXNet has one slot for them, and could lose one."""
-    global _last_failure
-    with _turn:
-        turn = _last_failure = max(time.monotonic(), _last_failure + _SECONDS_BETWEEN_FAILURES)
-    time.sleep(max(0.0, turn - time.monotonic()))
-
-
 class _AllReduce(mx.operator.CustomOp):
     def __init__(self, group: Group, device: mx.Context, channels: int):
         super().__init__()
@@ -178,21 +145,22 @@ class _AllReduce(mx.operator.CustomOp):
 
     def forward(self, is_train, req, in_data, out_data, aux):
         self._forward_generation = 0
-        if is_train:
-            with _failing_the_step(out_data[0]):
-                self._train(in_data, out_data, aux)
-                self._forward_generation = failures.generation()
-        else:
-            spec, channels = self._group.spec, self._channels
+        spec, channels = self._group.spec, self._channels
+        if not is_train:
             affine = [self._gamma(in_data), self._read(in_data[3])]
             self._host.write(out_data[0], (2, channels), spec.dtype, affine)
             self._host.write(out_data[1], (_saved_size(channels),), np.float64, _PREDICTION)
-            self._forward_generation = failures.generation()
+        else:
+            try:
+                self._train(in_data, out_data, aux)
+            except Exception as problem:
+                self._host.write(out_data[0], (2, channels), spec.dtype, _NAN)
+                self._host.write(out_data[1], (_saved_size(channels),), np.float64, _NAN)
+                return _fail(problem, out_data[0])
+        self._forward_generation = failures.generation()
 
     def _train(self, in_data, out_data, aux):
         spec, host, channels = self._group.spec, self._host, self._channels
-        affine, saved = out_data
-        gamma, beta = self._gamma(in_data), self._read(in_data[3])
         set_id = active_set.current()
         (size,) = host.read(in_data[1], (1,), np.int64)
         if not size:
@@ -201,65 +169,54 @@ class _AllReduce(mx.operator.CustomOp):
                 f"take part; leave it out with gluon_syncbn.devices(...)."
             )
         local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), spec.dtype))
-        try:
-            if failures.failure():
-                raise SyncBatchNormError(self._not_run("forward"))
-            merged, round_id, limits = self._group.all_reduce_moments(self._device, local, set_id)
-        except Exception:
-            host.write(affine, (2, channels), spec.dtype, _NAN)
-            host.write(saved, (_saved_size(channels),), np.float64, _NAN)
-            raise
+        self._check_step("forward")
+        merged, round_id = self._group.all_reduce_moments(self._device, local, set_id)
         view = BatchView.of(local, merged, spec.epsilon)
-        r, d = r_and_d(limits, spec.epsilon, merged.mean, merged.var, *map(self._read, aux))
-        host.write(affine, (2, channels), spec.dtype, view.weight_and_bias(gamma * r, beta + gamma * d))
-        to_save = np.concatenate([*view, r, d, [local.count, merged.count, round_id, set_id]])
-        host.write(saved, (_saved_size(channels),), np.float64, to_save)
+        affine = view.weight_and_bias(self._gamma(in_data), self._read(in_data[3]))
+        host.write(out_data[0], (2, channels), spec.dtype, affine)
+        to_save = np.concatenate([*view, [local.count, merged.count, round_id, set_id]])
+        host.write(out_data[1], (_saved_size(channels),), np.float64, to_save)
         for running, value in zip(aux, (merged.mean, merged.var)):
             average = moving_average(self._read(running), value, spec.momentum)
             host.write(running, (channels,), spec.dtype, average)
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        with _failing_the_step(out_grad[0]):
+        try:
             self._send_back(req, out_grad, in_data, out_data, in_grad)
+        except Exception as problem:
+            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
+            _fail(problem, out_grad[0])
 
     def _send_back(self, req, out_grad, in_data, out_data, in_grad):
         spec, host, channels = self._group.spec, self._host, self._channels
         d_weight, d_bias = host.read(out_grad[0], (2, channels), spec.dtype)
         saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
-        count, total_count, round_id, set_id = saved[-4:]
-        has_run = self._forward_generation == failures.generation()
-        if failures.failure() or not has_run:
-            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
+        if self._forward_generation != failures.generation():
             raise SyncBatchNormError(
-                self._not_run("backward")
-                if has_run
-                else f"{spec.where}: the backward pass on {self._device} cannot be run: its forward pass never ran, "
+                f"{spec.where}: the backward pass on {self._device} cannot be run: its forward pass never ran, "
                 f"because an operator before it had failed, or its step was given up."
             )
+        self._check_step("backward")
         if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete
-            self._write_gradients(in_grad, req, 0, d_weight, d_bias)
-            return
-        *parts, r, d = saved[:-4].reshape(5, channels)
-        view = BatchView(*parts)
+            return self._write_gradients(in_grad, req, 0, d_weight, d_bias)
+        view = BatchView(*saved[:-4].reshape(3, channels))
+        count, total_count, round_id, set_id = saved[-4:]
         own_s1, own_s2 = view.sums(d_weight, d_bias)
-        try:
-            sums = np.concatenate([own_s1, own_s2])
-            s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_id), int(set_id)).reshape(2, -1)
-        except Exception:
-            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
-            raise
-        constant, slope = view.correction(self._gamma(in_data) * r, d_weight, d_bias, count, s1, s2, total_count)
+        sums = np.concatenate([own_s1, own_s2])
+        s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_id), int(set_id)).reshape(2, -1)
+        constant, slope = view.correction(self._gamma(in_data), d_weight, d_bias, count, s1, s2, total_count)
         # The gradient of total reaches every x as it is, that of squares times 2·(x − shift); the constant and the
         # slope are about the mean, which lies total/count above shift.
         total = host.read(in_data[0], (3, channels), spec.dtype)[1]
         d_sums = [np.zeros(channels), constant - slope * total / count, slope / 2]
-        self._write_gradients(in_grad, req, d_sums, r * own_s2 + d * own_s1, own_s1)
+        self._write_gradients(in_grad, req, d_sums, own_s2, own_s1)
 
-    def _not_run(self, direction):
-        return (
-            f"{self._group.spec.where}: the {direction} pass on {self._device} was not run, because the step had "
-            f"failed: {failures.failure()}"
-        )
+    def _check_step(self, direction):
+        if failures.failure():
+            raise SyncBatchNormError(
+                f"{self._group.spec.where}: the {direction} pass on {self._device} was not run, because the step had "
+                f"failed: {failures.failure()}"
+            )
 
     def _gamma(self, in_data):
         return self._read(in_data[2]) if self._group.spec.scale else np.ones(self._channels)
@@ -268,7 +225,7 @@ class _AllReduce(mx.operator.CustomOp):
         return self._host.read(vector, (self._channels,), self._group.spec.dtype)
 
     def _write_gradients(self, in_grad, req, sums, gamma, beta):
-        """Of size and after, no gradient is ever asked for."""
+        """Those of size and after are never asked for."""
         vector = (self._channels,)
         gamma = gamma if self._group.spec.scale else 0
         for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):
@@ -276,9 +233,18 @@ class _AllReduce(mx.operator.CustomOp):
                 self._host.write(in_grad[i], shape, self._group.spec.dtype, value, add=req[i] == "add")
 
 
+def _fail(problem: Exception, array: mx.nd.NDArray) -> None:
+    """The step has failed: whoever reads what the operator computes gets the text, through one of its arrays.
+
+    Where nothing is compiled the error is raised: MXNet prints it, and the text of the MXNetError says less.
+    """
+    failures.fail(str(problem))
+    if not failures.poison(array, str(problem)):
+        raise problem
+
+
 @mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
-    @_keeping_the_text()
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
         self._group = find_group(group)
@@ -293,7 +259,6 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def list_outputs(self):
         return ["affine", "saved"]
 
-    @_keeping_the_text()
     def infer_shape(self, in_shape):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
@@ -315,25 +280,8 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
 
 def _saved_size(channels: int) -> int:
-    """Of what the backward pass is handed: a `BatchView`, r and d of Batch Renormalization, two counts, the ids of
-    forward round and active set.
+    """How many numbers the backward pass needs: a `BatchView`, two counts, the ids of forward round and active set.
 
     MXNet asks while it does not know the channels, too, which is -1.
     """
-    return 5 * channels + 4 if channels >= 0 else -1
-
-
-def _wrapped(operator: str) -> str:
-    """Register the custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
-
-    That is errors that keep their text, and clean exits: see csrc/mxnet/python_operator.cpp. Returns the name of the
-    wrapped operator; where nothing is compiled, ``operator`` itself, whose errors are only printed.
-    """
-    if library.core is None:
-        return operator
-    name, creator = operator + "_wrapped", last_registered_operator()
-    refused = library.core.gluon_syncbn_wrap_python_operator(name.encode(), operator.encode(), creator)
-    return operator if refused else name
-
-
-_OPERATOR = _wrapped(_NAME)
+    return 3 * channels + 4 if channels >= 0 else -1

@@ -11,9 +11,9 @@ Ranks meet in *rounds*. A round has a key, and is in one of three states:
     Opened by the first rank to arrive, from when its timeout counts. Ranks that arrive leave their contribution and
     sleep. A round waits for ranks, and for nothing else.
 ``exchanging``
-    The last rank to arrive is the *leader*. It alone runs ``exchange(contributions, key)`` (the reduction across
-    devices, and with other processes, see `processes`) while the others go on sleeping. The round leaves the table now,
-    so a rank that comes again opens the next round and cannot disturb this one.
+    The last rank to arrive is the *leader*. It alone runs ``exchange(contributions)``, the reduction across devices,
+    while the others go on sleeping. The round leaves the table now, so a rank that comes again opens the next round and
+    cannot disturb this one.
 ``done``
     The leader, or the first sleeper whose wait ended, has stored the outcome: a result, or an error that is the same
     for every rank. Everyone is woken, and takes it home.
@@ -80,13 +80,9 @@ class Rendezvous:
     timeout : float
         Seconds that a round stays open after its first arrival.
     exchange : callable
-        ``exchange(contributions, key)`` makes the result; called once per round, by one thread, outside of our lock.
+        ``exchange(contributions)`` makes the result; called once per round, by one thread, outside of our lock.
     advice : callable
         Returns the usual reasons for a missing device; its text ends the error.
-    exchange_timeout : float, optional
-        Seconds that ``exchange`` may take; by default ``timeout``.
-    on_failure : callable
-        Is told the text where a round fails because a rank did not come.
     """
 
     def __init__(
@@ -94,18 +90,14 @@ class Rendezvous:
         what: str,
         ranks: Sequence[str],
         timeout: float,
-        exchange: Callable[[List[np.ndarray], int], Any],
+        exchange: Callable[[List[np.ndarray]], Any],
         advice: Callable[[], str] = lambda: "",
-        exchange_timeout: Optional[float] = None,
-        on_failure: Callable[[str], None] = lambda text: None,
     ):
         self._what = what
         self._ranks = list(ranks)
         self._timeout = timeout
         self._exchange = exchange
         self._advice = advice
-        self._exchange_timeout = timeout if exchange_timeout is None else exchange_timeout
-        self._on_failure = on_failure
         self._rounds: Dict[int, _Round] = {}
         self._opened = 0
         self._changed = threading.Condition()
@@ -132,7 +124,7 @@ class Rendezvous:
             else:
                 self._sleep(round_, key)
         if is_leader:
-            self._lead(round_, key)
+            self._lead(round_)
         if round_.outcome is None:
             raise SyncBatchNormError(round_.error)
         return round_.outcome
@@ -154,17 +146,15 @@ class Rendezvous:
         if waited is not None:
             del self._rounds[key]
             self._fail(round_, self._missing_text(round_, waited))
-        elif not self._changed.wait_for(lambda: round_.done, self._exchange_timeout + waiting.GRACE_SECONDS):
+        elif not self._changed.wait_for(lambda: round_.done, self._timeout + waiting.GRACE_SECONDS):
             self._fail(round_, f"{self._what}: all devices arrived, but the exchange between them did not return.")
 
-    def _lead(self, round_: _Round, key: int) -> None:
+    def _lead(self, round_: _Round) -> None:
         try:
             if len({item.size for item in round_.contributions}) > 1:
                 sizes = ", ".join(f"{name}: {item.size}" for name, item in zip(self._ranks, round_.contributions))
                 raise ValueError(f"the devices brought vectors of different lengths ({sizes})")
-            outcome, error = RoundResult(self._exchange(round_.contributions, key), round_.id), None
-        except SyncBatchNormError as problem:  # of other processes; it says what it was
-            outcome, error = None, str(problem)
+            outcome, error = RoundResult(self._exchange(round_.contributions), round_.id), None
         except Exception as problem:  # whatever it was, the sleepers must hear of it
             outcome, error = None, f"{self._what}: the exchange between devices failed: {problem}"
         with self._changed:
@@ -174,7 +164,6 @@ class Rendezvous:
 
     def _fail(self, round_: _Round, text: str) -> None:
         round_.error = text
-        self._on_failure(text)
         self._changed.notify_all()
 
     def _twice_text(self, round_: _Round, rank: int) -> str:

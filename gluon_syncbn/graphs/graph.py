@@ -1,0 +1,144 @@
+"""The graph of a symbol, to be edited: nodes, who reads them, and what takes the place of what.
+
+A symbol is edited as the JSON text that MXNet itself writes and reads, so that every other node keeps its name, its
+attributes and its place, whatever operator it is. What nobody reads any more is left out in the end: MXNet would set up
+every node of the text, also one whose layer is gone.
+"""
+
+import json
+from collections import defaultdict
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import is_numpy, json_of
+
+
+class Node:
+    """An operator, or a variable (``op`` is 'null')."""
+
+    def __init__(self, op: str, name: str, attrs: Dict[str, str], inputs: Sequence["Entry"] = ()):
+        self.op = op
+        self.name = name
+        self.attrs = dict(attrs)
+        self.inputs = list(inputs)
+        self.control_deps: List[Node] = []  # what must run before
+        self.more: Dict[str, Any] = {}  # what files of older versions of MXNet say of it
+
+    @property
+    def is_variable(self) -> bool:
+        return self.op == "null"
+
+
+class Entry(NamedTuple):
+    """An output of a node."""
+
+    node: Node
+    output: int = 0
+    version: int = 0
+
+
+Reader = Optional[Node]  # None is the user, who reads an output of the graph
+
+
+class Graph:
+    """A symbol that is parsed.
+
+    Parameters
+    ----------
+    source : Symbol or str
+        Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is.
+    """
+
+    def __init__(self, source: Union[mx.sym.Symbol, str]):
+        self.is_numpy = isinstance(source, mx.sym.Symbol) and is_numpy(source)
+        text = json.loads(source if isinstance(source, str) else json_of(source))
+        self._attrs: Dict[str, Any] = text.get("attrs", {})
+        self.nodes: List[Node] = []  # inputs first
+        for item in text["nodes"]:
+            inputs = [self._entry(entry) for entry in item.pop("inputs")]
+            node = Node(item.pop("op"), item.pop("name"), item.pop("attrs", {}), inputs)
+            node.control_deps = [self.nodes[index] for index in item.pop("control_deps", ())]
+            node.more = item
+            self.nodes.append(node)
+        self.heads = [self._entry(entry) for entry in text["heads"]]
+
+    def _entry(self, entry) -> Entry:
+        return Entry(self.nodes[entry[0]], *entry[1:])
+
+    def readers(self) -> Dict[Tuple[Node, int], List[Reader]]:
+        """Who reads each output."""
+        found: Dict[Tuple[Node, int], List[Reader]] = defaultdict(list)
+        for node in self.nodes:
+            for entry in node.inputs:
+                found[entry.node, entry.output].append(node)
+        for entry in self.heads:
+            found[entry.node, entry.output].append(None)
+        return found
+
+    def replace(self, replaced: Dict[Node, Entry]) -> None:
+        """Let all who read the first output of these nodes read these entries instead."""
+
+        def new(entry: Entry) -> Entry:
+            while entry.node in replaced:
+                entry = replaced[entry.node]
+            return entry
+
+        for node in needed_for([entry.node for entry in [*self.heads, *replaced.values()]]):
+            node.inputs = [new(entry) for entry in node.inputs]
+            node.control_deps = [new(Entry(other)).node for other in node.control_deps]
+        self.heads = [new(entry) for entry in self.heads]
+
+    def insert(self, fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
+        """The outputs of a small symbol, whose variables are these entries."""
+        small = Graph(fragment)
+        small.replace({node: inputs[node.name] for node in small.nodes if node.is_variable})
+        return small.heads
+
+    def symbol(self) -> mx.sym.Symbol:
+        """What the graph is now: its heads, and all that they need."""
+        nodes = _in_order(entry.node for entry in self.heads)
+        index = {node: number for number, node in enumerate(nodes)}
+
+        def entry_of(entry: Entry):
+            return [index[entry.node], entry.output, entry.version]
+
+        text = {
+            "nodes": [
+                {
+                    **node.more,
+                    "op": node.op,
+                    "name": node.name,
+                    **({"attrs": node.attrs} if node.attrs else {}),
+                    "inputs": [entry_of(entry) for entry in node.inputs],
+                    **({"control_deps": [index[other] for other in node.control_deps]} if node.control_deps else {}),
+                }
+                for node in nodes
+            ],
+            "arg_nodes": [number for number, node in enumerate(nodes) if node.is_variable],
+            "heads": [entry_of(entry) for entry in self.heads],
+            "attrs": self._attrs,
+        }
+        made = mx.sym.load_json(json.dumps(text))
+        return made.as_np_ndarray() if self.is_numpy else made
+
+
+def needed_for(nodes: Iterable[Node]) -> Set[Node]:
+    """These nodes, and all that must run before them."""
+    return set(_in_order(nodes))
+
+
+def _in_order(nodes: Iterable[Node]) -> List[Node]:
+    """These nodes and all that must run before them, inputs first, as MXNet lists them."""
+    done: Dict[Node, None] = {}
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            before = [entry.node for entry in node.inputs] + node.control_deps
+            missing = next((other for other in before if other not in done), None)
+            if missing is not None:
+                waiting.append(missing)
+            else:
+                done.setdefault(waiting.pop())
+    return list(done)

@@ -1,0 +1,1 @@
+"""What a synchronized layer is, and whether a call of it synchronizes."""

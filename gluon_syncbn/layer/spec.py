@@ -1,0 +1,334 @@
+"""What a synchronized layer is: one record, made and checked once.
+
+The same record is in the block, in the marks and descriptions of graphs, in groups, in ``repr``, in what processes
+compare, and behind the compiled core. A new option is a field here, a line in the signatures of
+`gluon_syncbn.SyncBatchNorm` and `gluon_syncbn.symbol.SyncBatchNorm`, and the code that it is about.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+import threading
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import has_optimizer
+from gluon_syncbn.distributed.process_group import ProcessGroupLike, check_process_group
+
+TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
+DEFAULT_TIMEOUT = 60.0
+BACKENDS = ("auto", "native", "portable")
+
+# (step, r_max, d_max), by step.
+Schedule = Tuple[Tuple[float, float, float], ...]
+# What a user may give: (r_max, d_max), or such a schedule.
+RenormLike = Union[Tuple[float, float], Sequence[Tuple[float, float, float]]]
+
+_KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """A synchronized layer, but for its parameters and the devices that they are on.
+
+    The first fields are as in `nn.BatchNorm`; ``scale`` says whether there is a gamma, and ``dtype`` is that of
+    parameters and statistics. The others are the options of `gluon_syncbn.SyncBatchNorm`, by the same names.
+    """
+
+    name: str
+    axis: int = 1
+    epsilon: float = 1e-5
+    momentum: float = 0.9
+    scale: bool = True
+    use_global_stats: bool = False
+    dtype: str = "float32"
+
+    num_devices: Optional[int] = None
+    group_size: Optional[int] = None
+    timeout: Optional[float] = None
+    backend: str = "auto"
+    activation: Optional[str] = None
+    kvstore: Union[str, mx.kv.KVStore, None] = None
+    process_group: Optional[ProcessGroupLike] = None
+    in_place: bool = False
+    renorm: Optional[Schedule] = None
+    fuse: bool = True
+
+    @classmethod
+    def of(cls, name: str, **values: Any) -> "LayerSpec":
+        """A layer with these values. Raises as `checked`."""
+        return cls(name, **values).checked()
+
+    def but(self, **changes) -> "LayerSpec":
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+    def options(self) -> Dict[str, Any]:
+        """The options of `gluon_syncbn.SyncBatchNorm`, by name."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    @property
+    def where(self) -> str:
+        """The beginning of its errors."""
+        return f"SyncBatchNorm '{self.name}'"
+
+    @property
+    def seconds(self) -> float:
+        """The timeout, or its default."""
+        return default_timeout() if self.timeout is None else self.timeout
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether its ``group_size`` leaves each device by itself, so that it is plain Batch Normalization."""
+        return self.group_size == 1 and self.renorm is None
+
+    @property
+    def recovers_input(self) -> bool:
+        """Whether the backward pass recovers x̂ from the output. After a ReLU it cannot."""
+        return self.in_place and self.activation != "relu"
+
+    def checked(self) -> "LayerSpec":
+        """The same with normalized values.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An option has an impossible value.
+        """
+        where = self.where
+        made: Dict[str, Any] = {
+            "num_devices": _count(self.num_devices, where, "num_devices"),
+            "group_size": _count(self.group_size, where, "group_size"),
+            "timeout": None if self.timeout is None else check_timeout(self.timeout, where),
+            "renorm": _schedule(self.renorm, where),
+        }
+        if self.backend not in BACKENDS:
+            raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}.")
+        if self.activation not in (None, "relu"):
+            raise ValueError(f"{where}: activation must be 'relu' or None, not {self.activation!r}.")
+        for option in ("in_place", "fuse"):
+            if not isinstance(getattr(self, option), bool):
+                raise TypeError(f"{where}: {option} must be True or False, not {getattr(self, option)!r}.")
+        if self.kvstore == "horovod" and self.process_group in (None, "horovod"):  # MXNet's own name for it
+            made.update(kvstore=None, process_group="horovod")
+        else:
+            _check_kvstore(self.kvstore, where)
+        check_process_group(self.process_group, where)
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {self.dtype!r}.")
+        for option, value in (("momentum", self.momentum), ("eps", self.epsilon)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{where}: {option} must be a number, not {value!r}.")
+        if not isinstance(self.scale, bool):
+            raise ValueError(f"{where}: scale must be true or false, not {self.scale!r}.")
+        return self.but(**made)
+
+    def check_devices(self, devices: Sequence[mx.Context]) -> None:
+        """Refuse devices of this process that could never meet.
+
+        Raises
+        ------
+        ValueError
+            A device is given twice, or their number is not ``num_devices``.
+        RuntimeError
+            MXNet runs on its NaiveEngine, where no device could ever wait for another.
+        """
+        shown = ", ".join(str(device) for device in devices)
+        if len(set(devices)) != len(devices):
+            raise ValueError(f"{self.where}: its parameters name one device twice ({shown}).")
+        if self.num_devices is not None and self.num_devices != len(devices):
+            raise ValueError(
+                f"{self.where}: num_devices={self.num_devices}, but its parameters live on {len(devices)} ({shown}). "
+                f"Initialize the net on the devices that train, or leave num_devices out."
+            )
+        self.check_engine(len(devices))
+
+    def check_engine(self, num_devices: Optional[int]) -> None:
+        """RuntimeError if MXNet runs on its NaiveEngine, where no device could ever wait for another."""
+        if num_devices is not None and num_devices > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+            raise RuntimeError(
+                f"{self.where}: MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time, so {num_devices} devices "
+                f"could never meet. Unset it, or debug on one device."
+            )
+
+    def check_group_size(self, num_devices: Optional[int], num_processes: int) -> None:
+        """ValueError unless ``group_size`` divides the devices of all processes."""
+        total = (num_devices or 0) * num_processes
+        if self.group_size is not None and total % self.group_size:
+            raise ValueError(f"{self.where}: group_size={self.group_size} does not divide its {total} devices.")
+
+    def check_dtype(self) -> None:
+        """ValueError unless parameters and statistics are float32 or float64."""
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(
+                f"{self.where}: its parameters and statistics are {self.dtype}; they must be float32, or float64 for "
+                f"an input of float64. Call cast('float32') on the layer."
+            )
+
+    def check_names(self) -> "LayerSpec":
+        """The same, or TypeError if it has what cannot be saved in a symbol."""
+        for option in ("kvstore", "process_group"):
+            value = getattr(self, option)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(
+                    f"{self.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
+                )
+        return self
+
+    def describe(self, channels: Optional[int]) -> str:
+        """What must be the same in all processes but for the name, for them to compare and for users to read."""
+        groups = f", groups of {self.group_size}, {self.num_devices} devices per process" if self.group_size else ""
+        renorm = "" if self.renorm is None else f", renorm {self.renorm}"
+        return (
+            f"'{self.name}', {self.dtype}, momentum {self.momentum:g}, epsilon {self.epsilon:g}, "
+            f"{'with' if self.scale else 'without'} gamma{groups}{renorm}, {channels or '?'} channels"
+        )
+
+    def to_json(self, **more) -> str:
+        """What differs from the defaults, and names; objects of the user's cannot be saved."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for option in ("kvstore", "process_group"):
+            if not isinstance(values[option], str):
+                values[option] = None
+        return json.dumps({**{name: value for name, value in values.items() if value != defaults[name]}, **more})
+
+    @classmethod
+    def from_json(cls, text: str) -> "LayerSpec":
+        """The layer that a text describes; the text may come from any file.
+
+        Raises
+        ------
+        ValueError
+            It describes none, or one that could not work.
+        """
+        try:
+            values = dict(json.loads(text))
+            if values.get("num_devices") == 0:  # in files of version 0.1.0, not known
+                del values["num_devices"]
+            made = cls(**values)
+        except (TypeError, ValueError) as problem:
+            raise ValueError(f"a SyncBatchNorm node describes its group as {text!r}: {problem}.") from None
+        return made.checked()
+
+
+# The options of `gluon_syncbn.SyncBatchNorm` that `nn.BatchNorm` does not have.
+OPTIONS = tuple(field.name for field in dataclasses.fields(LayerSpec))[7:]
+
+
+def subgroups(devices: Sequence[mx.Context], group_size: Optional[int], first: int = 0) -> Dict[int, List[mx.Context]]:
+    """The devices in groups of this many neighbours, in rank order, by number of the group.
+
+    ``first`` is the number of the first of them among those of all processes.
+    """
+    groups: Dict[int, List[mx.Context]] = {}
+    for number, device in enumerate(devices, first):
+        groups.setdefault(number // group_size if group_size else 0, []).append(device)
+    return groups
+
+
+def check_option_names(options: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """TypeError, starting with ``where``, for an option that is none of those; names the nearest of them."""
+    allowed = sorted(allowed)
+    for name in options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(allowed)}."
+            raise TypeError(f"{where}: unknown option {name!r}. {hint}")
+
+
+def default_timeout() -> float:
+    """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
+    return check_timeout(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), TIMEOUT_VARIABLE)
+
+
+def check_timeout(value, where: str) -> float:
+    """``value`` as seconds; ValueError, starting with ``where``, unless it is a positive finite number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = float("nan")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"{where}: the timeout must be a positive number of seconds, not {value!r}.")
+    return seconds
+
+
+def _count(value, where: str, option: str) -> Optional[int]:
+    """``value``, an integer of Python's or NumPy's, or None; ValueError, starting with ``where``, if it is below 1."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{where}: {option} must be a positive integer, not {value!r}.")
+    return int(value)
+
+
+def _schedule(renorm: Optional[RenormLike], where: str) -> Optional[Schedule]:
+    """The schedule of Batch Renormalization that a user means.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none; the text starts with ``where``.
+    """
+    if renorm is None:
+        return None
+    error = f"{where}: renorm must be (r_max, d_max), or a list of (step, r_max, d_max), not {renorm!r}."
+    try:
+        items: List[Any] = list(renorm)
+        rows = [(0, *items)] if len(items) == 2 and not isinstance(items[0], (tuple, list)) else items
+        points = [tuple(float(number) for number in row) for row in rows]
+    except (TypeError, ValueError):
+        raise TypeError(error) from None
+    if not points or any(len(point) != 3 for point in points):
+        raise ValueError(error)
+    for step, r_max, d_max in points:
+        if not (math.isfinite(step) and math.isfinite(r_max) and math.isfinite(d_max) and r_max >= 1 and d_max >= 0):
+            raise ValueError(f"{where}: renorm takes r_max of at least 1 and d_max of at least 0, not {renorm!r}.")
+    steps = [point[0] for point in points]
+    if any(later <= earlier for earlier, later in zip(steps, steps[1:])):
+        raise ValueError(f"{where}: the steps of renorm must grow, not {renorm!r}.")
+    return tuple((step, r_max, d_max) for step, r_max, d_max in points)
+
+
+def _check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
+    """Refuse at once what could not reduce within one process, or would update weights with what is pushed.
+
+    Raises
+    ------
+    TypeError
+        ``kvstore`` is neither a name nor a KVStore.
+    ValueError
+        A KVStore of another type than local or device, or one that an optimizer is attached to.
+    """
+    if kvstore is None:
+        return
+    if not isinstance(kvstore, (str, mx.kv.KVStore)):
+        raise TypeError(f"{where}: kvstore must be a name or an mxnet KVStore, not {type(kvstore).__name__}.")
+    kind = kvstore if isinstance(kvstore, str) else kvstore.type
+    if kind == "nccl":
+        _check_nccl(where)
+    elif kind not in _KVSTORES:
+        raise ValueError(
+            f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)}. For several "
+            f"processes there are process_group='horovod' and process_group='mpi'. A distributed KVStore would not "
+            f"do: its server may apply the optimizer to statistics, rounds them to float32, and does not notice a "
+            f"worker that is gone."
+        )
+    if not isinstance(kvstore, str) and has_optimizer(kvstore):
+        raise ValueError(
+            f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
+            f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
+        )
+
+
+def _check_nccl(where: str) -> None:
+    """ValueError unless MXNet can make such a store here."""
+    try:
+        mx.kv.create("nccl")
+    except mx.MXNetError as problem:
+        reason = str(problem).strip().splitlines()[-1]
+        raise ValueError(f"{where}: kvstore 'nccl' cannot be made here ({reason}); use 'device'.") from None

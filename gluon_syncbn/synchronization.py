@@ -1,0 +1,186 @@
+"""What a `SyncBatchNorm` has in addition to `nn.BatchNorm`: its options, its group of devices, its place in its net."""
+
+import threading
+import weakref
+from typing import Any, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet.gluon import Block, nn
+
+from gluon_syncbn.backends.bfloat16 import dtype_name
+from gluon_syncbn.backends.choose import Choice, choose
+from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
+from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
+from gluon_syncbn.distributed.default import find, is_connected
+from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.layer.decision import Site, Way, count_processes, decide
+from gluon_syncbn.layer.spec import LayerSpec, subgroups
+from gluon_syncbn.meeting.link import Link
+from gluon_syncbn.meeting.processes import Place
+from gluon_syncbn.process.lifecycle import end_before_engines
+from gluon_syncbn.process.live_layers import add_live
+from gluon_syncbn.process.passes import Passes
+from gluon_syncbn.process.positions import place_of
+
+
+class Synchronization:
+    """How one layer synchronizes.
+
+    Parameters
+    ----------
+    layer : nn.BatchNorm
+    options : LayerSpec
+        `options_of` has checked them. Name, dtype and what `nn.BatchNorm` knows are the layer's own, see `spec`.
+    first_step : int
+        Of the schedule of Batch Renormalization.
+    """
+
+    def __init__(self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0):
+        self.options = options
+        self.passes = Passes(layer)
+        self._layer = weakref.ref(layer)
+        self._first_step = first_step
+        self._group: Optional[Tuple[Backend, LayerGroup]] = None
+        self._group_lock = threading.Lock()
+
+    @property
+    def layer(self) -> nn.BatchNorm:
+        layer = self._layer()
+        assert layer is not None
+        return layer
+
+    def spec(self) -> LayerSpec:
+        """What the layer is now."""
+        layer = self.layer
+        kwargs = operator_options(layer)
+        return self.options.but(
+            name=layer.name,
+            axis=kwargs["axis"],
+            epsilon=float(kwargs["eps"]),
+            momentum=float(kwargs["momentum"]),
+            scale=not kwargs["fix_gamma"],
+            use_global_stats=kwargs["use_global_stats"],
+            dtype=dtype_name(layer.running_mean.dtype),
+        )
+
+    def devices(self) -> List[mx.Context]:
+        """The contexts of the parameters in rank order; none before ``initialize``."""
+        return contexts_of(self.layer.running_mean)
+
+    def way(self, spec: LayerSpec, devices: Sequence[mx.Context], site: Site) -> Way:
+        """What the layer computes where it is called; an error if it could not on these devices."""
+        way = decide(spec, devices, site)
+        if way is not Way.PLAIN:
+            spec.check_dtype()
+        if devices and way is not Way.PLAIN_FOR_NOW:
+            spec.check_devices(devices)
+            if mx.autograd.is_training():
+                self._check_group_size(spec, len(devices))
+        return way
+
+    def choice(self) -> Choice:
+        """The back end for the devices of the layer, and why."""
+        return choose(self.spec(), self.devices())
+
+    def normalize(self, F, arrays, spec: LayerSpec, devices: List[mx.Context], node: Optional[NodeOptions] = None):
+        """The layer on its back end: the result, and the order token."""
+        backend, group = self._group_on(spec, devices)
+        if mx.autograd.is_training():
+            self.take_place()
+        return backend.normalize(F, arrays, group.spec, group.reference, node)
+
+    def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
+        with self._group_lock:  # threads of several devices may come here for the first time together
+            spec = spec.but(num_devices=len(devices))
+            now = self._group
+            if now is None or now[1].devices != devices or now[1].spec != spec:
+                backend = choose(spec, devices).backend
+                self._first_step = self.next_step()
+                self._group = now = backend, backend.make_group(spec, devices)
+                now[1].go_to_step(self._first_step)
+                add_live(self.layer)
+            return now
+
+    def next_step(self) -> int:
+        """The next step of the schedule of renorm. It goes on where the layer moves, is copied, or converted again."""
+        return self._first_step if self._group is None else self._group[1].go_to_step(0)
+
+    # With whom it synchronizes
+
+    @property
+    def has_group(self) -> bool:
+        """Whether it has synchronized."""
+        return self._group is not None
+
+    def groups(self) -> List[List[mx.Context]]:
+        """The devices, in the groups that synchronize among themselves, in rank order."""
+        link = self._link()
+        first = 0 if link is None else link.first_device
+        return list(subgroups(self.devices(), self.options.group_size, first).values())
+
+    def process_group(self) -> Optional[ProcessGroup]:
+        """The processes that the layer synchronizes with; None if there are none."""
+        return find(self.options.process_group, f"SyncBatchNorm '{self.layer.name}'")
+
+    def synchronized_passes(self, set_id: int) -> int:
+        """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
+        return 0 if self._group is None else self._group[1].rounds(set_id)
+
+    def _link(self) -> Optional[Link]:
+        """To the other processes, once the layer has trained."""
+        return None if self._group is None else self._group[1].link
+
+    def peers(self) -> Sequence[int]:
+        """The ranks of the processes that share its statistics."""
+        link = self._link()
+        return [] if link is None else link.peers()
+
+    def place(self) -> Optional[Place]:
+        """Where it stands in its net, once it has trained with other processes."""
+        link = self._link()
+        return None if link is None else link.place
+
+    def take_place(self) -> None:
+        """Find out where the layer stands in the net that is being called to train, if other processes must know."""
+        if self._group is None:  # it is on one device; its graph may have been made for a prediction
+            return self._check_group_size(self.spec(), len(self.devices()))
+        link = self._group[1].connect()
+        if link is not None and link.place is None:
+            end_before_engines()
+            link.take(place_of(self.layer, _description))
+
+    def _check_group_size(self, spec: LayerSpec, num_devices: int) -> None:
+        if spec.group_size is not None and is_connected(spec.process_group):
+            spec.check_group_size(num_devices, count_processes(spec.process_group, spec.where))
+
+
+def options_of(layer: Block, **options: Any) -> LayerSpec:
+    """The options that a user gives a layer.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        The layer cannot have one of these.
+    """
+    spec = LayerSpec.of(layer.name, **options)
+    find(spec.process_group, spec.where)  # one that cannot connect shows at once
+    if spec.backend != "auto":
+        choose(spec, [])  # one that cannot run here shows at once
+    return spec
+
+
+def synchronization_of(block: Any) -> Optional[Synchronization]:
+    """That of a `SyncBatchNorm`; None for other blocks, and for a layer that has been converted back."""
+    return vars(block).get("_sync")
+
+
+def _description(block: Block) -> str:
+    """What must be the same in all processes; nothing if the block does not synchronize."""
+    sync = synchronization_of(block)
+    if sync is None:
+        return ""
+    spec = sync.spec().but(num_devices=len(sync.devices()))
+    if spec.is_by_itself or spec.use_global_stats:
+        return ""
+    shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
+    return spec.describe(shape[0] if shape else None)
