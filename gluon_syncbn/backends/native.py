@@ -59,7 +59,7 @@ def _make_described_group(text: bytes) -> int:
         _make_group(group_id, LayerSpec.from_json(text.decode()), None)
         return group_id
     except Exception as problem:
-        library.leave_error(str(problem))
+        library.set_last_error(str(problem))
         return -1
 
 
@@ -113,7 +113,7 @@ def _connect_group(group_id: int, facts) -> int:
         facts[0], facts[1], facts[2] = (1, 0, 0) if link is None else (link.size, link.first_device, link.seconds)
         return 0
     except Exception as problem:
-        library.leave_error(str(problem))
+        library.set_last_error(str(problem))
         return -1
 
 
@@ -127,7 +127,7 @@ def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id,
         np.ctypeslib.as_array(rows, gathered.shape)[:] = gathered
         return len(gathered)
     except Exception as problem:
-        library.leave_error(str(problem))
+        library.set_last_error(str(problem))
         return -1
 
 

@@ -121,7 +121,7 @@ def renorm_points(schedule: Sequence[Sequence[float]]):
     return (RenormPointStruct * len(schedule))(*(RenormPointStruct(*point) for point in schedule))
 
 
-def leave_error(text: str) -> bool:
+def set_last_error(text: str) -> bool:
     """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
     return core is not None and bool(core.gluon_syncbn_leave_error(text.encode()))
 

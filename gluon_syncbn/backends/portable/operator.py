@@ -32,6 +32,7 @@ ones, which BLAS does an order of magnitude faster than MXNet's reductions. `shi
 is large against the deviation.
 """
 
+import contextlib
 from typing import Optional
 
 import mxnet as mx
@@ -41,7 +42,9 @@ from gluon_syncbn.backends.bfloat16 import dtype_name, needs_float32
 from gluon_syncbn.backends.interface import Backend, NodeOptions
 from gluon_syncbn.backends.portable.group import Group, find_group
 from gluon_syncbn.backends.portable.host_arrays import HostArrays
+from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
@@ -89,7 +92,7 @@ class PortableBackend(Backend):
             *[sums, F.size_array(x), gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
             running_mean,
             running_var,
-            op_type=_NAME,
+            op_type=_OPERATOR,
             group=group.text,
             follows=int(after is not None),
             name=name + "_all_reduce",
@@ -243,8 +246,19 @@ def _fail(problem: Exception, array: mx.nd.NDArray) -> None:
         raise problem
 
 
+@contextlib.contextmanager
+def _reporting_errors():
+    """Let the text of an error reach whoever asks for names, shapes or types; MXNet alone would only print it."""
+    try:
+        yield
+    except Exception as problem:
+        library.set_last_error(str(problem))
+        raise
+
+
 @mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
+    @_reporting_errors()
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
         self._group = find_group(group)
@@ -259,6 +273,7 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def list_outputs(self):
         return ["affine", "saved"]
 
+    @_reporting_errors()
     def infer_shape(self, in_shape):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
@@ -285,3 +300,20 @@ def _saved_size(channels: int) -> int:
     MXNet asks while it does not know the channels, too, which is -1.
     """
     return 3 * channels + 4 if channels >= 0 else -1
+
+
+def _wrapped(operator: str) -> str:
+    """Register the custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
+
+    That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp.
+    Returns the name of the wrapped operator; where nothing is compiled, ``operator`` itself, whose errors are only
+    printed.
+    """
+    if library.core is None:
+        return operator
+    name, creator = operator + "_wrapped", last_registered_operator()
+    refused = library.core.gluon_syncbn_wrap_python_operator(name.encode(), operator.encode(), creator)
+    return operator if refused else name
+
+
+_OPERATOR = _wrapped(_NAME)
