@@ -86,7 +86,7 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
 
 def count_meetings() -> int:
     """Layers that have met those of the other processes."""
-    from gluon_syncbn.process.live_layers import live_layers
+    from gluon_syncbn.step.live_layers import live_layers
 
     return sum(layer.place() is not None for layer in live_layers())
 

@@ -14,9 +14,9 @@ from gluon_syncbn.job.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
-from gluon_syncbn.process.abandon import abandon_step
-from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes
+from gluon_syncbn.step.abandon import abandon_step
+from gluon_syncbn.step.live_layers import live_layers
+from gluon_syncbn.step.steps import forget_passes
 
 _WHERE = "gluon_syncbn.devices"
 

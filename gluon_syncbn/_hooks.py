@@ -16,13 +16,13 @@ from gluon_syncbn.graphs.fuse import fusing_bind, fusing_graphs
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
-from gluon_syncbn.process.abandon import (
+from gluon_syncbn.step.abandon import (
     abandoning_what_raises,
     failing_what_cannot_be_read,
     starting_anew,
     starting_anew_with_symbols,
 )
-from gluon_syncbn.process.passes import (
+from gluon_syncbn.step.steps import (
     counting_backward,
     noticing_backward_of_symbols,
     noticing_end_of_record,
@@ -30,7 +30,7 @@ from gluon_syncbn.process.passes import (
     noticing_grad,
     noticing_record,
 )
-from gluon_syncbn.process.updates import guarding_module, guarding_trainer
+from gluon_syncbn.step.updates import guarding_module, guarding_trainer
 
 _EXTENSIONS = [
     (RecordingScope, "__enter__", noticing_record),

@@ -25,11 +25,11 @@ from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, Options, check_devices, check_group_size, subgroups
-from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.lifecycle import end_before_engines
-from gluon_syncbn.process.live_layers import add_live, remove_live
-from gluon_syncbn.process.passes import Passes
-from gluon_syncbn.process.positions import place_of
+from gluon_syncbn.step.abandon import begin_forward
+from gluon_syncbn.step.exits import end_before_engines
+from gluon_syncbn.step.live_layers import add_live, remove_live
+from gluon_syncbn.step.positions import place_of
+from gluon_syncbn.step.steps import Passes
 from gluon_syncbn.symbol import check_names, checked_spec, make_node, plain_node
 
 

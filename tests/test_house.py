@@ -10,7 +10,7 @@ from harness import ROOT
 PACKAGE = Path(ROOT) / "gluon_syncbn"
 FILES = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 # From the ground up. Above them stand block.py and symbol.py, then nets, then the rest of what users call.
-FOLDERS = ["base", "engine", "job", "meeting", "process", "graphs", "backends"]
+FOLDERS = ["base", "engine", "job", "meeting", "step", "graphs", "backends"]
 
 
 def imports_of(path):

@@ -2,7 +2,7 @@
 
 csrc/mxnet/engine.h has the protocol, csrc/meeting/step.h the states of a step. Python only says where: it watches the
 outputs of nets (`graphs.calls`, `block`) and the heads of backward passes, and puts a gate before each optimizer
-(`process.updates`).
+(`step.updates`).
 
 One thing more is told to the engine here, because it goes with the watch after a call of a graph: that the call writes
 the running statistics of its layers. The engine orders operators by the arrays that they write, and a graph with

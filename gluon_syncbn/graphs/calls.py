@@ -32,8 +32,8 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
-from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.passes import is_followed, note_forward
+from gluon_syncbn.step.abandon import begin_forward
+from gluon_syncbn.step.steps import is_followed, note_forward
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()

@@ -38,7 +38,7 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.mark import MARK, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, needed_for, parse, without_dead_nodes
-from gluon_syncbn.process.passes import add_executor
+from gluon_syncbn.step.steps import add_executor
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"

@@ -17,7 +17,7 @@ from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record,
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.rewrite import Graph
-from gluon_syncbn.process.passes import take_net_of_scope
+from gluon_syncbn.step.steps import take_net_of_scope
 
 _SHOWN = 3
 _seen: "weakref.WeakSet[Block]" = weakref.WeakSet()

@@ -7,18 +7,18 @@ fault.
 
 
 def before_fork() -> None:
-    from gluon_syncbn.process import lifecycle
+    from gluon_syncbn.step import exits as lifecycle
 
     lifecycle.before_fork()
 
 
 def after_fork_in_parent() -> None:
-    from gluon_syncbn.process import lifecycle
+    from gluon_syncbn.step import exits as lifecycle
 
     lifecycle.after_fork(is_child=False)
 
 
 def after_fork_in_child() -> None:
-    from gluon_syncbn.process import lifecycle
+    from gluon_syncbn.step import exits as lifecycle
 
     lifecycle.after_fork(is_child=True)

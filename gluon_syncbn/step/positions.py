@@ -18,7 +18,7 @@ from mxnet.gluon import Block
 from gluon_syncbn.base.mxnet_private import names_within
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.meeting.processes import Place
-from gluon_syncbn.process.passes import outermost_block
+from gluon_syncbn.step.steps import outermost_block
 
 _nets: "weakref.WeakKeyDictionary[Block, _Net]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

@@ -20,10 +20,10 @@ from gluon_syncbn.base.mxnet_private import is_record
 from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
-from gluon_syncbn.process.lifecycle import finish_pending_work
-from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes, is_under_way, note_forward
-from gluon_syncbn.process.updates import Updated, clear_added_gradients, undo_held_updates
+from gluon_syncbn.step.exits import finish_pending_work
+from gluon_syncbn.step.live_layers import live_layers
+from gluon_syncbn.step.steps import forget_passes, is_under_way, note_forward
+from gluon_syncbn.step.updates import Updated, clear_added_gradients, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
 _UPDATED = {

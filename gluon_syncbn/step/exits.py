@@ -28,12 +28,12 @@ from typing import Set
 
 import mxnet as mx
 
+from gluon_syncbn.base import forks as fork
 from gluon_syncbn.base.library import stop_calling_python
 from gluon_syncbn.engine import failures
 from gluon_syncbn.job.default import leave_processes
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.process import fork
-from gluon_syncbn.process.live_layers import live_layers
+from gluon_syncbn.step.live_layers import live_layers
 
 _SECONDS_TO_DROP_OPERATORS = 0.01
 _used_gpus = False  # when work was last waited for
@@ -66,7 +66,7 @@ def _log_pending_work(occasion: str, advice: str = "") -> None:
 
 
 def before_fork() -> None:
-    """Called by `process.fork`."""
+    """Called by `base.forks`."""
     try:
         _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
     finally:
@@ -74,7 +74,7 @@ def before_fork() -> None:
 
 
 def after_fork(is_child: bool) -> None:
-    """Called by `process.fork`."""
+    """Called by `base.forks`."""
     waiting.go_on_after_a_fork(is_child)
     if is_child:
         _lose_gpus()

@@ -33,7 +33,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of_module,
 )
 from gluon_syncbn.engine import failures
-from gluon_syncbn.process.passes import any_is_uneven
+from gluon_syncbn.step.steps import any_is_uneven
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
