@@ -28,7 +28,7 @@ from typing import Set
 
 import mxnet as mx
 
-from gluon_syncbn.base import forks as fork
+from gluon_syncbn.base import forks
 from gluon_syncbn.base.library import stop_calling_python
 from gluon_syncbn.engine import failures
 from gluon_syncbn.job.default import leave_processes
@@ -65,16 +65,14 @@ def _log_pending_work(occasion: str, advice: str = "") -> None:
         _log.error("%s, pending work had failed: %s%s", occasion, error, advice)
 
 
-def before_fork() -> None:
-    """Called by `base.forks`."""
+def _before_fork() -> None:
     try:
         _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
     finally:
         waiting.stand_still_for_a_fork()
 
 
-def after_fork(is_child: bool) -> None:
-    """Called by `base.forks`."""
+def _after_fork(is_child: bool) -> None:
     waiting.go_on_after_a_fork(is_child)
     if is_child:
         _lose_gpus()
@@ -115,10 +113,19 @@ def _lose_gpus() -> None:
 
 def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
+    atexit.register(_forget_forks)  # runs after what is registered later
     atexit.register(_at_exit)
+    forks.before.append(_before_fork)
+    forks.after.append(_after_fork)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(
-            before=fork.before_fork,
-            after_in_parent=fork.after_fork_in_parent,
-            after_in_child=fork.after_fork_in_child,
+            before=forks.before_fork,
+            after_in_parent=forks.after_fork_in_parent,
+            after_in_child=forks.after_fork_in_child,
         )
+
+
+def _forget_forks() -> None:
+    """Remove what `base.forks` holds of this module, and so of MXNet."""
+    forks.before.remove(_before_fork)
+    forks.after.remove(_after_fork)
