@@ -60,7 +60,7 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    error, was_told, was_under_way = failures.failure(), failures.was_told(), is_under_way()
+    error, was_seen, was_under_way = failures.failure(), failures.was_seen(), is_under_way()
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
     has_failed = bool(failures.failure())
@@ -68,10 +68,10 @@ def abandon_step() -> None:
     abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))
     forget_passes()
     failures.reset()
-    failures.forget_told()
+    failures.forget_seen()
     if has_failed:
         clear_added_gradients()
-        untold = "" if was_told else f" Its error was not read: {_with_cause(error or pending, pending)}"
+        untold = "" if was_seen else f" Its error was not read: {_with_cause(error or pending, pending)}"
         _log.warning("A step was given up. %s%s", _UPDATED[updated], untold)
 
 
@@ -121,12 +121,12 @@ def _leave_failed_step() -> None:
     error = failures.failure()
     if not error:
         if failures.is_in_use():
-            failures.forget_told()  # of what is not about the step that begins
-    elif failures.was_told():
+            failures.forget_seen()  # of what is not about the step that begins
+    elif failures.was_seen():
         abandon_step()
     else:
         error = _with_cause(error, finish_pending_work())
-        failures.tell(error)
+        failures.mark_seen(error)
         raise SyncBatchNormError(
             f"A step has failed, and its error was not read. {error} Call gluon_syncbn.abandon_step(), or just begin "
             f"the next step."

@@ -59,9 +59,9 @@ def finish_pending_work() -> str:
 
 def _log_pending_work(occasion: str, advice: str = "") -> None:
     """Finish it, and log the error that no one else will tell."""
-    was_told = bool(failures.failure()) and failures.was_told()
+    was_seen = bool(failures.failure()) and failures.was_seen()
     error = finish_pending_work()
-    if error and not was_told:
+    if error and not was_seen:
         _log.error("%s, pending work had failed: %s%s", occasion, error, advice)
 
 

@@ -101,14 +101,14 @@ class Passes:
 
     def take_notes(self) -> Iterator["_Note"]:
         """Take from each of these arrays the note whether its gradient is fresh."""
-        was_told = failures.was_told()
+        was_seen = failures.was_seen()
         for array in self.arrays():
             was_fresh = has_fresh_gradient(array)
             try:
                 set_fresh_gradient(array, False)
             except mx.MXNetError:  # a copy, of which autograd does not know
-                if not was_told:
-                    failures.forget_told()
+                if not was_seen:
+                    failures.forget_seen()
                 break
             yield _Note(self, array, was_fresh)
 
