@@ -25,11 +25,9 @@ from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, Options, check_devices, check_group_size, subgroups
-from gluon_syncbn.step.abandon import begin_forward
 from gluon_syncbn.step.exits import end_before_engines
-from gluon_syncbn.step.live_layers import add_live, remove_live
-from gluon_syncbn.step.positions import place_of
-from gluon_syncbn.step.steps import Passes
+from gluon_syncbn.step.recording import begin_forward
+from gluon_syncbn.step.steps import Passes, steps
 from gluon_syncbn.symbol import check_names, checked_spec, make_node, plain_node
 
 
@@ -214,7 +212,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _stop_synchronizing(self) -> None:
         """Undo `_synchronize`; `convert_batchnorm` calls this before the layer is of another class."""
-        remove_live(self)
+        steps.remove_layer(self)
         for name in (
             "_options",
             "_first_step",
@@ -382,7 +380,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 self._first_step = self._next_step()
                 self._group = now = backend, backend.make_group(self._spec(len(devices)), devices)
                 self._group[1].go_to_step(self._first_step)
-                add_live(self)
+                steps.add_layer(self)
             return now
 
     def _next_step(self) -> int:
@@ -442,7 +440,8 @@ class SyncBatchNorm(nn.BatchNorm):
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_engines()
-            link.take(place_of(self, _description))
+            net = steps.nets.net_of(self, _description)
+            link.take(Place(net.name, net.key_of(self), net.kind, net.own_name, net.described, []))
 
     def description(self) -> str:
         """What must be the same in all processes; nothing if it does not synchronize."""

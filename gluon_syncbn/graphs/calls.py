@@ -32,8 +32,8 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
-from gluon_syncbn.step.abandon import begin_forward
-from gluon_syncbn.step.steps import is_followed, note_forward
+from gluon_syncbn.step.recording import begin_forward
+from gluon_syncbn.step.steps import is_followed, steps
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -64,7 +64,7 @@ class _Graph:
             begin_forward(first, device)
         if first is not None and is_followed():
             learns = (item for item in self._contexts if hasattr(item, "_passes") and item._passes.arrays())
-            note_forward(next(learns, first)._passes)
+            steps.note_forward(next(learns, first)._passes)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

@@ -38,7 +38,7 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.mark import MARK, read_mark
 from gluon_syncbn.graphs.rewrite import is_numpy, needed_for, parse, without_dead_nodes
-from gluon_syncbn.step.steps import add_executor
+from gluon_syncbn.step.steps import steps
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -262,7 +262,7 @@ def fusing_bind(bind):
         if fused is None:
             return bind(self, *args, **kwargs)
         executor = bind(fused, *args, **kwargs)
-        add_executor(executor)
+        steps.executors.add(executor)
         return executor
 
     return fused_bind

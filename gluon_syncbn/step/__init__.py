@@ -1,1 +1,1 @@
-"""What must happen around a step, an exit and a fork."""
+"""Steps: how far they have come, what gives them up, and what ends them at an exit or a fork."""

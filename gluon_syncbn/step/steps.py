@@ -1,57 +1,43 @@
-"""How often Python has started the passes of a layer on each device, so that a step which broke off is noticed.
+"""The state of a process's steps: how far Python has come with them, so that one which breaks off is noticed.
 
 When an exception, or Ctrl-C, comes between ``losses[0].backward()`` and ``losses[1].backward()`` and is caught, nothing
-tells it: device 0 waits in the backward pass, and with it whatever needs its gradients, so that the next step waits,
+says so: device 0 waits in the backward pass, and with it whatever needs its gradients, so that the next step waits,
 too. By then Python knows: at the forward pass that begins the next step all devices have been given equally many
 forward passes, but not equally many backward passes.
 
 Forward passes are counted where a layer, or a graph that has some, is called. Backward passes have no such place: which
 devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every Parameter whether its
 gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine has done by then. So
-that note is taken away before the call, looked at behind it, and put back. Several threads may be in ``backward()``
+that note is taken away before the call, looked at after it, and put back. Several threads may be in ``backward()``
 together, and one of them may wait there for what another has yet to start: nothing is held during the call. Whoever
 returns first counts what is fresh by then, and the last one puts back what nobody has reached.
 
 One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
 
-Other processes must know where a step breaks off here that is under way (`is_under_way`): from the first recorded call
-of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the first
-layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew) never
-are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
+Other processes must know where a step breaks off here that is under way (`Steps.is_under_way`): from the first recorded
+call of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the
+first layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew)
+never are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
 ``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next.
 """
 
-import functools
-import sys
 import threading
 import weakref
 from collections import Counter
-from types import FrameType
-from typing import Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
+from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, is_record, set_fresh_gradient
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, set_fresh_gradient
+from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.engine import failures
 from gluon_syncbn.job.default import has_groups
-
-_watched: "weakref.WeakSet[Passes]" = weakref.WeakSet()
-_watched_lock = threading.Lock()
-_notes_lock = threading.Lock()
-_notes: Dict[Tuple["Passes", int], "_Note"] = {}  # by layer and array, while a backward() is under way
-_calls = 0  # of backward() that are under way
-_scope = threading.local()  # .has_begun: no layer has been called in it yet; .net: see `take_net_of_scope`
-# By thread: the layers that it has called in its last record(), or in it now, and that no backward() has reached since.
-_open: Dict[int, Set["Passes"]] = {}
-_left: "weakref.WeakSet[Passes]" = weakref.WeakSet()  # those that were open when the thread entered the next record()
-_answers_late = False  # whether a backward() has reached one of them that was not called again
-_inside: Counter = Counter()  # by thread: how many record() it is in
-_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # that have synchronized layers
-_open_executors: "weakref.WeakSet[mx.executor.Executor]" = weakref.WeakSet()  # with a forward and no backward pass
+from gluon_syncbn.step.positions import Nets
 
 
 class Passes:
-    """Of one layer."""
+    """How often Python has started the passes of one layer on each device."""
 
     def __init__(self, layer: mx.gluon.nn.BatchNorm):
         self._layer = weakref.ref(layer)
@@ -73,12 +59,7 @@ class Passes:
         return [device for device in self._devices if self._backwards[device] == most]
 
     def begin_forward(self, device: mx.Context) -> None:
-        """Python starts a recorded forward pass in training mode on ``device``."""
-        is_first = getattr(_scope, "has_begun", False)
-        if is_first:
-            _scope.has_begun, _scope.net = False, outermost_block()
-        if not self._is_watched(is_first):
-            return
+        """Count a recorded forward pass in training mode on ``device``."""
         devices = [array.context for array in self.arrays()]
         if not devices:
             return
@@ -88,7 +69,7 @@ class Passes:
         self._forwards[device] += 1
 
     def end_backward(self, device: mx.Context) -> None:
-        """Python has started a backward pass that reaches ``device``."""
+        """Count a backward pass that reaches ``device``."""
         self._backwards[device] += 1
 
     def arrays(self) -> List[mx.nd.NDArray]:
@@ -112,12 +93,6 @@ class Passes:
                 break
             yield _Note(self, array, was_fresh)
 
-    def _is_watched(self, is_first: bool) -> bool:
-        with _watched_lock:
-            if is_first:
-                _watched.add(self)
-            return self in _watched
-
 
 class _Note:
     """Whether the gradient of an array was fresh before ``backward()``; and whether one that has reached it counts."""
@@ -140,37 +115,229 @@ def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
     return len({counts[device] for device in devices}) == 1
 
 
-def noticing_record(enter):
-    """The beginning of ``autograd.record()``: the first layer that is called on this thread from now on counts."""
+class HeldUpdate(NamedTuple):
+    """An update of weights that is not known to have passed all of its gates (`step.updates`)."""
 
-    @functools.wraps(enter)
-    def __enter__(self):
-        enter(self)
-        if is_record(self):
-            _scope.has_begun, _scope.net = True, None
-            me = threading.get_ident()
-            with _watched_lock:
-                if not _inside[me] and not _answers_late:
-                    _left.update(_open.pop(me, ()))
-                _inside[me] += 1
+    first_gate: int
+    indices: List[List[Any]]  # by gate, as the optimizer counts
+    optimizer: "weakref.ref[mx.optimizer.Optimizer]"
+    numbers: Dict[str, Any]
+    counts: Dict[int, Dict[Any, int]]  # by device
 
-    return __enter__
+    def opened(self) -> List[bool]:
+        return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
 
 
-def noticing_end_of_record(leave):
-    """The end of ``autograd.record()``."""
+class _Scope(threading.local):
+    """The last ``autograd.record()`` of each thread, or the one that it is in."""
 
-    @functools.wraps(leave)
-    def __exit__(self, kind, value, trace):
-        if is_record(self):
-            me = threading.get_ident()
-            with _watched_lock:
-                _inside[me] -= 1
-                if _inside[me] <= 0:
-                    del _inside[me]
-        leave(self, kind, value, trace)
+    has_begun = False  # no layer has been called in it yet
+    net: Optional[Block] = None  # that has the first layer that was called in it
 
-    return __exit__
+
+class Steps:
+    """All that a process must know of its steps, in one object, `steps`. Threads of several devices call it together.
+
+    ``nets`` are those that have trained with other processes, ``executors`` those of symbols that have synchronized
+    layers, ``trainers`` all that have updated.
+    """
+
+    def __init__(self) -> None:
+        self.nets = Nets()
+        self.executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()
+        self.trainers: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of layers, passes and updates
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized
+        self._used_gpus = False  # when work was last waited for
+        self._lost_gpus = False
+
+        self._scope = _Scope()
+        self._inside: Counter = Counter()  # by thread: how many record() it is in
+        self._looked_through: weakref.WeakSet[Block] = weakref.WeakSet()
+
+        self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()
+        # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
+        # reached since; and those that were open when the thread entered the next record().
+        self._open: Dict[int, Set[Passes]] = {}
+        self._left: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._answers_late = False  # whether a backward() has reached one of them that was not called again
+        self._open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
+
+        self._notes_lock = threading.Lock()
+        self._notes: Dict[Tuple[Passes, int], _Note] = {}  # by layer and array, while a backward() is under way
+        self._calls = 0  # of backward() that are under way
+        self._updates: List[HeldUpdate] = []  # oldest first
+
+    # The layers and their devices
+
+    def add_layer(self, layer: Block) -> None:
+        """Add one that synchronizes from now on."""
+        with self._lock:
+            self._layers.add(layer)
+
+    def remove_layer(self, layer: Block) -> None:
+        """Remove one that synchronizes no more."""
+        with self._lock:
+            self._layers.discard(layer)
+
+    def layers(self) -> List:
+        """Every layer of this process that has synchronized."""
+        with self._lock:
+            return list(self._layers)
+
+    def devices_in_use(self) -> Set[mx.Context]:
+        """Those of the layers; no GPUs if the process was forked by one that had used them, as CUDA would fail."""
+        devices = {device for layer in self.layers() for device in layer.running_mean.list_ctx()}
+        gpus = {device for device in devices if device.device_type == "gpu"}
+        self._used_gpus = bool(gpus)
+        return devices - gpus if self._lost_gpus else devices
+
+    def lose_gpus(self) -> None:
+        """Use no GPU any more in a process that was just forked, if its parent has used some."""
+        self._lost_gpus = self._lost_gpus or self._used_gpus
+
+    # Where a step begins and ends
+
+    def begin_record(self) -> None:
+        """Note that this thread has entered ``autograd.record()``: the first layer that it calls from now on counts."""
+        self._scope.has_begun, self._scope.net = True, None
+        me = threading.get_ident()
+        with self._lock:
+            if not self._inside[me] and not self._answers_late:
+                self._left.update(self._open.pop(me, ()))
+            self._inside[me] += 1
+
+    def end_record(self) -> None:
+        """Note that this thread leaves ``autograd.record()``."""
+        me = threading.get_ident()
+        with self._lock:
+            self._inside[me] -= 1
+            if self._inside[me] <= 0:
+                del self._inside[me]
+
+    def take_new_net(self) -> Optional[Block]:
+        """The net that has the first layer that this thread has called in ``autograd.record()``; each net once."""
+        net, self._scope.net = self._scope.net, None
+        if net is None or net in self._looked_through:
+            return None
+        self._looked_through.add(net)
+        return net
+
+    def is_under_way(self) -> bool:
+        """Whether a step has begun here that other processes may be in the middle of, too."""
+        return bool(self._open or self._open_executors) or self.is_uneven()
+
+    def is_uneven(self) -> bool:
+        """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
+        return any(passes.is_unfinished() for passes in self._watched_now())
+
+    def forget_passes(self) -> None:
+        """Begin anew: no step is under way."""
+        for passes in self._watched_now():
+            passes.forget()
+        with self._lock:
+            self._open.clear()
+            self._left.clear()
+        self._open_executors.clear()
+
+    def _watched_now(self) -> List[Passes]:
+        with self._lock:
+            return list(self._watched)
+
+    # Forward passes
+
+    def begin_forward(self, passes: Passes, device: mx.Context) -> None:
+        """Note that Python starts a recorded forward pass in training mode on ``device``."""
+        self.note_forward(passes)
+        is_first = self._scope.has_begun
+        if is_first:
+            self._scope.has_begun, self._scope.net = False, outermost_block()
+        with self._lock:
+            if is_first:
+                self._watched.add(passes)
+            is_watched = passes in self._watched
+        if is_watched:
+            passes.begin_forward(device)
+
+    def note_forward(self, passes: Passes) -> None:
+        """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""
+        if is_followed():
+            with self._lock:
+                self._open.setdefault(threading.get_ident(), set()).add(passes)
+                self._left.discard(passes)
+
+    def begin_executor(self, executor: mx.executor.Executor) -> None:
+        """Note that ``Executor.forward`` is called in training."""
+        if executor in self.executors and any(array is not None for array in executor.grad_arrays):
+            self._open_executors.add(executor)
+
+    # Backward passes
+
+    def begin_backward(self) -> None:
+        """Note that a ``backward()`` is called."""
+        with self._notes_lock:
+            self._calls += 1
+            for note in self._notes.values():  # what calls that are still under way have reached
+                note.count()
+            for passes in self._awaited():
+                for note in passes.take_notes():
+                    key = passes, id(note.array)
+                    note.was_fresh |= key in self._notes and self._notes[key].was_fresh
+                    self._notes[key] = note
+
+    def _awaited(self) -> Set[Passes]:
+        """The layers that a ``backward()`` may reach and somebody wants to know of."""
+        with self._lock:
+            return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
+
+    def end_backward(self) -> Set[Passes]:
+        """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
+        with self._notes_lock:
+            self._calls -= 1
+            for note in self._notes.values():
+                note.count()
+            reached = {note.passes for note in self._notes.values() if note.is_counted}
+            if not self._calls:
+                for note in self._notes.values():
+                    note.put_back()
+                self._notes.clear()
+            return reached
+
+    def note_backward(self, reached: Set[Passes]) -> None:
+        """Note that a ``backward()`` has reached these layers."""
+        with self._lock:
+            self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
+            for passes in reached:
+                self._left.discard(passes)
+            for thread in list(self._open):
+                self._open[thread] = {passes for passes in self._open[thread] - reached if passes.arrays()}
+                if not self._open[thread]:
+                    del self._open[thread]
+
+    def end_grad(self) -> None:
+        """Note that ``autograd.grad`` was called on this thread, and its graph is done with."""
+        with self._lock:
+            self._open.pop(threading.get_ident(), None)
+
+    def end_executor(self, executor: mx.executor.Executor) -> None:
+        """Note that ``Executor.backward`` was called."""
+        self._open_executors.discard(executor)
+
+    # Updates
+
+    def hold(self, update: HeldUpdate) -> None:
+        """Remember an update until its gates are known to have opened."""
+        with self._lock:
+            while self._updates and all(self._updates[0].opened()):
+                del self._updates[0]
+            self._updates.append(update)
+
+    def take_updates(self) -> List[Tuple[HeldUpdate, List[bool]]]:
+        """Forget the updates that were held. Returns them, oldest first, each with which of its gates have opened."""
+        with self._lock:
+            updates = [(update, update.opened()) for update in self._updates]
+            self._updates.clear()
+        return updates
 
 
 def is_followed() -> bool:
@@ -178,161 +345,4 @@ def is_followed() -> bool:
     return has_groups() and mx.autograd.is_recording() and mx.autograd.is_training()
 
 
-def note_forward(passes: Passes) -> None:
-    """This thread calls a synchronized layer, or a graph of which this one is to count."""
-    if is_followed():
-        with _watched_lock:
-            _open.setdefault(threading.get_ident(), set()).add(passes)
-            _left.discard(passes)
-
-
-def _note_backward(reached: Set[Passes]) -> None:
-    """A ``backward()`` has reached these layers."""
-    global _answers_late
-    with _watched_lock:
-        _answers_late = _answers_late or any(passes in _left for passes in reached)
-        for passes in reached:
-            _left.discard(passes)
-        for thread in list(_open):
-            _open[thread] = {passes for passes in _open[thread] - reached if passes.arrays()}
-            if not _open[thread]:
-                del _open[thread]
-
-
-def noticing_grad(grad):
-    """``autograd.grad``: what it returns is the end of the step, unless more is to be done with its graph."""
-
-    @functools.wraps(grad)
-    def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
-        done = grad(heads, variables, head_grads, retain_graph, create_graph, train_mode)
-        if not create_graph and not retain_graph:
-            with _watched_lock:
-                _open.pop(threading.get_ident(), None)
-        return done
-
-    return noticed_grad
-
-
-def add_executor(executor: "mx.executor.Executor") -> None:
-    """It has synchronized layers."""
-    _executors.add(executor)
-
-
-def noticing_forward_of_symbols(forward):
-    """``Executor.forward`` in training."""
-
-    @functools.wraps(forward)
-    def noticed_forward(self, is_train=False, **kwargs):
-        if is_train and self in _executors and any(array is not None for array in self.grad_arrays):
-            _open_executors.add(self)
-        return forward(self, is_train, **kwargs)
-
-    return noticed_forward
-
-
-def noticing_backward_of_symbols(backward):
-    """``Executor.backward``."""
-
-    @functools.wraps(backward)
-    def noticed_backward(self, *args, **kwargs):
-        done = backward(self, *args, **kwargs)
-        _open_executors.discard(self)
-        return done
-
-    return noticed_backward
-
-
-def is_under_way() -> bool:
-    """Whether a step has begun here that other processes may be in the middle of, too."""
-    return bool(_open or _open_executors) or any_is_uneven()
-
-
-def take_net_of_scope() -> Optional[mx.gluon.Block]:
-    """The net that has the first layer that was called in ``autograd.record()`` on this thread, if one was; once."""
-    net, _scope.net = getattr(_scope, "net", None), None
-    return net
-
-
-def outermost_block() -> Optional[mx.gluon.Block]:
-    """Of the blocks that are being called now."""
-    frame: Optional[FrameType] = sys._getframe()
-    found = None
-    while frame is not None:
-        if frame.f_code is mx.gluon.Block.__call__.__code__:
-            found = frame.f_locals["self"]
-        frame = frame.f_back
-    return found
-
-
-def _watched_now() -> List[Passes]:
-    with _watched_lock:
-        return list(_watched)
-
-
-def any_is_uneven() -> bool:
-    """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
-    return any(passes.is_unfinished() for passes in _watched_now())
-
-
-def forget_passes() -> None:
-    """All steps are done with."""
-    for passes in _watched_now():
-        passes.forget()
-    with _watched_lock:
-        _open.clear()
-        _left.clear()
-    _open_executors.clear()
-
-
-def counting_backward(backward):
-    """``backward()`` of an array, and of several with ``autograd.backward``: counts the passes that it starts."""
-
-    @functools.wraps(backward)
-    def counted_backward(*args, **kwargs):
-        if failures.is_in_use():
-            heads = args[0] if args else kwargs.get("heads")
-            for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
-                failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
-        _begin_backward()
-        try:
-            done = backward(*args, **kwargs)
-        finally:
-            reached = _end_backward()
-        _note_backward(reached)
-        return done
-
-    return counted_backward
-
-
-def _begin_backward() -> None:
-    global _calls
-    with _notes_lock:
-        _calls += 1
-        for note in _notes.values():  # what calls that are still under way have reached
-            note.count()
-        for passes in _awaited():
-            for note in passes.take_notes():
-                key = passes, id(note.array)
-                note.was_fresh |= key in _notes and _notes[key].was_fresh
-                _notes[key] = note
-
-
-def _awaited() -> Set[Passes]:
-    """The layers that a ``backward()`` may reach and somebody wants to know of."""
-    with _watched_lock:
-        return {*_watched, *_left, *(passes for some in _open.values() for passes in some)}
-
-
-def _end_backward() -> Set[Passes]:
-    """The layers that have been reached by now."""
-    global _calls
-    with _notes_lock:
-        _calls -= 1
-        for note in _notes.values():
-            note.count()
-        reached = {note.passes for note in _notes.values() if note.is_counted}
-        if not _calls:
-            for note in _notes.values():
-                note.put_back()
-            _notes.clear()
-        return reached
+steps = Steps()
