@@ -26,7 +26,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import contrib, nn
 
 from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
-from gluon_syncbn.engine import failures
+from gluon_syncbn.mxnet_engine import failures
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # first: it has a module `processes`, too
 from train_detection import DigitsTrainTransform, TrainingLoss, make_detector  # noqa: E402

@@ -1,6 +1,6 @@
 """Synchronized Batch Normalization for MXNet Gluon."""
 
-from gluon_syncbn.engine.cpu_resources import set_cpu_resources
+from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 
 set_cpu_resources()  # before anything computes
 
@@ -12,8 +12,8 @@ from gluon_syncbn._profile import Report, profile  # noqa: E402
 from gluon_syncbn.base.errors import SyncBatchNormError  # noqa: E402
 from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
-from gluon_syncbn.job.default import init_process_group  # noqa: E402
-from gluon_syncbn.job.process_group import ProcessGroup  # noqa: E402
+from gluon_syncbn.distributed.default import init_process_group  # noqa: E402
+from gluon_syncbn.distributed.process_group import ProcessGroup  # noqa: E402
 from gluon_syncbn.step.abandon import abandon_step  # noqa: E402
 from gluon_syncbn.step.exits import watch_exits_and_forks  # noqa: E402
 from gluon_syncbn.step.updates import guard_update  # noqa: E402

@@ -23,8 +23,8 @@ from mxnet import autograd
 import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES, settings_in_force
-from gluon_syncbn.job.default import VARIABLE, name_of_engine
+from gluon_syncbn.distributed.default import VARIABLE, name_of_engine
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, settings_in_force
 
 _ROUNDS = 200
 _EXCHANGED = 4097  # the message of a layer with 2,048 channels

@@ -9,8 +9,8 @@ from mxnet.gluon import Block, Parameter
 
 from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.job.default import find, groups_in_use
-from gluon_syncbn.job.process_group import ProcessGroup
+from gluon_syncbn.distributed.default import find, groups_in_use
+from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of

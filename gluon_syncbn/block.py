@@ -13,18 +13,18 @@ from gluon_syncbn.backends.choose import Choice, choose
 from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import contexts_of
-from gluon_syncbn.engine import failures
+from gluon_syncbn.distributed.default import find, is_connected
+from gluon_syncbn.distributed.process_group import ProcessGroup, ProcessGroupLike
 from gluon_syncbn.graphs.calls import order_tokens, remember
 from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.trace import Trace, find_trace
-from gluon_syncbn.job.default import find, is_connected
-from gluon_syncbn.job.process_group import ProcessGroup, ProcessGroupLike
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import absent_text
 from gluon_syncbn.meeting.link import Link, count_processes, describe
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupSpec, LayerGroup, Options, check_devices, check_group_size, subgroups
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.exits import end_before_engines
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import Passes, steps

@@ -20,9 +20,9 @@ import runpy
 import sys
 
 from gluon_syncbn._install import install
-from gluon_syncbn.engine.cpu_resources import may_have_gpus
-from gluon_syncbn.job.default import VARIABLE, init_process_group, name_of_engine
-from gluon_syncbn.job.launchers import job_of_launcher
+from gluon_syncbn.distributed.default import VARIABLE, init_process_group, name_of_engine
+from gluon_syncbn.distributed.launchers import job_of_launcher
+from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
 USAGE = "usage: python -m gluon_syncbn.run [-m] script_or_module [arguments ...]"

@@ -16,9 +16,9 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import Node
 from gluon_syncbn.backends.options import check_options
 from gluon_syncbn.base.mxnet_private import unique_name
+from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.graphs.mark import Form, mark
 from gluon_syncbn.graphs.rewrite import Graph, Norm
-from gluon_syncbn.job.default import find, is_connected
 from gluon_syncbn.meeting.link import count_processes
 from gluon_syncbn.meeting.renorm import RenormLike
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, check_engine, check_group_size

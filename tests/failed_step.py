@@ -27,8 +27,8 @@ from mxnet.gluon import HybridBlock, nn
 
 import gluon_syncbn
 from gluon_syncbn.base import library
-from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
+from gluon_syncbn.mxnet_engine import failures
 
 DEVICES = cpus(2)
 TIMEOUT = 2  # seconds in which even a slow machine starts both devices

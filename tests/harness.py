@@ -10,7 +10,7 @@ import numpy as np
 from mxnet import autograd
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
-from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES
 
 MODES = {
     "imperative": None,

@@ -3,7 +3,7 @@
 import pytest
 from harness import LONG, run_python
 
-from gluon_syncbn.engine.cpu_resources import CPU_RESOURCES
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES
 
 NAMES = list(CPU_RESOURCES)
 OURS = " ".join(str(value) for value, _ in CPU_RESOURCES.values())

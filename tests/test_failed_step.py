@@ -60,7 +60,7 @@ def step(net, trainer, count=2):
 
 def wait_until_failed():
     """Without reading anything, which is what MXNet forgets errors by."""
-    from gluon_syncbn.engine import failures
+    from gluon_syncbn.mxnet_engine import failures
 
     while not failures.failure():
         mx.nd.ones(1).wait_to_read()
@@ -335,7 +335,7 @@ def test_a_module(kvstore):
 
 
 def test_nets_without_our_layers_are_not_watched(monkeypatch):
-    from gluon_syncbn.engine import failures
+    from gluon_syncbn.mxnet_engine import failures
 
     monkeypatch.setattr(failures._state, "is_in_use", False)
     net = nn.Dense(2, in_units=3)

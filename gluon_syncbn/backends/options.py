@@ -2,7 +2,7 @@
 
 from typing import Optional
 
-from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
+from gluon_syncbn.distributed.process_group import ProcessGroupLike, check_process_group
 from gluon_syncbn.meeting.renorm import RenormLike, check_renorm
 from gluon_syncbn.meeting.spec import Options, check_count, check_kvstore, check_timeout
 

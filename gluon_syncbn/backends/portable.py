@@ -45,12 +45,12 @@ from gluon_syncbn.backends.interface import Backend, Node
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import last_registered_operator
-from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.group import Group, find_group
 from gluon_syncbn.meeting.host_arrays import HostArrays
 from gluon_syncbn.meeting.renorm import r_and_d
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
+from gluon_syncbn.mxnet_engine import failures
 
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.

@@ -30,8 +30,8 @@ from gluon_syncbn.base.mxnet_private import (
     has_operator_hook,
     make_operator,
 )
-from gluon_syncbn.engine import failures
 from gluon_syncbn.graphs.trace import Trace
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import is_followed, steps
 

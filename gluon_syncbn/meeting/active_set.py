@@ -11,7 +11,7 @@ from typing import Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence,
 import mxnet as mx
 
 from gluon_syncbn.base import library
-from gluon_syncbn.job.process_group import ProcessGroup
+from gluon_syncbn.distributed.process_group import ProcessGroup
 
 EVERYONE = 0
 

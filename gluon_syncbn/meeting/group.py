@@ -10,8 +10,6 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.engine import failures
-from gluon_syncbn.engine.cpu_resources import settings_in_force
 from gluon_syncbn.meeting import active_set, profile, waiting
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
@@ -20,6 +18,8 @@ from gluon_syncbn.meeting.renorm import Limits, limits_at
 from gluon_syncbn.meeting.spec import GroupReference, GroupSpec, LayerGroup, subgroups
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 from gluon_syncbn.meeting.transport import KVStoreTransport
+from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
 
 _ids = itertools.count()
 _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()

@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from gluon_syncbn.job.default import find
-from gluon_syncbn.job.process_group import ProcessGroup
+from gluon_syncbn.distributed.default import find
+from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.processes import Place, Processes, processes_of
 from gluon_syncbn.meeting.spec import TIMEOUT_VARIABLE, GroupSpec, check_group_size, default_timeout

@@ -40,7 +40,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Se
 import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
 from gluon_syncbn.meeting.pairs import reduce_in_pairs
 from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
@@ -121,7 +121,7 @@ class Processes:
                 rows = self._meet(key, direction, round_id, vector, members, wait)
         except MissingProcesses as problem:
             raise self._failed(self._missing_text(what, problem, members)) from None
-        except (EngineError, SyncBatchNormError) as problem:
+        except (CommunicatorError, SyncBatchNormError) as problem:
             raise self._failed(f"{what}: {problem}.") from None
         return rows, round_id
 
@@ -203,14 +203,14 @@ class Processes:
                 yield wait
         except MissingProcesses as problem:
             raise self._failed(self._missing_text(what, problem, range(self.group.size))) from None
-        except (EngineError, SyncBatchNormError) as problem:
+        except (CommunicatorError, SyncBatchNormError) as problem:
             raise self._failed(f"{what}: {problem}.") from None
 
     def add_subset(self, what: str, members: Tuple[int, ...]) -> None:
         """Let these ranks meet without the others: all processes call it together. Raises as `gather_numbers`."""
         try:
             self.group.add_subsets([members])
-        except EngineError as problem:
+        except CommunicatorError as problem:
             raise self._failed(f"{what}: {problem}.") from None
 
     def _failed(self, text: str) -> SyncBatchNormError:

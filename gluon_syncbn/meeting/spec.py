@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
-from gluon_syncbn.job.process_group import ProcessGroupLike, check_process_group
+from gluon_syncbn.distributed.process_group import ProcessGroupLike, check_process_group
 from gluon_syncbn.meeting.renorm import Schedule, check_renorm
 
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")

@@ -10,7 +10,7 @@ import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
-from gluon_syncbn.engine import failures
+from gluon_syncbn.mxnet_engine import failures
 
 # For devices that are on their way when waits are cut short: they may still arrive.
 GRACE_SECONDS = 2.0

@@ -16,9 +16,9 @@ import logging
 import mxnet as mx
 
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.engine import failures
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import Updated, clear_added_gradients, undo_held_updates

@@ -29,9 +29,9 @@ import mxnet as mx
 
 from gluon_syncbn.base import forks
 from gluon_syncbn.base.library import stop_calling_python
-from gluon_syncbn.engine import failures
-from gluon_syncbn.job.default import leave_processes
+from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import steps
 
 _SECONDS_TO_DROP_OPERATORS = 0.01

@@ -10,7 +10,7 @@ import logging
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import is_record
-from gluon_syncbn.engine import failures
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.steps import steps
 

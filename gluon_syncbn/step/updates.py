@@ -31,7 +31,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of,
     weights_of_module,
 )
-from gluon_syncbn.engine import failures
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import HeldUpdate, steps
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.

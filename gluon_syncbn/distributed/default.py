@@ -5,12 +5,12 @@ import threading
 import time
 from typing import Any, Dict, List, Optional
 
-from gluon_syncbn.job.horovod import HorovodProcessGroup
-from gluon_syncbn.job.launchers import job_of_launcher, warn_of_several_processes
-from gluon_syncbn.job.mpi import MPIProcessGroup
-from gluon_syncbn.job.process_group import (
+from gluon_syncbn.distributed.horovod import HorovodProcessGroup
+from gluon_syncbn.distributed.launchers import job_of_launcher, warn_of_several_processes
+from gluon_syncbn.distributed.mpi import MPIProcessGroup
+from gluon_syncbn.distributed.process_group import (
     NAMES,
-    EngineError,
+    CommunicatorError,
     MissingProcesses,
     ProcessGroup,
     ProcessGroupLike,
@@ -145,7 +145,7 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
         if id(process_group) not in _given:
             _given[id(process_group)] = process_group, _of_some(process_group)
         return _if_several(_given[id(process_group)][1])
-    except EngineError as problem:
+    except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
     except MissingProcesses:
         raise RuntimeError(

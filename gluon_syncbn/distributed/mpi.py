@@ -20,7 +20,7 @@ from typing import Any, Deque, Dict, List, Sequence, Set, Tuple
 
 import numpy as np
 
-from gluon_syncbn.job.process_group import Ended, EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import CommunicatorError, Ended, MissingProcesses, ProcessGroup
 
 _TAG = 1
 # The first numbers of a message: which of the three it is, the key (or number of the resume), and the round.
@@ -46,7 +46,7 @@ class MPIProcessGroup(ProcessGroup):
 
     Raises
     ------
-    EngineError
+    CommunicatorError
         mpi4py is not installed, or MPI does not take calls from several threads.
     MissingProcesses
         The others did not come.
@@ -61,9 +61,11 @@ class MPIProcessGroup(ProcessGroup):
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:  # not there, or there is no MPI library
-            raise EngineError(f"mpi4py cannot be imported ({problem}). pip install 'gluon_syncbn[mpi]'") from problem
+            raise CommunicatorError(
+                f"mpi4py cannot be imported ({problem}). pip install 'gluon_syncbn[mpi]'"
+            ) from problem
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-            raise EngineError(
+            raise CommunicatorError(
                 "MPI was initialized without MPI_THREAD_MULTIPLE, and layers call it from several threads. Import "
                 "mpi4py.MPI before what initialized it, or use an MPI library that supports it"
             )
@@ -116,7 +118,7 @@ class MPIProcessGroup(ProcessGroup):
                 arrived = [self.rank, *self._mailbox.pop(place, {})]
             raise MissingProcesses(problem.waited, arrived) from None
         except self._mpi.Exception as problem:
-            raise EngineError(f"MPI failed: {problem}") from problem
+            raise CommunicatorError(f"MPI failed: {problem}") from problem
         finally:
             self._unfinished += sending
         with self._lock:
@@ -124,7 +126,7 @@ class MPIProcessGroup(ProcessGroup):
         sizes = {rank: rows[rank].size for rank in members}
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"process {rank}: {size}" for rank, size in sizes.items())
-            raise EngineError(f"the processes brought vectors of different lengths ({shown})")
+            raise CommunicatorError(f"the processes brought vectors of different lengths ({shown})")
         return np.stack([rows[rank] for rank in members])
 
     def abandon(self, reason, highest_round):
@@ -221,9 +223,11 @@ class MPIProcessGroup(ProcessGroup):
     def _check_missing(self, missing: Sequence[int]) -> None:
         for rank in missing:
             if rank in self._left:
-                raise EngineError(f"process {rank} has ended")
+                raise CommunicatorError(f"process {rank} has ended")
             if rank in self._abandoned[self._resumes] and self.rank not in self._abandoned[self._resumes]:
-                raise EngineError(f"process {rank} gave the step up (an exception, or gluon_syncbn.abandon_step())")
+                raise CommunicatorError(
+                    f"process {rank} gave the step up (an exception, or gluon_syncbn.abandon_step())"
+                )
 
 
 @functools.lru_cache(maxsize=None)

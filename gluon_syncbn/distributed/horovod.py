@@ -29,7 +29,7 @@ from urllib.parse import quote
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.job.process_group import EngineError, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
 
 _LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
 _POST_SECONDS = 1.0  # waits that last longer say on the board that their process has come
@@ -47,7 +47,7 @@ class HorovodProcessGroup(ProcessGroup):
 
     Raises
     ------
-    EngineError
+    CommunicatorError
         Horovod is not installed for MXNet, or ``hvd.init()`` has not been called.
     """
 
@@ -60,15 +60,15 @@ class HorovodProcessGroup(ProcessGroup):
         try:
             import horovod.mxnet as hvd
         except ImportError as problem:
-            raise EngineError(
+            raise CommunicatorError(
                 f"Horovod cannot be imported ({problem}). docs/processes.md has the command that builds it for MXNet"
             ) from problem
         if not hvd.is_initialized():
-            raise EngineError("Horovod is not initialized: call hvd.init() first")
+            raise CommunicatorError("Horovod is not initialized: call hvd.init() first")
         self._hvd = hvd
         self._set = hvd.global_process_set if process_set is None else process_set
         if not self._set.included():
-            raise EngineError(f"this process is not in the process set {self._set}")
+            raise CommunicatorError(f"this process is not in the process set {self._set}")
         self.rank, self.size = self._set.rank(), self._set.size()
         self._ranks = list(self._set.ranks) if self._set.ranks is not None else list(range(self.size))
         self._board = _Board(hvd.rank())
@@ -81,7 +81,7 @@ class HorovodProcessGroup(ProcessGroup):
     def all_gather(self, key, round_id, vector, members, ended):
         with self._lock:
             if self._ended_by:
-                raise EngineError(self._ended_by)
+                raise CommunicatorError(self._ended_by)
             channel = self._channels.get(key)
             if channel is None:
                 channel = self._channels[key] = _Channel(self, key)
@@ -93,7 +93,7 @@ class HorovodProcessGroup(ProcessGroup):
                 arrived = sorted({self.rank, *(self._ranks.index(rank) for rank in arrived)})
             raise MissingProcesses(problem.waited, arrived) from None
         except mx.MXNetError as problem:
-            raise EngineError(self._failed(str(problem).split("\nStack trace")[0].strip())) from None
+            raise CommunicatorError(self._failed(str(problem).split("\nStack trace")[0].strip())) from None
         return rows
 
     def allreduce(self, matrix: np.ndarray, name: str, members: Tuple[int, ...]) -> np.ndarray:
@@ -123,7 +123,7 @@ class HorovodProcessGroup(ProcessGroup):
         self._is_down.set()
 
     def resume(self, ended):
-        raise EngineError(self._ended_by)
+        raise CommunicatorError(self._ended_by)
 
     def leave(self):
         if self._ended_by:
@@ -145,7 +145,7 @@ class HorovodProcessGroup(ProcessGroup):
 
     def _subset(self, members: Tuple[int, ...]):
         if members not in self._subsets:
-            raise EngineError(
+            raise CommunicatorError(
                 f"the processes {', '.join(map(str, members))} cannot meet without the others: set "
                 f"HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init()"
             )
@@ -157,7 +157,7 @@ class HorovodProcessGroup(ProcessGroup):
                 try:
                     self._subsets[members] = self._hvd.add_process_set([self._ranks[rank] for rank in members])
                 except ValueError as problem:  # not dynamic
-                    raise EngineError(f"Horovod refused a process set: {problem}") from None
+                    raise CommunicatorError(f"Horovod refused a process set: {problem}") from None
 
 
 class _Channel:

@@ -1,6 +1,6 @@
 """What an engine that connects processes offers: all that the rest of the package knows of it.
 
-A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.job.default`.
+A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Ended = Callable[[], Any]
 _numbers = itertools.count()
 
 
-class EngineError(RuntimeError):
+class CommunicatorError(RuntimeError):
     """The engine cannot connect the processes, or does so no more; the text says why."""
 
 
@@ -82,7 +82,7 @@ class ProcessGroup(ABC):
         ------
         MissingProcesses
             The wait has ended.
-        EngineError
+        CommunicatorError
             The processes are not connected any more, a process gave the step up, or vectors differ in length.
         """
 
@@ -99,7 +99,7 @@ class ProcessGroup(ABC):
 
         Raises
         ------
-        MissingProcesses, EngineError
+        MissingProcesses, CommunicatorError
             As in `all_gather`.
         """
 
@@ -109,7 +109,7 @@ class ProcessGroup(ABC):
 
         Raises
         ------
-        EngineError
+        CommunicatorError
             The engine cannot.
         """
 
