@@ -86,9 +86,9 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
 
 def count_meetings() -> int:
     """Layers that have met those of the other processes."""
-    from gluon_syncbn.process.live_layers import live_layers
+    from gluon_syncbn.step.steps import steps
 
-    return sum(layer.place() is not None for layer in live_layers())
+    return sum(layer.place() is not None for layer in steps.layers())
 
 
 def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float) -> str:

@@ -103,7 +103,7 @@ def build(make, devices, backend=None, contrib_norm=False, fuse=True, waits=True
 
 
 def step(net, inputs, trainer=None, guarded=True) -> float:
-    failures._in_use = guarded  # no user can ask for that
+    failures._state.is_in_use = guarded  # no user can ask for that
     started = time.perf_counter()
     with autograd.record():
         outputs = [net(*items) for items in inputs]

@@ -14,9 +14,9 @@ from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
 from gluon_syncbn.distributed.default import init_process_group  # noqa: E402
 from gluon_syncbn.distributed.process_group import ProcessGroup  # noqa: E402
-from gluon_syncbn.process.abandon import abandon_step  # noqa: E402
-from gluon_syncbn.process.lifecycle import watch_exits_and_forks  # noqa: E402
-from gluon_syncbn.process.updates import guard_update  # noqa: E402
+from gluon_syncbn.step.abandon import abandon_step  # noqa: E402
+from gluon_syncbn.step.exits import watch_exits_and_forks  # noqa: E402
+from gluon_syncbn.step.updates import guard_update  # noqa: E402
 from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
 
 watch_exits_and_forks()

@@ -14,9 +14,8 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
-from gluon_syncbn.process.abandon import abandon_step
-from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes
+from gluon_syncbn.step.abandon import abandon_step
+from gluon_syncbn.step.steps import steps
 
 _WHERE = "gluon_syncbn.devices"
 
@@ -72,7 +71,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         _clear_gradients(net, chosen)
     ranks = _active_ranks(chosen)
     before, set_id = active_set.current(), active_set.id_of(chosen, ranks)
-    rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in live_layers()}
+    rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in steps.layers()}
     _put_in_force(set_id)
     try:
         yield
@@ -82,7 +81,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         raise
     finally:
         _put_in_force(before)
-    trained = [layer for layer in live_layers() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)]
+    trained = [layer for layer in steps.layers() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)]
     for layer in trained:
         _spread_statistics(layer, chosen)
     for group, active in ranks.items():
@@ -107,7 +106,7 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
 
 def _put_in_force(set_id: int) -> None:
     """No operator may be running."""
-    forget_passes()
+    steps.forget_passes()
     active_set.use(set_id)
 
 
@@ -163,7 +162,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
     if group.rank in active:
         return
     received = {(rank, key): row for rank, (sizes, row) in enumerate(zip(told, rows)) for key, row in _cut(sizes, row)}
-    for layer in live_layers():
+    for layer in steps.layers():
         place = layer._sync.place()
         if layer._sync.process_group() is not group or place is None:
             continue

@@ -16,13 +16,8 @@ from gluon_syncbn.graphs.fuse import fusing_bind, fusing_graphs
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
-from gluon_syncbn.process.abandon import (
-    abandoning_what_raises,
-    failing_what_cannot_be_read,
-    starting_anew,
-    starting_anew_with_symbols,
-)
-from gluon_syncbn.process.passes import (
+from gluon_syncbn.step.abandon import failing_what_cannot_be_read
+from gluon_syncbn.step.recording import (
     counting_backward,
     noticing_backward_of_symbols,
     noticing_end_of_record,
@@ -30,13 +25,11 @@ from gluon_syncbn.process.passes import (
     noticing_grad,
     noticing_record,
 )
-from gluon_syncbn.process.updates import guarding_module, guarding_trainer
+from gluon_syncbn.step.updates import guarding_module, guarding_trainer
 
 _EXTENSIONS = [
     (RecordingScope, "__enter__", noticing_record),
-    (RecordingScope, "__enter__", starting_anew),
     (RecordingScope, "__exit__", noticing_end_of_record),
-    (RecordingScope, "__exit__", abandoning_what_raises),
     (RecordingScope, "__exit__", warning_of_plain_norms),
     (mx.nd.NDArray, "backward", counting_backward),
     (mx.autograd, "backward", counting_backward),
@@ -45,7 +38,6 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
     (mx.nd, "waitall", failing_what_cannot_be_read),
     (mx.executor.Executor, "forward", noticing_forward_of_symbols),
-    (mx.executor.Executor, "forward", starting_anew_with_symbols),
     (mx.executor.Executor, "backward", noticing_backward_of_symbols),
     (mx.gluon.Trainer, "step", guarding_trainer),
     (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),

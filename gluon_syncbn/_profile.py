@@ -12,7 +12,7 @@ import numpy as np
 from gluon_syncbn.meeting import profile as notes
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.profile import Pass
-from gluon_syncbn.process.live_layers import live_layers
+from gluon_syncbn.step.steps import steps
 
 _SHOWN = 30  # rows of a printed table, and bars of a picture
 
@@ -181,7 +181,7 @@ def profile() -> Iterator[Report]:
     """
     report = Report()
     mx.nd.waitall()
-    for layer in live_layers():
+    for layer in steps.layers():
         if layer.backend == "portable":
             raise RuntimeError(
                 f"gluon_syncbn.profile: {layer.name} runs on the portable back end, which keeps no notes."

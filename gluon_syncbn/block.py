@@ -16,8 +16,8 @@ from gluon_syncbn.layer.decision import Site, Way
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.meeting import active_set
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.live_layers import remove_live
+from gluon_syncbn.step.recording import begin_forward
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, options_of
 
 _BATCH_NORM = (
@@ -188,7 +188,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _stop_synchronizing(self) -> None:
         """Become an `nn.BatchNorm` again, but for the class."""
-        remove_live(self)
+        steps.remove_layer(self)
         del self._sync
 
     @property

@@ -17,10 +17,8 @@ from gluon_syncbn.layer.decision import Site, Way, count_processes, decide
 from gluon_syncbn.layer.spec import LayerSpec, subgroups
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.meeting.processes import Place
-from gluon_syncbn.process.lifecycle import end_before_engines
-from gluon_syncbn.process.live_layers import add_live
-from gluon_syncbn.process.passes import Passes
-from gluon_syncbn.process.positions import place_of
+from gluon_syncbn.step.exits import end_before_engines
+from gluon_syncbn.step.steps import Passes, steps
 
 
 class Synchronization:
@@ -98,7 +96,7 @@ class Synchronization:
                 self._first_step = self.next_step()
                 self._group = now = backend, backend.make_group(spec, devices)
                 now[1].go_to_step(self._first_step)
-                add_live(self.layer)
+                steps.add_layer(self.layer)
             return now
 
     def next_step(self) -> int:
@@ -147,7 +145,8 @@ class Synchronization:
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_engines()
-            link.take(place_of(self.layer, _description))
+            net = steps.nets.net_of(self.layer, _description)
+            link.take(Place(net.name, net.key_of(self.layer), net.kind, net.own_name, net.described, []))
 
     def _check_group_size(self, spec: LayerSpec, num_devices: int) -> None:
         if spec.group_size is not None and is_connected(spec.process_group):

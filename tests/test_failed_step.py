@@ -337,7 +337,7 @@ def test_a_module(kvstore):
 def test_nets_without_our_layers_are_not_watched(monkeypatch):
     from gluon_syncbn.mxnet_engine import failures
 
-    monkeypatch.setattr(failures, "_in_use", False)
+    monkeypatch.setattr(failures._state, "is_in_use", False)
     net = nn.Dense(2, in_units=3)
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), "sgd")

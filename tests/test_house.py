@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run_python
 
 PACKAGE = Path(ROOT) / "gluon_syncbn"
 FILES = {path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 # From the ground up. Above them stand block.py and symbol.py, then nets, then the rest of what users call.
-FOLDERS = ["base", "engine", "job", "meeting", "process", "graphs", "backends"]
+FOLDERS = ["base", "engine", "job", "meeting", "step", "graphs", "backends"]
 
 
 def imports_of(path):
@@ -59,6 +59,20 @@ def test_every_module_is_used():
     used = set().union(*MODULES.values(), imports_of(PACKAGE / "__init__.py"))
     started = {"__main__", "run"}
     assert {name for name in MODULES if not name.endswith("__init__")} - used - started == set()
+
+
+def test_what_the_interpreter_holds_for_forks_leads_to_nothing():
+    tree = ast.parse((PACKAGE / "base" / "forks.py").read_text(encoding="utf-8"))
+    assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    code = """
+import atexit
+atexit.register(lambda: print("at exit:", forks.before, forks.after))  # the last handler to run
+import gluon_syncbn
+from gluon_syncbn.base import forks
+assert forks.before and forks.after
+"""
+    done = run_python(code)
+    assert done.stdout == "at exit: [] []\n", done.stderr
 
 
 # Of our own classes, used by their neighbours.

@@ -13,7 +13,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.process.passes import counting_backward
+from gluon_syncbn.step.recording import counting_backward
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -1,6 +1,8 @@
-"""Finds every block of a net."""
+"""Finds every block of a net, and the net that is being called."""
 
-from typing import Iterator, List
+import sys
+from types import FrameType
+from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block
 
@@ -28,3 +30,14 @@ def blocks_in(value, seen: set) -> Iterator[Block]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from blocks_in(item, seen)
+
+
+def outermost_block() -> Optional[Block]:
+    """Of the blocks that are being called now on this thread."""
+    frame: Optional[FrameType] = sys._getframe()
+    found = None
+    while frame is not None:
+        if frame.f_code is Block.__call__.__code__:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found

@@ -32,8 +32,8 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.trace import Trace
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.process.abandon import begin_forward
-from gluon_syncbn.process.passes import is_followed, note_forward
+from gluon_syncbn.step.recording import begin_forward
+from gluon_syncbn.step.steps import is_followed, steps
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -67,7 +67,7 @@ class _Graph:
             begin_forward(first, device)
         if first is not None and is_followed():
             learns = (layer for layer in self._layers() if layer._sync.passes.arrays())
-            note_forward(next(learns, first)._sync.passes)
+            steps.note_forward(next(learns, first)._sync.passes)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

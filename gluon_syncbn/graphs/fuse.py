@@ -37,7 +37,7 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.graph import Entry, Graph, Node, needed_for
 from gluon_syncbn.graphs.norms import MARK, is_marked, spec_of
-from gluon_syncbn.process.passes import add_executor
+from gluon_syncbn.step.steps import steps
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -225,7 +225,7 @@ def fusing_bind(bind):
         if fused is None:
             return bind(self, *args, **kwargs)
         executor = bind(fused, *args, **kwargs)
-        add_executor(executor)
+        steps.executors.add(executor)
         return executor
 
     return fused_bind

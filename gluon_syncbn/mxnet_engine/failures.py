@@ -2,9 +2,9 @@
 
 csrc/mxnet/engine.h has the protocol, csrc/meeting/step.h the states of a step. Python only says where: it watches the
 outputs of nets (`graphs.calls`, `block`) and the heads of backward passes, and puts a gate before each optimizer
-(`process.updates`).
+(`step.updates`).
 
-One thing more is told to the engine here, because it goes with the watch after a call of a graph: that the call writes
+The engine learns one thing more here, because it goes with the watch after a call of a graph: that the call writes
 the running statistics of its layers. The engine orders operators by the arrays that they write, and a graph with
 ``static_alloc`` and ``static_shape`` counts running statistics as only read. Whoever reads them next would not wait:
 ``save_parameters``, or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an
@@ -28,11 +28,19 @@ from gluon_syncbn.base.library import LIBMXNET, check_call
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
-_in_use = False
-_has_memory = False
-_failure, _failed_at, _generation = "", 0.0, 1  # where nothing is compiled
-_is_by_reading = _was_read = False
-_lock = threading.Lock()
+
+
+class _State:
+    """What Python knows of steps. Error, time and generation are the compiled library's, where there is one."""
+
+    def __init__(self) -> None:
+        self.is_in_use = self.has_memory = False
+        self.error, self.failed_at, self.generation = "", 0.0, 1
+        self.is_by_reading = self.was_read = False
+        self.lock = threading.Lock()
+
+
+_state = _State()
 
 
 def begin_use() -> None:
@@ -40,12 +48,11 @@ def begin_use() -> None:
 
     MXNet's NaiveEngine raises each error where it happens.
     """
-    global _in_use
-    _in_use = os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine"
+    _state.is_in_use = os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine"
 
 
 def is_in_use() -> bool:
-    return _in_use
+    return _state.is_in_use
 
 
 # The state of the step
@@ -53,65 +60,63 @@ def is_in_use() -> bool:
 
 def fail(error: str) -> None:
     """The step has failed; its first error stays."""
-    global _failure, _failed_at
     if library.core is not None:
         return library.core.gluon_syncbn_fail_step(error.encode())
-    with _lock:
-        if not _failure:
-            _failure, _failed_at = error, time.monotonic()
+    with _state.lock:
+        if not _state.error:
+            _state.error, _state.failed_at = error, time.monotonic()
 
 
 def fail_by_reading(error: str) -> None:
     """The step has failed as far as anyone knows: an array could not be read, which may have to do with no layer."""
-    global _is_by_reading, _was_read
-    _is_by_reading, _was_read = _is_by_reading or not failure(), True
+    _state.is_by_reading, _state.was_read = _state.is_by_reading or not failure(), True
     fail(error)
 
 
 def is_by_reading() -> bool:
     """Whether that is all that is known of the failure."""
-    return _is_by_reading
+    return _state.is_by_reading
 
 
 def failure() -> str:
     """The first error of the step; empty if it has not failed."""
-    return _failure if library.core is None else library.core.gluon_syncbn_step_failure().decode()
+    return _state.error if library.core is None else library.core.gluon_syncbn_step_failure().decode()
 
 
 def failed_at() -> float:
-    """When it failed, on the clock of `time.monotonic`; to be asked only of a step that has."""
-    return _failed_at if library.core is None else library.core.gluon_syncbn_step_failed_at()
+    """When it failed, on the clock of `time.monotonic`; only of a step that has."""
+    return _state.failed_at if library.core is None else library.core.gluon_syncbn_step_failed_at()
 
 
 def generation() -> int:
     """The number of the steps that were given up, from 1: a backward pass must be of its forward pass's."""
-    return _generation if library.core is None else library.core.gluon_syncbn_step_generation()
+    return _state.generation if library.core is None else library.core.gluon_syncbn_step_generation()
 
 
 def reset() -> None:
     """The step was given up; nothing runs."""
-    global _failure, _generation, _is_by_reading, _was_read
-    _failure, _generation, _is_by_reading, _was_read = "", _generation + 1, False, False
+    _state.error, _state.generation = "", _state.generation + 1
+    _state.is_by_reading = _state.was_read = False
     if library.core is not None:
         library.core.gluon_syncbn_reset_step()
 
 
-# Whether someone has been told. MXNet keeps the text of the last error that it has thrown to a thread.
+# Whether someone has seen the error. MXNet keeps the text of the last error that it has thrown to a thread.
 
 
-def was_told() -> bool:
-    """Whether this thread has seen an error of MXNet's since `forget_told`, or another could not read an array."""
-    return _was_read or bool(LIBMXNET.MXGetLastError())
+def was_seen() -> bool:
+    """Whether this thread has seen an error of MXNet's since `forget_seen`, or another could not read an array."""
+    return _state.was_read or bool(LIBMXNET.MXGetLastError())
 
 
-def tell(error: str) -> None:
-    """This thread has seen this error."""
+def mark_seen(error: str) -> None:
+    """Note that this thread has seen this error."""
     LIBMXNET.NNAPISetLastError(ctypes.c_char_p(error.encode()))
 
 
-def forget_told() -> None:
+def forget_seen() -> None:
     if LIBMXNET.MXGetLastError():
-        tell("")
+        mark_seen("")
 
 
 # What the engine is given
@@ -183,16 +188,15 @@ def _give_memory() -> None:
 
     Waits until nothing runs, and so raises what is pending.
     """
-    global _has_memory
-    if _has_memory:
+    if _state.has_memory:
         return
     mx.nd.waitall()
-    has_been_told = was_told()
+    has_been_seen = was_seen()
     check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
     LIBMXNET.MXNDArrayWaitAll()  # which fails
-    if not has_been_told:
-        forget_told()
-    _has_memory = True
+    if not has_been_seen:
+        forget_seen()
+    _state.has_memory = True
 
 
 def poison(array: mx.nd.NDArray, error: str) -> bool:
@@ -207,7 +211,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     except mx.MXNetError as problem:
         fail(str(problem))
     if failure():
-        tell(failure())
+        mark_seen(failure())
         raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
     return 0
 

@@ -7,7 +7,6 @@ several devices has been called, at the end of ``autograd.record()``.
 
 import functools
 import warnings
-import weakref
 from typing import List
 
 from mxnet.gluon import Block, SymbolBlock
@@ -18,10 +17,9 @@ from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import find_norms
-from gluon_syncbn.process.passes import take_net_of_scope
+from gluon_syncbn.step.steps import steps
 
 _SHOWN = 3
-_seen: "weakref.WeakSet[Block]" = weakref.WeakSet()
 
 
 def warning_of_plain_norms(leave):
@@ -30,9 +28,8 @@ def warning_of_plain_norms(leave):
     @functools.wraps(leave)
     def __exit__(self, kind, value, trace):
         leave(self, kind, value, trace)
-        net = take_net_of_scope() if is_record(self) else None
-        if net is not None and net not in _seen:
-            _seen.add(net)
+        net = steps.take_new_net() if is_record(self) else None
+        if net is not None:
             _warn(net)
 
     return __exit__

@@ -21,7 +21,7 @@
 // Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the call
 // that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is dropped lives
 // until its open rounds are over, which the watchdog sees to. A round that is open when the process ends is forgotten
-// with it, and none is open when Python forks (process/lifecycle.py).
+// with it, and none is open when Python forks (step/exits.py).
 //
 // Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 // running statistics), so all of them share key 0, and the n-th round holds the n-th call of every device. Backward

@@ -7,7 +7,7 @@
 //           of a weight passes its gate.
 //
 // `fail` leads from open to failed; the first error stays. `reset` leads back, when Python gives the step up
-// (process/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows that
+// (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows that
 // its forward pass ran in a step that was given up, or never.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""What must have ended before the process exits or forks.
+"""Ends what is pending before the process exits or forks.
 
 At both, MXNet first stops the threads that run custom operators, each as soon as it is idle, and only then waits for
 all pending work. A device that comes to a rendezvous in between finds no thread, and the others wait for it until
@@ -24,31 +24,28 @@ import contextlib
 import logging
 import os
 import time
-from typing import Set
 
 import mxnet as mx
 
+from gluon_syncbn.base import forks
 from gluon_syncbn.base.library import stop_calling_python
 from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.process import fork
-from gluon_syncbn.process.live_layers import live_layers
+from gluon_syncbn.step.steps import steps
 
 _SECONDS_TO_DROP_OPERATORS = 0.01
-_used_gpus = False  # when work was last waited for
-_lost_gpus = False
 _log = logging.getLogger("gluon_syncbn")
 
 
 def finish_pending_work() -> str:
-    """Wait until nothing runs. Returns the error of work that no one has asked for, if there is one."""
+    """Wait until nothing runs. Returns the error of work that no one has waited for, if there is one."""
     error = ""
     try:
         mx.nd.waitall()
     except mx.MXNetError as problem:
         error = str(problem).split("\nStack trace")[0].strip()
-    for device in _devices_in_use():
+    for device in steps.devices_in_use():
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
@@ -58,26 +55,24 @@ def finish_pending_work() -> str:
 
 
 def _log_pending_work(occasion: str, advice: str = "") -> None:
-    """Finish it, and log the error that no one else will tell."""
-    was_told = bool(failures.failure()) and failures.was_told()
+    """Finish it, and log its error if nobody has seen that."""
+    was_seen = bool(failures.failure()) and failures.was_seen()
     error = finish_pending_work()
-    if error and not was_told:
+    if error and not was_seen:
         _log.error("%s, pending work had failed: %s%s", occasion, error, advice)
 
 
-def before_fork() -> None:
-    """Called by `process.fork`."""
+def _before_fork() -> None:
     try:
         _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
     finally:
         waiting.stand_still_for_a_fork()
 
 
-def after_fork(is_child: bool) -> None:
-    """Called by `process.fork`."""
+def _after_fork(is_child: bool) -> None:
     waiting.go_on_after_a_fork(is_child)
     if is_child:
-        _lose_gpus()
+        steps.lose_gpus()
 
 
 def _at_exit() -> None:
@@ -98,27 +93,21 @@ def end_before_engines() -> None:
     atexit.register(_at_exit)
 
 
-def _devices_in_use() -> Set[mx.Context]:
-    """Of the layers; without GPUs in a process that was forked by one that had used them, where CUDA would fail."""
-    global _used_gpus
-    devices = {device for layer in live_layers() for device in layer.running_mean.list_ctx()}
-    gpus = {device for device in devices if device.device_type == "gpu"}
-    _used_gpus = bool(gpus)
-    return devices - gpus if _lost_gpus else devices
-
-
-def _lose_gpus() -> None:
-    """In a process that has just been forked."""
-    global _lost_gpus
-    _lost_gpus = _lost_gpus or _used_gpus
-
-
 def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
+    atexit.register(_forget_forks)  # runs after what is registered later
     atexit.register(_at_exit)
+    forks.before.append(_before_fork)
+    forks.after.append(_after_fork)
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(
-            before=fork.before_fork,
-            after_in_parent=fork.after_fork_in_parent,
-            after_in_child=fork.after_fork_in_child,
+            before=forks.before_fork,
+            after_in_parent=forks.after_fork_in_parent,
+            after_in_child=forks.after_fork_in_child,
         )
+
+
+def _forget_forks() -> None:
+    """Remove what `base.forks` holds of this module, and so of MXNet."""
+    forks.before.remove(_before_fork)
+    forks.after.remove(_after_fork)

@@ -1,7 +1,7 @@
 """The gates before each optimizer: a failed step updates no weight, and leaves no trace in the optimizer.
 
 In a failed step the gates (`engine.failures`) make MXNet skip the updates of weights, and of what the optimizer keeps
-in arrays. What it keeps in Python has changed when the update was *asked for*: the number of updates, by which Adam
+in arrays. What it keeps in Python has changed when the update was *called*: the number of updates, by which Adam
 corrects its means and schedules choose the learning rate. So that is remembered at the gates, until they are known to
 have opened, and put back when the step is given up.
 
@@ -12,9 +12,8 @@ error raised, before anything is copied.
 import contextlib
 import enum
 import functools
-import threading
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 import mxnet as mx
 from mxnet.gluon import Parameter
@@ -33,34 +32,16 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of_module,
 )
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.process.passes import any_is_uneven
+from gluon_syncbn.step.steps import HeldUpdate, steps
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
 
 
-class _Update(NamedTuple):
-    """One that is not known to have passed all of its gates."""
-
-    first_gate: int
-    indices: List[List[Any]]  # by gate, as the optimizer counts
-    optimizer: "weakref.ref[mx.optimizer.Optimizer]"
-    numbers: Dict[str, Any]
-    counts: Dict[int, Dict[Any, int]]  # by device
-
-    def opened(self) -> List[bool]:
-        return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
-
-
 class Updated(enum.Enum):
     """What a failed step has updated."""
 
-    NOTHING, A_PART, NOT_ASKED = range(3)
-
-
-_updates: List[_Update] = []  # oldest first
-_trainers: "weakref.WeakSet[mx.gluon.Trainer]" = weakref.WeakSet()  # all that have updated
-_lock = threading.Lock()
+    NOTHING, A_PART, NOT_CALLED = range(3)
 
 
 @contextlib.contextmanager
@@ -111,14 +92,14 @@ def guarding_trainer(update):
     def guarded(self, *args, **kwargs):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
-        _trainers.add(self)
+        steps.trainers.add(self)
         parameters = parameters_of(self)
         by_index = gradients_of(parameters)
         is_first = is_first_update(self)
         # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
         # needed where the gradients of some device may be those of the step before.
         ignores_stale = kwargs.get("ignore_stale_grad", args[1:] and args[1])
-        if is_first or ignores_stale or any_is_uneven() or not reduces_gradients(self):
+        if is_first or ignores_stale or steps.is_uneven() or not reduces_gradients(self):
             indices = [list(by_index)]
         else:
             indices = [[index] for index in by_index]
@@ -166,7 +147,8 @@ def _guarding(
         return
     probes = [mx.nd.empty(1)] if is_first else []
     gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]])
-    _remember(gate, indices, optimizer)
+    if optimizer is not None:
+        _remember(gate, indices, optimizer)
     for probe in probes:
         probe.wait_to_read()
     try:
@@ -175,14 +157,10 @@ def _guarding(
         failures.seal([array for some in gradients for array in some] + written())
 
 
-def _remember(gate: int, indices: Sequence[List[Any]], optimizer: Optional[mx.optimizer.Optimizer]) -> None:
-    with _lock:
-        while _updates and all(_updates[0].opened()):
-            del _updates[0]
-        if optimizer is not None:
-            numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
-            counts = {device: dict(some) for device, some in _counts(optimizer).items()}
-            _updates.append(_Update(gate, list(indices), weakref.ref(optimizer), numbers, counts))
+def _remember(gate: int, indices: Sequence[List[Any]], optimizer: mx.optimizer.Optimizer) -> None:
+    numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
+    counts = {device: dict(some) for device, some in _counts(optimizer).items()}
+    steps.hold(HeldUpdate(gate, list(indices), weakref.ref(optimizer), numbers, counts))
 
 
 def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
@@ -191,17 +169,15 @@ def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
 
 def clear_added_gradients() -> None:
     """With ``grad_req='add'`` a failed step may have added anything to the gradients."""
-    for trainer in list(_trainers):
+    for trainer in list(steps.trainers):
         for parameter in parameters_of(trainer):
             if parameter.grad_req == "add" and has_gradient(parameter):
                 parameter.zero_grad()
 
 
 def undo_held_updates() -> Updated:
-    """The step was given up, and nothing runs: optimizers have not made the updates that were held back."""
-    with _lock:
-        updates = [(update, update.opened()) for update in _updates]
-        _updates.clear()
+    """Take back what optimizers have counted of updates that were held back. The step was given up; nothing runs."""
+    updates = steps.take_updates()
     for update, opened in reversed(updates):  # so that the oldest of an optimizer's has the last word
         optimizer = update.optimizer()
         if optimizer is not None and not all(opened):
@@ -218,5 +194,5 @@ def undo_held_updates() -> Updated:
     failures.forget_gates()
     held = [opened for _, opened in updates if not all(opened)]
     if not held:
-        return Updated.NOT_ASKED
+        return Updated.NOT_CALLED
     return Updated.A_PART if any(map(any, held)) else Updated.NOTHING

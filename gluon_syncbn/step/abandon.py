@@ -6,8 +6,8 @@ an error, and nothing runs any more. This happens by itself where an exception l
 beginning of a step if the one before broke off between the ``backward()`` of two devices.
 
 A step that has failed (`engine.failures`) must be given up, too: until then no synchronized layer computes, and no
-weight is updated. Where nobody has, the next ``autograd.record()`` does, if someone has been told of the error; if not,
-it raises it.
+weight is updated. Where nobody has, the next ``autograd.record()`` does, if someone has seen the error; if not, it
+raises it.
 """
 
 import functools
@@ -16,21 +16,19 @@ import logging
 import mxnet as mx
 
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.base.mxnet_private import is_record
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.process.lifecycle import finish_pending_work
-from gluon_syncbn.process.live_layers import live_layers
-from gluon_syncbn.process.passes import forget_passes, is_under_way, note_forward
-from gluon_syncbn.process.updates import Updated, clear_added_gradients, undo_held_updates
+from gluon_syncbn.step.exits import finish_pending_work
+from gluon_syncbn.step.steps import steps
+from gluon_syncbn.step.updates import Updated, clear_added_gradients, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
 _UPDATED = {
     Updated.NOTHING: "Weights and optimizer states are as they were before it.",
     Updated.A_PART: "Its backward pass had failed when some weights had their whole gradient: those are updated, on all"
     " devices. The others, and their optimizer states, are as they were before it.",
-    Updated.NOT_ASKED: "No weight has been updated since it failed.",
+    Updated.NOT_CALLED: "No weight has been updated since it failed.",
 }
 
 
@@ -60,73 +58,32 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    error, was_told, was_under_way = failures.failure(), failures.was_told(), is_under_way()
+    error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.is_under_way()
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
     has_failed = bool(failures.failure())
     updated = undo_held_updates()
     abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))
-    forget_passes()
+    steps.forget_passes()
     failures.reset()
-    failures.forget_told()
+    failures.forget_seen()
     if has_failed:
         clear_added_gradients()
-        untold = "" if was_told else f" Its error was not read: {_with_cause(error or pending, pending)}"
-        _log.warning("A step was given up. %s%s", _UPDATED[updated], untold)
+        unseen = "" if was_seen else f" Its error was not read: {_with_cause(error or pending, pending)}"
+        _log.warning("A step was given up. %s%s", _UPDATED[updated], unseen)
 
 
-def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
-    """Python starts a forward pass of a `SyncBatchNorm`; in training, abandons the step before if that broke off."""
-    if not (mx.autograd.is_recording() and mx.autograd.is_training()):
-        return
-    passes = layer._sync.passes
-    if passes.is_unfinished():
-        started = ", ".join(map(str, passes.started()))
-        _log.warning(
-            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
-            "exception come in between?) Its gradients are undefined.",
-            layer.name,
-            started,
-        )
-        abandon_step()
-    note_forward(passes)
-    passes.begin_forward(device)
-
-
-def starting_anew(enter):
-    """The beginning of ``autograd.record()``: a step that has failed before is given up, or its error raised."""
-
-    @functools.wraps(enter)
-    def __enter__(self):
-        if is_record(self):
-            _leave_failed_step()
-        enter(self)
-
-    return __enter__
-
-
-def starting_anew_with_symbols(forward):
-    """The same at ``Executor.forward`` in training, with which a step of symbols and Modules begins."""
-
-    @functools.wraps(forward)
-    def started(self, is_train=False, **kwargs):
-        if is_train:
-            _leave_failed_step()
-        return forward(self, is_train, **kwargs)
-
-    return started
-
-
-def _leave_failed_step() -> None:
+def leave_failed_step() -> None:
+    """Begin a step: give up one that has failed before, or raise its error."""
     error = failures.failure()
     if not error:
         if failures.is_in_use():
-            failures.forget_told()  # of what is not about the step that begins
-    elif failures.was_told():
+            failures.forget_seen()  # of what is not about the step that begins
+    elif failures.was_seen():
         abandon_step()
     else:
         error = _with_cause(error, finish_pending_work())
-        failures.tell(error)
+        failures.mark_seen(error)
         raise SyncBatchNormError(
             f"A step has failed, and its error was not read. {error} Call gluon_syncbn.abandon_step(), or just begin "
             f"the next step."
@@ -154,15 +111,3 @@ def failing_what_cannot_be_read(read):
             raise
 
     return reading
-
-
-def abandoning_what_raises(leave):
-    """The end of ``autograd.record()``: an exception that leaves it abandons the step. MXNet has no hook for that."""
-
-    @functools.wraps(leave)
-    def __exit__(self, kind, value, trace):
-        leave(self, kind, value, trace)
-        if kind is not None and is_record(self) and live_layers():
-            abandon_step()
-
-    return __exit__

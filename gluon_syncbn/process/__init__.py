@@ -1,1 +1,0 @@
-"""What must happen around a step, an exit and a fork."""

@@ -1,0 +1,120 @@
+"""Follows a step through the methods of MXNet's that it calls: ``record()``, ``backward()``, those of an ``Executor``.
+
+Each function but `begin_forward` makes the extended one of a method (`gluon_syncbn._hooks`). What is noted is explained
+in `step.steps`.
+"""
+
+import functools
+import logging
+
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import is_record
+from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
+from gluon_syncbn.step.steps import steps
+
+_log = logging.getLogger("gluon_syncbn")
+
+
+def noticing_record(enter):
+    """The beginning of ``autograd.record()``, and so of a step."""
+
+    @functools.wraps(enter)
+    def __enter__(self):
+        if is_record(self):
+            leave_failed_step()
+        enter(self)
+        if is_record(self):
+            steps.begin_record()
+
+    return __enter__
+
+
+def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
+    """Begin a forward pass of a `SyncBatchNorm`; in training, abandon the step before if that broke off."""
+    if not (mx.autograd.is_recording() and mx.autograd.is_training()):
+        return
+    passes = layer._sync.passes
+    if passes.is_unfinished():
+        started = ", ".join(map(str, passes.started()))
+        _log.warning(
+            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
+            "exception come in between?) Its gradients are undefined.",
+            layer.name,
+            started,
+        )
+        abandon_step()
+    steps.begin_forward(passes, device)
+
+
+def noticing_end_of_record(leave):
+    """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
+
+    @functools.wraps(leave)
+    def __exit__(self, kind, value, trace):
+        if is_record(self):
+            steps.end_record()
+        leave(self, kind, value, trace)
+        if kind is not None and is_record(self) and steps.layers():
+            abandon_step()
+
+    return __exit__
+
+
+def counting_backward(backward):
+    """``backward()`` of an array, and of several with ``autograd.backward``: counts the passes that it starts."""
+
+    @functools.wraps(backward)
+    def counted_backward(*args, **kwargs):
+        if failures.is_in_use():
+            heads = args[0] if args else kwargs.get("heads")
+            for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
+                failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
+        steps.begin_backward()
+        try:
+            done = backward(*args, **kwargs)
+        finally:
+            reached = steps.end_backward()
+        steps.note_backward(reached)
+        return done
+
+    return counted_backward
+
+
+def noticing_grad(grad):
+    """``autograd.grad``: what it returns is the end of the step, unless more is to be done with its graph."""
+
+    @functools.wraps(grad)
+    def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
+        done = grad(heads, variables, head_grads, retain_graph, create_graph, train_mode)
+        if not create_graph and not retain_graph:
+            steps.end_grad()
+        return done
+
+    return noticed_grad
+
+
+def noticing_forward_of_symbols(forward):
+    """``Executor.forward``; in training a step of symbols and Modules begins with it."""
+
+    @functools.wraps(forward)
+    def noticed_forward(self, is_train=False, **kwargs):
+        if is_train:
+            leave_failed_step()
+            steps.begin_executor(self)
+        return forward(self, is_train, **kwargs)
+
+    return noticed_forward
+
+
+def noticing_backward_of_symbols(backward):
+    """``Executor.backward``."""
+
+    @functools.wraps(backward)
+    def noticed_backward(self, *args, **kwargs):
+        done = backward(self, *args, **kwargs)
+        steps.end_executor(self)
+        return done
+
+    return noticed_backward

@@ -1,0 +1,348 @@
+"""The state of a process's steps: how far Python has come with them, so that one which breaks off is noticed.
+
+When an exception, or Ctrl-C, comes between ``losses[0].backward()`` and ``losses[1].backward()`` and is caught, nothing
+says so: device 0 waits in the backward pass, and with it whatever needs its gradients, so that the next step waits,
+too. By then Python knows: at the forward pass that begins the next step all devices have been given equally many
+forward passes, but not equally many backward passes.
+
+Forward passes are counted where a layer, or a graph that has some, is called. Backward passes have no such place: which
+devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every Parameter whether its
+gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine has done by then. So
+that note is taken away before the call, looked at after it, and put back. Several threads may be in ``backward()``
+together, and one of them may wait there for what another has yet to start: nothing is held during the call. Whoever
+returns first counts what is fresh by then, and the last one puts back what nobody has reached.
+
+One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
+
+Other processes must know where a step breaks off here that is under way (`Steps.is_under_way`): from the first recorded
+call of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the
+first layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew)
+never are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
+``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+
+import mxnet as mx
+from mxnet.gluon import Block
+
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, set_fresh_gradient
+from gluon_syncbn.base.walk import outermost_block
+from gluon_syncbn.distributed.default import has_groups
+from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.step.positions import Nets
+
+
+class Passes:
+    """How often Python has started the passes of one layer on each device."""
+
+    def __init__(self, layer: mx.gluon.nn.BatchNorm):
+        self._layer = weakref.ref(layer)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: nothing is under way."""
+        self._devices: List[mx.Context] = []
+        self._forwards: Counter = Counter()
+        self._backwards: Counter = Counter()
+
+    def is_unfinished(self) -> bool:
+        """Whether the forward pass that begins now begins a new step, and the one before broke off on some device."""
+        return _is_even(self._forwards, self._devices) and not _is_even(self._backwards, self._devices)
+
+    def started(self) -> List[mx.Context]:
+        """The devices that have had most backward passes."""
+        most = max(self._backwards.values(), default=0)
+        return [device for device in self._devices if self._backwards[device] == most]
+
+    def begin_forward(self, device: mx.Context) -> None:
+        """Count a recorded forward pass in training mode on ``device``."""
+        devices = [array.context for array in self.arrays()]
+        if not devices:
+            return
+        if devices != self._devices:  # it has moved
+            self.forget()
+            self._devices = devices
+        self._forwards[device] += 1
+
+    def end_backward(self, device: mx.Context) -> None:
+        """Count a backward pass that reaches ``device``."""
+        self._backwards[device] += 1
+
+    def arrays(self) -> List[mx.nd.NDArray]:
+        """A Parameter that learns, on each device; none if it is frozen."""
+        layer = self._layer()
+        for parameter in (layer.gamma, layer.beta) if layer is not None else ():
+            if has_gradient(parameter):
+                return parameter.list_data()
+        return []
+
+    def take_notes(self) -> Iterator["_Note"]:
+        """Take from each of these arrays the note whether its gradient is fresh."""
+        was_seen = failures.was_seen()
+        for array in self.arrays():
+            was_fresh = has_fresh_gradient(array)
+            try:
+                set_fresh_gradient(array, False)
+            except mx.MXNetError:  # a copy, of which autograd does not know
+                if not was_seen:
+                    failures.forget_seen()
+                break
+            yield _Note(self, array, was_fresh)
+
+
+class _Note:
+    """Whether the gradient of an array was fresh before ``backward()``; and whether one that has reached it counts."""
+
+    def __init__(self, passes: Passes, array: mx.nd.NDArray, was_fresh: bool):
+        self.passes, self.array, self.was_fresh = passes, array, was_fresh
+        self.is_counted = False
+
+    def count(self) -> None:
+        if not self.is_counted and has_fresh_gradient(self.array):
+            self.is_counted = True
+            self.passes.end_backward(self.array.context)
+
+    def put_back(self) -> None:
+        if self.was_fresh and not self.is_counted:
+            set_fresh_gradient(self.array, True)
+
+
+def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
+    return len({counts[device] for device in devices}) == 1
+
+
+class HeldUpdate(NamedTuple):
+    """An update of weights that is not known to have passed all of its gates (`step.updates`)."""
+
+    first_gate: int
+    indices: List[List[Any]]  # by gate, as the optimizer counts
+    optimizer: "weakref.ref[mx.optimizer.Optimizer]"
+    numbers: Dict[str, Any]
+    counts: Dict[int, Dict[Any, int]]  # by device
+
+    def opened(self) -> List[bool]:
+        return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
+
+
+class _Scope(threading.local):
+    """The last ``autograd.record()`` of each thread, or the one that it is in."""
+
+    has_begun = False  # no layer has been called in it yet
+    net: Optional[Block] = None  # that has the first layer that was called in it
+
+
+class Steps:
+    """All that a process must know of its steps, in one object, `steps`. Threads of several devices call it together.
+
+    ``nets`` are those that have trained with other processes, ``executors`` those of symbols that have synchronized
+    layers, ``trainers`` all that have updated.
+    """
+
+    def __init__(self) -> None:
+        self.nets = Nets()
+        self.executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()
+        self.trainers: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of layers, passes and updates
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized
+        self._used_gpus = False  # when work was last waited for
+        self._lost_gpus = False
+
+        self._scope = _Scope()
+        self._inside: Counter = Counter()  # by thread: how many record() it is in
+        self._looked_through: weakref.WeakSet[Block] = weakref.WeakSet()
+
+        self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()
+        # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
+        # reached since; and those that were open when the thread entered the next record().
+        self._open: Dict[int, Set[Passes]] = {}
+        self._left: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._answers_late = False  # whether a backward() has reached one of them that was not called again
+        self._open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
+
+        self._notes_lock = threading.Lock()
+        self._notes: Dict[Tuple[Passes, int], _Note] = {}  # by layer and array, while a backward() is under way
+        self._calls = 0  # of backward() that are under way
+        self._updates: List[HeldUpdate] = []  # oldest first
+
+    # The layers and their devices
+
+    def add_layer(self, layer: Block) -> None:
+        """Add one that synchronizes from now on."""
+        with self._lock:
+            self._layers.add(layer)
+
+    def remove_layer(self, layer: Block) -> None:
+        """Remove one that synchronizes no more."""
+        with self._lock:
+            self._layers.discard(layer)
+
+    def layers(self) -> List:
+        """Every layer of this process that has synchronized."""
+        with self._lock:
+            return list(self._layers)
+
+    def devices_in_use(self) -> Set[mx.Context]:
+        """Those of the layers; no GPUs if the process was forked by one that had used them, as CUDA would fail."""
+        devices = {device for layer in self.layers() for device in layer.running_mean.list_ctx()}
+        gpus = {device for device in devices if device.device_type == "gpu"}
+        self._used_gpus = bool(gpus)
+        return devices - gpus if self._lost_gpus else devices
+
+    def lose_gpus(self) -> None:
+        """Use no GPU any more in a process that was just forked, if its parent has used some."""
+        self._lost_gpus = self._lost_gpus or self._used_gpus
+
+    # Where a step begins and ends
+
+    def begin_record(self) -> None:
+        """Note that this thread has entered ``autograd.record()``: the first layer that it calls from now on counts."""
+        self._scope.has_begun, self._scope.net = True, None
+        me = threading.get_ident()
+        with self._lock:
+            if not self._inside[me] and not self._answers_late:
+                self._left.update(self._open.pop(me, ()))
+            self._inside[me] += 1
+
+    def end_record(self) -> None:
+        """Note that this thread leaves ``autograd.record()``."""
+        me = threading.get_ident()
+        with self._lock:
+            self._inside[me] -= 1
+            if self._inside[me] <= 0:
+                del self._inside[me]
+
+    def take_new_net(self) -> Optional[Block]:
+        """The net that has the first layer that this thread has called in ``autograd.record()``; each net once."""
+        net, self._scope.net = self._scope.net, None
+        if net is None or net in self._looked_through:
+            return None
+        self._looked_through.add(net)
+        return net
+
+    def is_under_way(self) -> bool:
+        """Whether a step has begun here that other processes may be in the middle of, too."""
+        return bool(self._open or self._open_executors) or self.is_uneven()
+
+    def is_uneven(self) -> bool:
+        """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
+        return any(passes.is_unfinished() for passes in self._watched_now())
+
+    def forget_passes(self) -> None:
+        """Begin anew: no step is under way."""
+        for passes in self._watched_now():
+            passes.forget()
+        with self._lock:
+            self._open.clear()
+            self._left.clear()
+        self._open_executors.clear()
+
+    def _watched_now(self) -> List[Passes]:
+        with self._lock:
+            return list(self._watched)
+
+    # Forward passes
+
+    def begin_forward(self, passes: Passes, device: mx.Context) -> None:
+        """Note that Python starts a recorded forward pass in training mode on ``device``."""
+        self.note_forward(passes)
+        is_first = self._scope.has_begun
+        if is_first:
+            self._scope.has_begun, self._scope.net = False, outermost_block()
+        with self._lock:
+            if is_first:
+                self._watched.add(passes)
+            is_watched = passes in self._watched
+        if is_watched:
+            passes.begin_forward(device)
+
+    def note_forward(self, passes: Passes) -> None:
+        """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""
+        if is_followed():
+            with self._lock:
+                self._open.setdefault(threading.get_ident(), set()).add(passes)
+                self._left.discard(passes)
+
+    def begin_executor(self, executor: mx.executor.Executor) -> None:
+        """Note that ``Executor.forward`` is called in training."""
+        if executor in self.executors and any(array is not None for array in executor.grad_arrays):
+            self._open_executors.add(executor)
+
+    # Backward passes
+
+    def begin_backward(self) -> None:
+        """Note that a ``backward()`` is called."""
+        with self._notes_lock:
+            self._calls += 1
+            for note in self._notes.values():  # what calls that are still under way have reached
+                note.count()
+            for passes in self._awaited():
+                for note in passes.take_notes():
+                    key = passes, id(note.array)
+                    note.was_fresh |= key in self._notes and self._notes[key].was_fresh
+                    self._notes[key] = note
+
+    def _awaited(self) -> Set[Passes]:
+        """The layers that a ``backward()`` may reach and somebody wants to know of."""
+        with self._lock:
+            return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
+
+    def end_backward(self) -> Set[Passes]:
+        """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
+        with self._notes_lock:
+            self._calls -= 1
+            for note in self._notes.values():
+                note.count()
+            reached = {note.passes for note in self._notes.values() if note.is_counted}
+            if not self._calls:
+                for note in self._notes.values():
+                    note.put_back()
+                self._notes.clear()
+            return reached
+
+    def note_backward(self, reached: Set[Passes]) -> None:
+        """Note that a ``backward()`` has reached these layers."""
+        with self._lock:
+            self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
+            for passes in reached:
+                self._left.discard(passes)
+            for thread in list(self._open):
+                self._open[thread] = {passes for passes in self._open[thread] - reached if passes.arrays()}
+                if not self._open[thread]:
+                    del self._open[thread]
+
+    def end_grad(self) -> None:
+        """Note that ``autograd.grad`` was called on this thread, and its graph is done with."""
+        with self._lock:
+            self._open.pop(threading.get_ident(), None)
+
+    def end_executor(self, executor: mx.executor.Executor) -> None:
+        """Note that ``Executor.backward`` was called."""
+        self._open_executors.discard(executor)
+
+    # Updates
+
+    def hold(self, update: HeldUpdate) -> None:
+        """Remember an update until its gates are known to have opened."""
+        with self._lock:
+            while self._updates and all(self._updates[0].opened()):
+                del self._updates[0]
+            self._updates.append(update)
+
+    def take_updates(self) -> List[Tuple[HeldUpdate, List[bool]]]:
+        """Forget the updates that were held. Returns them, oldest first, each with which of its gates have opened."""
+        with self._lock:
+            updates = [(update, update.opened()) for update in self._updates]
+            self._updates.clear()
+        return updates
+
+
+def is_followed() -> bool:
+    """Whether other processes may have to know of a call that this thread makes now."""
+    return has_groups() and mx.autograd.is_recording() and mx.autograd.is_training()
+
+
+steps = Steps()
