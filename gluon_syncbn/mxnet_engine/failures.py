@@ -209,7 +209,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
         for array in (array for some in gradients for array in some):
             array.wait_to_read()
     except mx.MXNetError as problem:
-        fail(str(problem))
+        fail(str(problem).split("\nStack trace")[0].strip())
     if failure():
         mark_seen(failure())
         raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")

@@ -239,6 +239,9 @@ class Steps:
             self._open.clear()
             self._left.clear()
         self._open_executors.clear()
+        with self._notes_lock:  # of a backward() that Ctrl-C has ended in the middle of `begin_backward`
+            self._calls = 0
+            self._put_notes_back()
 
     def _watched_now(self) -> List[Passes]:
         with self._lock:
@@ -293,15 +296,18 @@ class Steps:
     def end_backward(self) -> Set[Passes]:
         """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
         with self._notes_lock:
-            self._calls -= 1
+            self._calls = max(0, self._calls - 1)
             for note in self._notes.values():
                 note.count()
             reached = {note.passes for note in self._notes.values() if note.is_counted}
             if not self._calls:
-                for note in self._notes.values():
-                    note.put_back()
-                self._notes.clear()
+                self._put_notes_back()
             return reached
+
+    def _put_notes_back(self) -> None:
+        for note in self._notes.values():
+            note.put_back()
+        self._notes.clear()
 
     def note_backward(self, reached: Set[Passes]) -> None:
         """Note that a ``backward()`` has reached these layers."""
