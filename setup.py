@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -24,6 +25,8 @@ EXAMPLES = [
 ]
 SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
+# Read, not imported: the package imports MXNet.
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', Path("gluon_syncbn/__init__.py").read_text(encoding="utf-8"), re.M)
 # For those who develop (Makefile): another compiler's new warnings must not cost a user the compiled core.
 STRICT = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("GLUON_SYNCBN_STRICT") else []
 
@@ -97,8 +100,12 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     name="gluon_syncbn",
-    version="0.1.0",
+    version=VERSION,
     description="Synchronized Batch Normalization for MXNet Gluon",
+    author="the gluon_syncbn authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["batch normalization", "deep learning", "gluon", "gluoncv", "multi-gpu", "mxnet", "syncbn"],
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
@@ -168,6 +175,13 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.8",
         "Programming Language :: Python :: 3.9",
         "Programming Language :: Python :: 3.10",
