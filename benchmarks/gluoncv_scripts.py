@@ -38,7 +38,7 @@ RCNN += " --num-box-head-conv-filters 32 --num_box_head_dense_filters 32"
 class Script(NamedTuple):
     """``synchronized`` are the words that ask for synchronized BatchNorm; ``more`` come last.
 
-    ``resume`` matches the weights that a run leaves behind: a second run, the one that is measured, resumes from them.
+    ``resume`` matches the weights that a run writes: a second run, which is the one measured, resumes from them.
     """
 
     path: str

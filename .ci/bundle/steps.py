@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 # On a stand-in for a GPU, sizes are smaller and limits longer: a fraction of a CPU core does a GPU's work.
 STANDS_IN = "STAND_IN_KERNELS" in os.environ
 PATIENCE = 4 if STANDS_IN else 1
-# Seconds for everything, by whether it is to be short; a little less than promised.
+# Seconds for all steps, by whether the run is short; a little less than promised.
 TOTAL = {False: 880 * PATIENCE, True: 460 * PATIENCE}
 KEEP = 40_000  # characters of a step's text, at each end
 
