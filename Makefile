@@ -4,13 +4,13 @@ PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 pyt
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := .venv/bin
-# Several CPU devices on a few cores: one thread each.
+# One thread per CPU device: there are several on a few cores.
 export OMP_NUM_THREADS ?= 1
-# The core compiles without a warning, or not at all.
+# Warnings of the compiler are errors.
 export GLUON_SYNCBN_STRICT := 1
-# How many tests run at a time. Each has several devices, and most start processes of their own.
+# Number of tests that run at a time. Each has several devices, and most start processes of their own.
 WORKERS ?= 3
-# The slow ones are taken over from a worker that has too many of them.
+# An idle worker takes tests from one that has many left.
 SPREAD := -n $(WORKERS) --dist worksteal
 
 .PHONY: train train-processes test processes check older-cpus docs lint wheels gpu
@@ -28,11 +28,11 @@ train-processes: .venv/installed $(if $(filter horovod,$(ENGINE)),.venv/horovod)
 test: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest $(SPREAD) -m "not long"
 
-# Jobs of several processes in every engine, size, mode and with every fault; `make test` has some of each.
+# Jobs of several processes: every engine, size, mode and fault. `make test` runs some of each.
 processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
 
-# Lint, and the tests that start no process: for the loop at the desk.
+# Lint, and the tests that start no process: for every edit.
 QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels native_rendezvous numpy_interface oracle \
 	rendezvous statistics symbol_block threads transport unfinished_step
 check: lint
@@ -41,7 +41,7 @@ check: lint
 # The numeric tests as on a processor without AVX-512, and the kernels alone as on one without AVX2.
 NUMERIC := bad_numbers bfloat16 freezing fused_relu fuzz groups instruction_sets modes native_kernels numerics \
 	numpy_interface precision statistics symbol symbol_block whole_nets
-# OpenBLAS takes what it is told, so it is told only where there is AVX2; the other two are upper limits.
+# This forces OpenBLAS's kernels, so it is set only if there is AVX2; the other two variables are upper limits.
 BLAS := $(shell grep -qs avx2 /proc/cpuinfo && echo OPENBLAS_CORETYPE=Haswell)
 older-cpus: .venv/installed
 	DNNL_MAX_CPU_ISA=AVX2 GLUON_SYNCBN_MAX_CPU_ISA=avx2 $(BLAS) \
@@ -57,8 +57,8 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Horovod links to the MXNet of this environment, and so is built in it (2 minutes on 2 cores); it needs setuptools that
-# are older than those of the rest. Where it cannot be built, tests that need it say NOT RUN.
+# Horovod links to the MXNet of this environment, so it is built here (2 minutes on 2 cores), with an older setuptools
+# than the rest. If it cannot be built, the tests that need it say NOT RUN.
 HOROVOD := HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1
 .venv/horovod: .venv/dependencies
 	$(BIN)/python -m pip install --quiet wheel packaging cloudpickle psutil pyyaml cffi
@@ -82,7 +82,7 @@ gpu: .venv/installed
 	$(BIN)/python -m pip install --quiet -e '.[cpu,examples,test,docs]'
 	touch $@
 
-# A change in csrc compiles what has changed. A library that failed to compile is gone, not old.
+# After a change in csrc, compile the changed files. If that fails there is no library, rather than an old one.
 .venv/installed: .venv/dependencies $(shell find gluon_syncbn/csrc -type f)
 	@if find gluon_syncbn/csrc -newer .venv/dependencies | grep -q .; then \
 	rm -f gluon_syncbn/*.so && $(BIN)/python setup.py --quiet build_ext --inplace; fi

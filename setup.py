@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -12,7 +13,7 @@ except ImportError:  # before setuptools 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 EXAMPLES = [
-    # gluoncv asks for no upper bounds, and what pip would choose today does not work with MXNet's numpy < 1.24.
+    # gluoncv has no upper bounds, and the versions that pip would choose today do not work with MXNet's numpy < 1.24.
     "gluoncv==0.10.5.post0",
     "matplotlib<3.8",
     "opencv-python<4.10",
@@ -24,14 +25,16 @@ EXAMPLES = [
 ]
 SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
-# For those who develop (Makefile): another compiler's new warnings must not cost a user the compiled core.
+# Read, not imported: the package imports MXNet.
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', Path("gluon_syncbn/__init__.py").read_text(encoding="utf-8"), re.M)
+# For development only (Makefile): another compiler's new warnings must not cost a user the compiled core.
 STRICT = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("GLUON_SYNCBN_STRICT") else []
 
 
 class BuildLibrary(build_ext):
-    """Compiles csrc/ to a shared library that Python loads with ctypes: it is no Python extension module.
+    """Compiles csrc/ to a shared library, which Python loads with ctypes; it is not a Python extension module.
 
-    Without a compiler, or where compiling fails, the package is installed without it and runs on the portable back end.
+    Without a compiler, or if compiling fails, the package is installed without it and runs on the portable back end.
     """
 
     _failed = False
@@ -43,14 +46,14 @@ class BuildLibrary(build_ext):
         return []
 
     def run(self):
-        self._is_inplace = self.inplace  # which setuptools takes back while it builds
+        self._is_inplace = self.inplace  # setuptools changes it during the build
         try:
             super().run()
         except Exception as problem:
             self._say_portable(problem)
 
     def build_extension(self, ext):
-        if self._is_inplace:  # the loop of those who develop; what others install is compiled in the usual way
+        if self._is_inplace:  # for development; other installations are compiled in the usual way
             self.compiler.compile = self._compile_what_changed
         try:
             super().build_extension(ext)
@@ -62,7 +65,7 @@ class BuildLibrary(build_ext):
             super().copy_extensions_to_source()
 
     def _compile_what_changed(self, sources, output_dir, macros, include_dirs, debug, extra_postargs, depends):
-        """As distutils' ``compile``, several files at a time, without those whose object is newer than they are."""
+        """Like distutils' ``compile``, but several files at a time, and only those that are newer than their object."""
         compiler = self.compiler
         _, objects, flags, preprocessor, sources_of = compiler._setup_compile(
             output_dir, macros, include_dirs, sources, depends, extra_postargs
@@ -89,7 +92,7 @@ class BuildLibrary(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """The library uses no Python ABI, so that one wheel serves every Python 3 of a platform."""
+    """The library uses no Python ABI, so one wheel works with every Python 3 on a platform."""
 
     def get_tag(self):
         return ("py3", "none", super().get_tag()[2])
@@ -97,8 +100,12 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     name="gluon_syncbn",
-    version="0.1.0",
+    version=VERSION,
     description="Synchronized Batch Normalization for MXNet Gluon",
+    author="the gluon_syncbn authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["batch normalization", "deep learning", "gluon", "gluoncv", "multi-gpu", "mxnet", "syncbn"],
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
@@ -168,6 +175,13 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.8",
         "Programming Language :: Python :: 3.9",
         "Programming Language :: Python :: 3.10",

@@ -1,8 +1,8 @@
-"""Takes the machine code for GPUs out of a shared library, so that it can be packed small.
+"""Removes the machine code for GPUs from a shared library, so that it packs small.
 
-What CUDA's compiler has put into section .nv_fatbin is a row of containers, each with one entry per GPU generation. The
-entries' code is overwritten with zeros; headers stay, so that the library loads as before. On a GPU for which there was
-no code anyway, nothing has changed.
+CUDA's compiler puts a row of containers into section .nv_fatbin, each with one entry per GPU generation. The entries'
+code is overwritten with zeros. Headers stay, so the library loads as before. For a GPU that the library has no code
+for, nothing changes.
 """
 
 import mmap
@@ -29,7 +29,7 @@ def section(elf, name: bytes) -> tuple:
 
 
 def blank(library: Path) -> int:
-    """Overwrite in place; returns how many bytes."""
+    """Overwrite the code in place; returns the number of bytes."""
     with open(library, "r+b") as file, mmap.mmap(file.fileno(), 0) as elf:
         position, size = section(elf, b".nv_fatbin")
         end, blanked = position + size, 0

@@ -1,12 +1,12 @@
 """Runs tests/gpu inside a CUDA build of MXNet; `make gpu` calls this.
 
     python .ci/gpu.py [words for pytest]
-    python .ci/gpu.py --bundle FOLDER [--python 3.12]     what another machine needs to do that, without a network
-    python .ci/gpu.py --rehearse FOLDER OUT [--short]     such a folder on a machine that is played, without a GPU
+    python .ci/gpu.py --bundle FOLDER [--python 3.12]     make a folder that does the same without a network
+    python .ci/gpu.py --rehearse FOLDER OUT [--short]     run such a folder here, on a stand-in for the GPU
 
-The package is installed as a wheel beside mxnet-cu117 and the real NVRTC, in build/gpu. Where this machine has a GPU,
-the kernels run on it; where not, a stand-in for CUDA runs them on the CPU, and pytest's header says so. Libraries that
-mxnet-cu117 wants, and that neither the package nor these tests use, are stubs (tests/stand_in/libraries.py).
+The package is installed as a wheel beside mxnet-cu117 and the real NVRTC, in build/gpu. If this machine has a GPU, the
+kernels run on it; if not, a stand-in for CUDA runs them on the CPU, and pytest's header says so. Stubs replace the
+libraries that mxnet-cu117 loads but neither the package nor these tests use (tests/stand_in/libraries.py).
 """
 
 import argparse
@@ -28,7 +28,7 @@ TESTING = ["numpy<1.24", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "
 def install() -> tuple:
     """The virtual environment; returns its site-packages and the package's wheel."""
     if not (3, 8) <= sys.version_info[:2] <= (3, 11):
-        raise SystemExit(f"MXNet wants Python 3.8 to 3.11 here, and this is {sys.version.split()[0]}")
+        raise SystemExit(f"MXNet needs Python 3.8 to 3.11 here, and this is {sys.version.split()[0]}")
     HOME.mkdir(parents=True, exist_ok=True)
     python = HOME / "venv" / "bin" / "python"
     if not (HOME / "installed").exists():
@@ -59,7 +59,7 @@ def test(site: Path, words) -> int:
     environment["MXNET_CUDNN_LIB_CHECKING"] = "0"  # it is a stub
     if not real:
         environment["STAND_IN_KERNELS"] = str(folder)
-        environment["STAND_IN_DELAY_US"] = "100"  # whoever forgets to wait reads old numbers
+        environment["STAND_IN_DELAY_US"] = "100"  # code that forgets to wait reads old numbers
     pytest = [str(HOME / "venv" / "bin" / "pytest"), "tests/gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider"]
     pytest += ["-n", str(min(3, os.cpu_count() or 1))]
     return subprocess.run([*pytest, *words], cwd=ROOT, env=environment).returncode
@@ -67,9 +67,9 @@ def test(site: Path, words) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="make such a folder")
-    parser.add_argument("--python", default=gpu_bundle.PYTHON, help="of the machine it is for (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="pack it in less time, and larger")
+    parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="make a folder for a machine without a network")
+    parser.add_argument("--python", default=gpu_bundle.PYTHON, help="version on that machine (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="pack it faster, but larger")
     parser.add_argument("--rehearse", type=Path, nargs=2, metavar=("FOLDER", "OUT"), help="try one without a GPU")
     arguments, words = parser.parse_known_args()
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(ROOT / ".ci" / "bundle")]

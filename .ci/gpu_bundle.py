@@ -1,9 +1,9 @@
-"""Makes the folder that proves the GPU side on a machine without a network, and tries it on one that has no GPU either.
+"""Makes the folder that tests the GPU side on a machine without a network, and rehearses it where there is no GPU.
 
-`make` packs the package's wheel, tests, benchmarks, MXNet's GPU build and its NumPy for the Python that is there, and
-the libraries that MXNet wants. `rehearse` runs that folder in an empty directory on a machine that is played: its own
-Python with a stand-in for CuPy, CUDA's driver and runtime as in tests/stand_in, a real NVRTC, and no network. So on the
-day only the GPU is new.
+`make` packs the package's wheel, tests, benchmarks, MXNet's GPU build with its NumPy for that machine's Python, and the
+libraries that MXNet loads. `rehearse` runs that folder in an empty directory as on that machine: with a Python of its
+own, a stand-in for CuPy, CUDA's driver and runtime as in tests/stand_in, a real NVRTC, and no network. Only the GPU is
+missing.
 """
 
 import json
@@ -22,7 +22,7 @@ from wheels import ROOT, find_python, run
 LIMIT = 60_000_000  # bytes of the folder
 PYTHON = "3.12"
 HERE = Path(__file__).resolve().parent / "bundle"
-# The last NumPy that MXNet can be told to like (bundle/site); distutils, which Python 3.12 has no more, is setuptools'.
+# The last NumPy that MXNet can be made to work with (bundle/site). Python 3.12 has no distutils; setuptools has one.
 SITE = ["numpy==1.26.4", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools<80"]
 PLATFORMS = ["manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 LEFT_OUT = ("tests", "include", "__pycache__", "bin", "f2py", "pkg_resources")
@@ -31,10 +31,10 @@ BENCHMARKS = ["common.py", "cupy_gpu.py", "gpu.py", "gpu_kernels.py", "gpu_rende
 
 
 def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -> None:
-    """Fill ``folder``, which must not be there or be empty.
+    """Fill ``folder``, which must be empty or not exist.
 
     ``libraries`` is a site-packages with MXNet's GPU build and CUDA's runtime.
-    With ``quick`` nothing is compressed, which saves minutes, and the folder is far larger than the limit.
+    With ``quick`` nothing is compressed: this saves minutes, but the folder is far larger than the limit.
     """
     from stand_in.libraries import build_forwarder, build_one_as_two, build_stubs
 
@@ -54,7 +54,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
     for build in (build_stubs, build_forwarder):
         build(folder / "lib", libmxnet)
     build_one_as_two(folder / "lib")
-    # What a machine may have itself, and then its own is taken.
+    # If the machine has these itself, its own are used.
     (folder / "lib_last").mkdir()
     shutil.copy(next(libraries.glob("nvidia/cuda_runtime/lib/libcudart.so.*")), folder / "lib_last")
     shutil.copy(run("gcc", "-print-file-name=libgomp.so.1").strip(), folder / "lib_last")
@@ -77,7 +77,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
 
 
 def collect_site(site: Path, libraries: Path, python: str) -> Path:
-    """What the interpreter there is to find, MXNet without machine code among it."""
+    """The packages for the interpreter there, with an MXNet without machine code."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     where = ["--target", site, "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
     run(sys.executable, "-m", "pip", "install", "--quiet", *where, *SITE)
@@ -89,7 +89,7 @@ def collect_site(site: Path, libraries: Path, python: str) -> Path:
 
 
 def pack(site: Path, file: Path) -> None:
-    """As xz if so named, with the filter for machine code of x86, which takes a tenth off."""
+    """As xz if the name says so, with the filter for x86 machine code, which saves a tenth."""
 
     def wanted(member):
         return None if set(Path(member.name).parts) & set(LEFT_OUT) else member
@@ -104,14 +104,14 @@ def pack(site: Path, file: Path) -> None:
 
 
 def write_contents(folder: Path, python: str) -> int:
-    """CONTENTS.txt; returns the bytes of all."""
+    """Write CONTENTS.txt; returns the size of the folder in bytes."""
     sizes = {item: sum(f.stat().st_size for f in [item, *item.rglob("*")] if f.is_file()) for item in folder.iterdir()}
     about = {
         "run.sh": "bash run.sh [OUT] [--short]: does it all",
         "steps.py": "what run.sh does, step by step",
         "site.tar.xz": "MXNet's GPU build without its machine code; NumPy, pytest and psutil",
-        "lib": "stubs for what MXNet's loader wants; NVRTC's name, which asks the machine's own; one GPU as two",
-        "lib_last": "CUDA 11's runtime and OpenMP's, where the machine has none",
+        "lib": "stubs for the libraries that MXNet loads; a forwarder to the machine's NVRTC; one GPU as two",
+        "lib_last": "the runtimes of CUDA 11 and OpenMP, if the machine has none",
     }
     lines = [
         f"For Python {python} on x86-64 Linux with a GPU, its driver and an NVRTC (CUDA 11 or newer);",
@@ -128,7 +128,7 @@ def write_contents(folder: Path, python: str) -> int:
 
 
 def rehearse(folder: Path, out: Path, home: Path, libraries: Path, words) -> int:
-    """Run ``folder`` as on the day, but for the GPU; returns what run.sh returns."""
+    """Run ``folder`` as on the machine with a GPU, but without one; returns the status of run.sh."""
     from stand_in.libraries import build_stand_in
 
     python = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["python"]
@@ -154,12 +154,12 @@ def rehearse(folder: Path, out: Path, home: Path, libraries: Path, words) -> int
         "STAND_IN_KERNELS": str(machine / "lib"),
         "STAND_IN_GPUS": "1",
         "STAND_IN_CAPABILITY": "90",
-        "STAND_IN_DELAY_US": "100",  # whoever forgets to wait reads old numbers
-        # As MXNet's kernels, those that it compiles at run time of a graph's other operators are not there.
+        "STAND_IN_DELAY_US": "100",  # code that forgets to wait reads old numbers
+        # MXNet's own kernels are missing, and so are those that it would compile at run time for fused operators.
         "MXNET_USE_FUSION": "0",
     }
     environment.update({name: os.environ[name] for name in ["GLUON_SYNCBN_NVRTC"] if name in os.environ})
-    # A network of its own is an empty one. Not every container may make that.
+    # A new network namespace is empty. Not every container may create one.
     alone = ["unshare", "--net"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
         print("(this machine does not let a process have no network: the rehearsal has one)")

@@ -1,8 +1,8 @@
-"""Builds one wheel and tries it with every MXNet that it is meant for (tests/smoke.py); `make wheels` calls this.
+"""Builds one wheel and tries it with every MXNet that it supports (tests/smoke.py); `make wheels` calls this.
 
-MXNet's C interface, which the package declares by hand, is compared with each one's headers.
+The package declares MXNet's C interface by hand; the declarations are compared with the headers of each MXNet.
 
-Interpreters are looked for on the PATH and among pyenv's. One that is not there is reported as NOT RUN.
+Interpreters are looked for on the PATH and among pyenv's. If one is missing, its line says NOT RUN.
 """
 
 import shutil
@@ -17,7 +17,7 @@ MATRIX = [("1.6.0", "3.8"), ("1.7.0.post2", "3.8"), ("1.8.0.post0", "3.8"), ("1.
 
 
 def find_python(version: str) -> Optional[str]:
-    """A path to that CPython, with venv."""
+    """The path of a CPython of that version that has venv."""
     candidates = [shutil.which(f"python{version}")]
     for pyenv in (Path.home() / ".pyenv", Path("/root/.pyenv"), Path("/opt/pyenv"), Path("/usr/local/pyenv")):
         if pyenv.is_dir():
@@ -39,7 +39,7 @@ def run(*command) -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    source = folder / "source"  # a copy: nothing of an earlier build gets in, and nothing stays behind
+    source = folder / "source"  # a copy: nothing of an earlier build gets in, and nothing is left over
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "*.so"))
     run(sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--wheel-dir", folder)
@@ -63,7 +63,7 @@ def smoke(wheel: Path, mxnet: str, python: str, folder: Path) -> str:
         f"-I{headers}",
         ROOT / "tests" / "csrc" / "check_c_api.cpp",
     )
-    # Not from the checkout, whose package would be found first.
+    # Not in the checkout, whose package would be found first.
     return run("env", "-C", folder, "OMP_NUM_THREADS=1", in_it, ROOT / "tests" / "smoke.py").splitlines()[-1]
 
 

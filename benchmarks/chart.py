@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/chart.py
 
-Flax and Keras are run if they are installed (pip install '.[peers]') here, or for the interpreter given by --peers.
+Flax and Keras run if they are installed (pip install '.[peers]') here, or for the interpreter that --peers names.
 """
 
 import argparse

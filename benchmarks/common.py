@@ -1,4 +1,4 @@
-"""What the benchmarks share: pairs that take turns, medians of ratios, what they ran on, and random weights."""
+"""Shared by the benchmarks: pairs that take turns, medians of ratios, a line about the machine, and random weights."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ class Start(mx.init.Xavier):
 
 
 def interleaved(runs: Dict[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> Dict[str, list]:
-    """Seconds of each run, ``rounds`` times; all take turns, so that a machine that slows down does so for all."""
+    """Seconds of each run, ``rounds`` times. All take turns, so a machine that slows down slows them all."""
     for run in runs.values():
         for _ in range(warm_up):
             run()
@@ -32,7 +32,7 @@ def interleaved(runs: Dict[str, Callable[[], float]], rounds: int, warm_up: int 
 
 
 def ratio(seconds: Dict[str, list], of: str, to: str) -> float:
-    """Median over rounds of how often ``of`` would fit into ``to``: its throughput as a share of that of ``to``."""
+    """The throughput of ``of`` as a share of that of ``to``: the median over rounds."""
     return statistics.median(b / a for a, b in zip(seconds[of], seconds[to]))
 
 
@@ -50,7 +50,7 @@ def machine() -> str:
 
 
 def launcher(engine: str, size: int) -> List[str]:
-    """The command that starts so many processes, on this machine, of what follows; 'none' starts one by itself."""
+    """Words to put before a command so that it runs in so many processes on this machine; 'none' is one process."""
     folder = os.path.dirname(sys.executable)
     return {
         "mpi": [os.path.join(folder, "mpirun"), "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)],
@@ -60,5 +60,5 @@ def launcher(engine: str, size: int) -> List[str]:
 
 
 def path_of_launchers() -> str:
-    """PATH for them: they start programs of their own."""
+    """PATH for the launchers, which start programs of their own."""
     return os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]

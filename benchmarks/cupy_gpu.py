@@ -1,4 +1,4 @@
-"""A GPU through CuPy, as `gpu_kernels.Passes` wants its devices: the kernels without MXNet."""
+"""A GPU through CuPy, with the interface that `gpu_kernels.Passes` needs: the kernels without MXNet."""
 
 from typing import Optional
 
@@ -10,7 +10,7 @@ _MARGIN, _PATTERN = 512, 0xA5  # bytes around an array that must not be written,
 
 
 def open_gpu() -> Optional["CupyGpu"]:
-    """The first GPU; or None, having said why not."""
+    """The first GPU; or None, after printing why."""
     try:
         import cupy
         import cupyx
@@ -26,7 +26,7 @@ def open_gpu() -> Optional["CupyGpu"]:
 
 
 class Placed:
-    """Values on the GPU, with memory around them that is watched."""
+    """Values on the GPU, with guarded memory around them."""
 
     def __init__(self, cupy, values: np.ndarray, offset: int):
         self._cupy = cupy

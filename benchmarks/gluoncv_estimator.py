@@ -1,6 +1,6 @@
-"""Trains an estimator of gluoncv.auto on gpu(0) and gpu(1), as its users do. Played by gluoncv_scripts.py.
+"""Trains an estimator of gluoncv.auto on gpu(0) and gpu(1), as its users do. gluoncv_scripts.py runs this.
 
-Wants Python 3.8 or 3.9: on 3.10 and later, GluonCV's settings (autocfg) raise a TypeError.
+Needs Python 3.8 or 3.9: on 3.10 and later, GluonCV's settings (autocfg) raise a TypeError.
 """
 
 import argparse

@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/gluoncv_processes.py gluon-cv/scripts
 
 As `horovodrun -np 2 python -m gluon_syncbn.run SCRIPT --horovod ...`, with the data and base weights of
-gluoncv_scripts.py. A row tells how the job ended, how many layers have met those of the other processes, how many of
-all that have moved have the same running statistics everywhere, and seconds a batch. (The scripts of SSD and YOLOv3
-make plain BatchNorm in a process with one device, whatever their options say; and without DALI all processes read the
-same images.)
+gluoncv_scripts.py. A row shows how the job ended, how many layers synchronized with the other processes, how many of
+those whose running statistics have moved have the same ones everywhere, and seconds per batch. (The scripts of SSD and
+YOLOv3 make plain BatchNorm in a process with one device, whatever their options say. Without DALI all processes read
+the same images.)
 """
 
 import argparse
@@ -85,10 +85,10 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
 
 
 def count_meetings() -> int:
-    """Layers that have met those of the other processes."""
+    """Layers that have synchronized with the other processes."""
     from gluon_syncbn.step.steps import steps
 
-    return sum(layer.place() is not None for layer in steps.layers())
+    return sum(layer._sync.place() is not None for layer in steps.layers())
 
 
 def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float) -> str:

@@ -4,13 +4,13 @@
     MXNET_CPU_TEMP_COPY=1024 OMP_NUM_THREADS=1 python benchmarks/gluoncv_scripts.py gluon-cv/scripts
 
 GluonCV's wheel does not have the scripts. Each runs on two devices in a process of its own, with a time limit, on a
-small VOC and COCO tree that is made here. What a first day without a network and without GPUs lacks is put in its place
-before the script begins: base weights (random ones, in a file that GluonCV's own look-up finds and checks), and
-``mx.gpu(i)``, which is ``mx.cpu(i)`` where there is no GPU. Mask R-CNN's script needs ``pip install pycocotools``.
+small VOC and COCO tree that is made here. Two things are replaced so that the scripts need no network and no GPU: base
+weights are random, in a file that GluonCV's own look-up finds and checks; and ``mx.gpu(i)`` is ``mx.cpu(i)`` where
+there is no GPU. Mask R-CNN's script needs ``pip install pycocotools``.
 
-A row tells how the script ended; how many BatchNorms had been synchronized, which is counted by what they have
-computed: running statistics that have moved, and are the same on both devices; seconds a batch, the median between two
-steps of the Trainer without the first two; and the most memory.
+A row shows how the script ended; how many BatchNorms were synchronized, that is, have running statistics that have
+moved and are the same on both devices; seconds per batch, the median between two steps of the Trainer without the first
+two; and the most memory.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RCNN += " --num-box-head-conv-filters 32 --num_box_head_dense_filters 32"
 class Script(NamedTuple):
     """``synchronized`` are the words that ask for synchronized BatchNorm; ``more`` come last.
 
-    ``resume`` matches the weights that a run leaves behind: a second run, the one that is measured, resumes from them.
+    ``resume`` matches the weights that a run writes: a second run, which is the one measured, resumes from them.
     """
 
     path: str

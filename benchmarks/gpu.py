@@ -5,11 +5,11 @@
     python benchmarks/gpu.py [--json FILE]
     python benchmarks/gpu.py --tune        # a line per choice; its times, shape by shape, as shares of what is shipped
 
-The kernels are compiled from ``gluon_syncbn/csrc/kernels.cu`` with CuPy's NVRTC and launched as the operator launches
-them. Reported is how many bytes a direction must move (forward reads x twice and writes y; backward reads x and dy
-twice and writes dx), divided by its time, as a share of what a device-to-device copy moves in the same run. PyTorch
-does the same work with the primitives of its SyncBatchNorm. All take turns; times are CUDA events', medians; tensors
-take turns, too, so that none is found in the cache.
+The kernels are compiled from ``gluon_syncbn/csrc/cuda/kernels.cu`` with CuPy's NVRTC and launched as the operator
+launches them. The result is the number of bytes that a direction must move (forward reads x twice and writes y;
+backward reads x and dy twice and writes dx), divided by its time, as a share of what a device-to-device copy moves in
+the same run. PyTorch does the same work with the primitives of its SyncBatchNorm. All take turns. Times are medians of
+CUDA events. Tensors take turns, too, so that none is found in the cache.
 
 Without CuPy or a GPU it says so and ends with status 3.
 """
@@ -33,7 +33,7 @@ DIRECTIONS = {"forward": 3, "backward": 5}  # how often each must read or write 
 
 
 class Ours:
-    """Forward and backward of one device, with the messages' way through the host left out: it is the same for all."""
+    """Forward and backward of one device, without the exchange through the host, which is the same for all."""
 
     def __init__(self, gpu, layout, x, y, dy, dx):
         batch, (channels, size) = x.shape[0], split(x.shape, layout)
@@ -108,7 +108,7 @@ def split(shape, layout):
 
 
 def microseconds(cupy, busy, run) -> float:
-    """Of GPU time. The GPU is ``busy`` first: Python has launched all of ``run`` when its first kernel begins."""
+    """Of GPU time. The GPU is ``busy`` first, so Python has launched all of ``run`` before its first kernel begins."""
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(4):
         cupy.copyto(*busy)
@@ -204,13 +204,13 @@ def compare_all(gpu, torch, arguments) -> None:
                     result = compare(gpu, None, shape, layout, dtype, arguments.rounds)
                 say(result)
                 results.append(result)
-                if arguments.json:  # each time anew: what comes later may not be reached
+                if arguments.json:  # after each shape: the run may be cut off
                     with open(arguments.json, "w", encoding="utf-8") as output:
                         json.dump({"device": gpu.description, "results": results}, output)
 
 
 def tune(gpu, arguments) -> None:
-    """Every combination of `TUNINGS`, ours alone: the sum of forward and backward as a share of what is shipped."""
+    """Every combination of `TUNINGS`, our kernels only: forward plus backward, as a share of the shipped choice."""
     shipped = {}
     for tuning in (None, *(Tuning(*numbers) for numbers in itertools.product(*TUNINGS))):
         gpu.tuning = tuning

@@ -1,7 +1,7 @@
 """Calls the kernels of ``gluon_syncbn/csrc/cuda`` without MXNet, as the operator does: for benchmarks and tests.
 
-`Passes` needs a device: something that makes arrays and launches kernels, a GPU through CuPy (gpu.py) or the CPU
-standing in for one (tests/stand_in.py). What a kernel is given as its grid is asked of the package's own library.
+`Passes` needs a device that makes arrays and launches kernels: a GPU through CuPy (gpu.py), or a CPU that stands in
+for one (tests/stand_in). The package's own library chooses the grid of each kernel.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 
 
 class Tuning(NamedTuple):
-    """Other numbers than the operator's; see launch.h."""
+    """Numbers that replace the operator's; see launch.h."""
 
     threads: int
     unroll: int
@@ -86,7 +86,7 @@ class Passes:
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
     activation, slope, in_place
-        What stands behind the norm, and whether the backward passes are given y in place of x.
+        What follows the norm, and whether the backward passes get y in place of x.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Passes:
     def gradient_sums(
         self, x, dy, gamma, beta, d_gamma, d_beta, gamma_request=1, beta_request=1, y=None, d_skip=None, skip_request=1
     ) -> None:
-        """Leave S1 and S2 of this device in ``received``, and what `normalize` was told of the call behind them.
+        """Leave S1 and S2 of this device in ``received``, and the arguments of `normalize` after them.
 
-        With y and d_skip it is the pass behind a skip.
+        With y and d_skip it is the pass after a skip.
         """
         self._ticket += 1
         vectors = (gamma, beta, self.saved, self.partials, self.counters, self.message, d_gamma, d_beta)
@@ -164,8 +164,8 @@ class Passes:
         self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
 
     def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None, is_passed=False) -> None:
-        """After ``send(S1, S2)`` of all devices. With y it is the pass behind a skip; ``is_passed`` says of dy that it
-        has been through the activation already."""
+        """After ``send(S1, S2)`` of all devices. With y it is the pass after a skip; ``is_passed`` says that dy has
+        been through the activation already."""
         vectors = (gamma, beta, self.saved, self.message)
         if y is None:
             activation = 0 if is_passed else self.activation
@@ -177,7 +177,7 @@ class Passes:
         self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The two vectors that a pass has left for the host, and what is behind them."""
+        """The two vectors that a pass has left for the host, and what follows them."""
         self.device.synchronize()
         if self.message[0] != self._ticket:
             raise AssertionError(f"the kernel left ticket {self.message[0]}, not {self._ticket}")

@@ -1,11 +1,12 @@
-"""What it costs devices to meet, where one or two of them are GPUs, inside MXNet.
+"""What it costs devices to synchronize inside MXNet, if one or two of them are GPUs.
 
     python benchmarks/gpu_rendezvous.py [--devices cpu:0,gpu:0 gpu:0,gpu:1] [--json FILE]
 
-A small layer's operator is called in training mode and in prediction mode, which launches one kernel less and meets
-nobody: the difference is the moments' kernel, its numbers' way to the host, and the rendezvous. The backward pass of a
-call in prediction mode lacks the rendezvous alone. Times are from the first call until all results are there, medians;
-the modes take turns. Needs none of MXNet's own kernels. Without a GPU it says so and ends with status 3.
+A small layer's operator is called in training mode and in prediction mode, which launches one kernel less and does not
+synchronize. The difference is the moments' kernel, the transfer of its numbers to the host, and the rendezvous. The
+backward pass of a call in prediction mode lacks only the rendezvous. Times are medians, from the first call until all
+results are there; the modes take turns. Needs none of MXNet's own kernels. Without a GPU it says so and ends with
+status 3.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The numbers that a GPU has given, as they stand in docs/gpu.md.
+"""Writes the numbers measured on a GPU as the tables of docs/gpu.md.
 
     python benchmarks/gpu_table.py OUT/results.json                        # print them
-    python benchmarks/gpu_table.py OUT/results.json --page docs/gpu.md     # put them there, in place of those before
+    python benchmarks/gpu_table.py OUT/results.json --page docs/gpu.md     # put them there, in place of the old ones
 
-OUT is what `run.sh` of the folder for GPUs has filled. Several results, of several machines, come one after the other.
+`run.sh` of the folder for GPUs has filled OUT. Results of several machines are written one after the other.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def describe_steps(results: dict) -> list:
 
 
 def describe_speed(speed: dict) -> list:
-    """The kernels' table; see benchmarks/gpu.py for what is counted."""
+    """The kernels' table; benchmarks/gpu.py says what is counted."""
     lines = ["| | copy | forward | of copy | × PyTorch | backward | of copy | × PyTorch |", "|" + " --- |" * 8]
     for result in speed["results"]:
         shape = "×".join(map(str, result["shape"]))

@@ -1,10 +1,10 @@
-"""One layer: against contrib SyncBatchNorm, its kernels against memory, the rendezvous, and more and more devices.
+"""One layer: against contrib SyncBatchNorm, its kernels against memory, the rendezvous, and 1 to 8 devices.
 
     OMP_NUM_THREADS=1 python benchmarks/layer.py
 
 Kernels: bytes that a pass must move (forward reads x twice and writes y; backward reads x and dy twice and writes dx)
 divided by its time, against a triad a = b + s·c compiled and timed in the same run. The arrays together are several
-times the last-level cache, and take turns, so that nothing is found there.
+times the last-level cache, and take turns, so that nothing is found in the cache.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tens of thousands of steps of a small static net on 4 CPU contexts: memory and threads stay what they are.
+"""Tens of thousands of steps of a small static net on 4 CPU contexts: memory and threads must not grow.
 
     OMP_NUM_THREADS=1 python benchmarks/long_run.py --steps 20000
 

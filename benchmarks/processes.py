@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
 
-An exchange is timed on a thread beside the main one, as an operator runs on, while the main thread waits; with Horovod
-also its own ``allreduce`` of that size from the main thread. A step is that of ResNet-50, forward and backward, with
-2 processes of one device each, and with 2 devices in one process: the two take turns.
+An exchange is timed on a thread of its own, as in an operator, while the main thread waits. With Horovod, its own
+``allreduce`` of that size is also timed, from the main thread. A step is that of ResNet-50, forward and backward, with
+2 processes of one device each, and with 2 devices in one process; the two take turns.
 """
 
 import argparse

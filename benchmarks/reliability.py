@@ -1,4 +1,4 @@
-"""What each fault of tests/faults.py ends in, for our layer on both back ends and for the one that MXNet ships.
+"""How each fault of tests/faults.py ends, for our layer on both back ends and for the one that MXNet ships.
 
     OMP_NUM_THREADS=1 python benchmarks/reliability.py [faults]
 
@@ -30,7 +30,7 @@ def start(fault: str, layer: str, mode: str, output) -> subprocess.Popen:
 
 
 def outcomes(fault: str, layer: str) -> list:
-    """For each mode: what the process ended in, and the seconds since the fault began."""
+    """For each mode: how the process ended, and the seconds since the fault began."""
     with tempfile.TemporaryDirectory() as folder:
         files = {mode: Path(folder, mode) for mode in MODES}
         running = {mode: start(fault, layer, mode, files[mode].open("w")) for mode in MODES}

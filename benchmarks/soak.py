@@ -1,10 +1,10 @@
-"""Thousands of steps of ResNet-18 on 2 CPU contexts: no crash, and never a number that differs.
+"""Thousands of steps of ResNet-18 on 2 CPU contexts: no crash, and no number that differs.
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py --mode static --steps 2000
 
-Parameters stay as they are and a few batches take turns, so every step must give the very bits that its batch gave the
-first time; and the first time must agree with the portable back end. An input that dangles, a copy that dies too early
-or a missed wait would show as another number. Exits with 1 at the first difference.
+Parameters do not change and a few batches take turns, so every step must give the same bits as its batch gave the first
+time; and the first time must agree with the portable back end. A dangling input, a copy that is freed too early or a
+missed wait would show as another number. Exits with 1 at the first difference.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --net resnet50 --update --only native "native, unguarded"
 
 With --update a step includes that of a Trainer; `native, unguarded` neither watches a step nor guards its update. In
-`native, waits for nobody` each device normalizes with its own moments at once: what that still costs is not the price
+`native, waits for nobody` each device normalizes with its own moments at once; the difference to `native` is the cost
 of synchronization.
 
 All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
@@ -35,7 +35,7 @@ CHANNELS = 64
 
 
 class Bordered(gluon.HybridBlock):
-    """A net between two casts, as docs/cpu_devices.md tells."""
+    """A net between two casts, as docs/cpu_devices.md advises."""
 
     def __init__(self, body):
         super().__init__()
@@ -84,7 +84,7 @@ NETS = {
 
 
 def wait_for_nobody(layer) -> None:
-    """Each device of a group meets itself alone, on the same path; no user can ask for that."""
+    """Each device of a group meets only itself, on the same path; no option does this."""
     if isinstance(layer, SyncBatchNorm):
         layer._spec = lambda count: SyncBatchNorm._spec(layer, count)._replace(group_size=1)
 
@@ -103,7 +103,7 @@ def build(make, devices, backend=None, contrib_norm=False, fuse=True, waits=True
 
 
 def step(net, inputs, trainer=None, guarded=True) -> float:
-    failures._state.is_in_use = guarded  # no user can ask for that
+    failures._state.is_in_use = guarded  # no option does this
     started = time.perf_counter()
     with autograd.record():
         outputs = [net(*items) for items in inputs]

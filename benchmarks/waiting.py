@@ -1,4 +1,4 @@
-"""Who waits for whom: the report of gluon_syncbn.profile for a net of step_time.py, its picture, and what it costs.
+"""Who waits for whom: the report of gluon_syncbn.profile for a net of step_time.py, its plot, and its cost.
 
     OMP_NUM_THREADS=1 python benchmarks/waiting.py --net resnet50 --plot docs/waiting.png
 

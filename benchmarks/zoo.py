@@ -4,9 +4,9 @@ For each classification, detection, segmentation and pose network that builds wi
 contexts, one each, with the net converted by `convert_sync_batchnorm`, against both images on one context with
 `nn.BatchNorm`. Outputs, the gradients of all parameters and of the images, and the running statistics must agree, in
 float64 to 1e-6 of the largest value of each array; where a network has operators without float64, in float32 to 1e-2.
-Where a net magnifies rounding more, to ten times what `nn.BatchNorm` on one device changes with the images exchanged.
-What is random is made constant: Dropout drops nothing, and R-CNN's sampler takes the same regions every time. Input is
-the smallest of several sizes that the network accepts.
+If a net magnifies rounding more, the limit is ten times the change of `nn.BatchNorm` on one device when the images are
+exchanged. Dropout drops nothing, and R-CNN's sampler takes the same regions every time. The input is the smallest of
+several sizes that the network accepts.
 
     OMP_NUM_THREADS=1 python benchmarks/zoo.py --log zoo.jsonl --table docs/gluoncv.md
 
@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import gluon_syncbn  # before anything is computed with MXNet
+import gluon_syncbn  # before MXNet computes anything
 
 # Not of these families: video, depth, tracking, and quantized networks, which have no BatchNorm left.
 OTHERS = re.compile(
@@ -259,7 +259,7 @@ def compare(name: str, size: int, dtype: str, build_synchronized=None, always_bo
 
 
 def _fixed_sample(self, F, rois, scores, gt_boxes):
-    """In place of R-CNN's sampler: the same regions every time, not some of those that this pass proposes."""
+    """Replaces R-CNN's sampler: the same regions every time, not some of those that this pass proposes."""
     box = gt_boxes.slice_axis(axis=1, begin=0, end=1)
     scale = F.arange(self._num_sample, dtype=box.dtype).reshape((1, -1, 1)) / (2 * self._num_sample) + 0.5
     regions = F.broadcast_mul(box, scale)
@@ -270,13 +270,13 @@ def _fixed_sample(self, F, rois, scores, gt_boxes):
 
 
 def _compute_in_float64(kind) -> None:
-    """GluonCV has float32 written into some blocks, whatever the type of their net."""
+    """GluonCV has hard-coded float32 in some blocks, whatever the type of their net."""
     forward = kind.hybrid_forward
     kind.hybrid_forward = lambda self, F, *args, **kwargs: forward(self, _InFloat64(F), *args, **kwargs)
 
 
 class _InFloat64:
-    """mx.nd whose arrays are float64 where float32 is asked for, or nothing."""
+    """mx.nd, but arrays are float64 where float32 is passed, or no type."""
 
     def __init__(self, F):
         self.F = F
@@ -333,7 +333,7 @@ def run(name: str, seconds: float):
 
 
 def write_table(log: Path, table: Path) -> None:
-    """The table, with the rows of the log in place of what it had of the same networks."""
+    """The table, in which the rows of the log replace those of the same networks."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     head, _, body = text.partition("<!-- table -->")
     rows = {line.split("|")[1].strip(): line for line in body.splitlines() if line.count("|") == 9}

@@ -1,12 +1,15 @@
 """Sphinx builds the pages of this folder: `make docs`, warnings are errors."""
 
 import os
+import re
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 project = "gluon_syncbn"
-author = "the gluon_syncbn developers"
-release = "0.1.0"
+author = "the gluon_syncbn authors"
+_package = Path(__file__).parent.parent / "gluon_syncbn" / "__init__.py"
+(release,) = re.findall(r'^__version__ = "(.+)"$', _package.read_text(encoding="utf-8"), re.M)
 myst_enable_extensions = ["dollarmath"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 exclude_patterns = ["draw_messages.py"]

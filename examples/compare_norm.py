@@ -1,4 +1,4 @@
-"""What synchronization buys: the same detector, data and steps with three normalizations, three seeds each.
+"""What synchronization gains: the same detector, data and steps with three normalizations, three seeds each.
 
     python examples/compare_norm.py
 
@@ -6,8 +6,8 @@
 ``syncbn``     SyncBatchNorm on the same 4 devices: the statistics of 4 images.
 ``reference``  nn.BatchNorm on one device with all 4 images: what syncbn should equal.
 
-Every run is one process of train_detection.py; runs that are complete are not repeated. Writes a figure with mean and
-spread over seeds, and prints the table of docs/studies.md.
+Every run is one process of train_detection.py; complete runs are not repeated. Draws the mean and spread over seeds,
+and prints the table of docs/studies.md.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What Batch Renormalization buys where a step has 1 image in all: scikit-learn's digits, a small net, three seeds.
+"""What Batch Renormalization gains if a step has 1 image in all: scikit-learn's digits, a small net, three seeds.
 
     python examples/compare_renorm.py
 
 ``bn``         nn.BatchNorm, 1 image per step: trained with the statistics of an image, used with the running ones.
 ``renorm``     SyncBatchNorm(renorm=...), 1 image per step; r_max and d_max grow from (1, 0) to (3, 5).
-``reference``  nn.BatchNorm, 16 images per step, as many epochs.
+``reference``  nn.BatchNorm, 16 images per step, the same number of epochs.
 
 Prints the accuracy on held-out digits in prediction mode: the table of docs/studies.md. Some minutes on a CPU.
 """

@@ -1,7 +1,7 @@
-"""What a training of several processes needs beside the layers: each process's share, gradients, and equal weights.
+"""What training in several processes needs besides the layers: each process's images, gradients, and equal weights.
 
-Started by ``mpirun`` or ``horovodrun``, one process per device. On GPUs gradients go through Horovod's own Trainer;
-else through one that adds them up with MPI or Horovod.
+``mpirun`` or ``horovodrun`` starts one process per device. With Horovod, gradients go through Horovod's own Trainer;
+with MPI, through one that adds them up.
 """
 
 import mxnet as mx
@@ -12,7 +12,7 @@ import gluon_syncbn
 
 
 class Alone:
-    """A training in one process."""
+    """Training in one process."""
 
     rank, size, local_rank = 0, 1, 0
 
@@ -39,7 +39,7 @@ class WithHorovod(Alone):
         return self._hvd.DistributedTrainer(parameters, optimizer, options)
 
     def broadcast(self, parameters):
-        # Not broadcast_parameters: a prediction may leave weights in a layout of oneDNN's, which Horovod cannot read.
+        # Not broadcast_parameters: a prediction may leave weights in a oneDNN layout, which Horovod cannot read.
         for name, parameter in sorted(parameters.items()):
             array = mx.nd.array(parameter.data(parameter.list_ctx()[0]).asnumpy(), ctx=mx.cpu())
             parameter.set_data(self._hvd.broadcast(array, root_rank=0, name=name))
@@ -78,7 +78,7 @@ class WithMPI(Alone):
 class SummingTrainer(gluon.Trainer):
     """A Trainer whose gradients are the mean over processes of the sums over each process's devices.
 
-    ``add_up`` returns the sum over processes of an array of NumPy.
+    ``add_up`` returns the sum of a NumPy array over processes.
     """
 
     def __init__(self, add_up, size, parameters, optimizer, options):
@@ -99,5 +99,5 @@ class SummingTrainer(gluon.Trainer):
 
 
 def join(name) -> Alone:
-    """The job that ``--processes`` names; None is a training in one process."""
+    """The job that ``--processes`` selects; None is training in one process."""
     return {None: Alone, "horovod": WithHorovod, "mpi": WithMPI}[name]()

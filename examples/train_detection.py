@@ -4,8 +4,8 @@
     mpirun -np 4 python examples/train_detection.py --devices cpu:1 --processes mpi
     horovodrun -np 4 python examples/train_detection.py --devices cpu:1 --processes horovod
 
-Without ``--dataset voc --root DIR`` it makes itself a data set: see digits_voc.py. Writes to ``--output``: last.params,
-a curve of loss and mAP, held-out images with detections, and history.json.
+Without ``--dataset voc --root DIR`` it makes its own data set (digits_voc.py). Writes to ``--output``: last.params, a
+curve of loss and mAP, held-out images with detections, and history.json.
 """
 
 import argparse
@@ -136,10 +136,10 @@ def make_detector(classes):
 
 
 class OutputOfConstants(YOLOOutputV3):
-    """gluoncv's output layer with a stop before its constants.
+    """gluoncv's output layer, with no gradient to its constants.
 
-    They have no gradient, but the way to them makes MXNet set up the backward graph anew at each step, which costs time
-    and, with several CPU devices, memory.
+    They need none, and without this MXNet sets up the backward graph anew in each step, which costs time and, on
+    several CPU devices, memory.
     """
 
     def hybrid_forward(self, F, x, anchors, offsets):
@@ -157,7 +157,7 @@ def build_net(classes, norm: str, devices):
 
 
 def start_without_objects(prediction) -> None:
-    """Let every anchor begin at 1% objectness, so that the first steps are not spent on unlearning 50% everywhere.
+    """Let every anchor begin at 1% objectness. With 50%, the first steps would only lower it everywhere.
 
     The prior of RetinaNet (Lin et al., "Focal Loss for Dense Object Detection", 2017, section 4.1).
     """
@@ -167,10 +167,10 @@ def start_without_objects(prediction) -> None:
 
 
 class TrainingLoss(gluon.HybridBlock):
-    """The detector's four losses added up, one number per device, as one graph with the net.
+    """The sum of the detector's four losses, one number per device, as one graph with the net.
 
-    Casts, here from float32 to itself, stand at the graph's borders, and nothing is computed outside of it: what
-    several CPU devices need to train for long (docs/cpu_devices.md).
+    There are casts at the graph's borders, here from float32 to float32, and nothing is computed outside it. Long
+    trainings on several CPU devices need this (docs/cpu_devices.md).
     """
 
     def __init__(self, net):
@@ -234,7 +234,7 @@ def draw_detections(net, dataset, options, path: Path, rows: int = 3, columns: i
 
 
 def finish_initialization(net, options) -> None:
-    """Weights whose shapes were not known yet exist after this."""
+    """Run the net once, so that weights whose shapes were not known exist."""
     for device in options.devices:
         net(mx.nd.zeros((1, 3, options.data_shape, options.data_shape), ctx=device))
 

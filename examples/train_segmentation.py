@@ -3,8 +3,8 @@
     python examples/train_segmentation.py --norm syncbn --devices cpu:4 --batch-per-device 1
 
 PSPNet has a branch that pools the whole image to one pixel and normalizes that. With one image per device,
-`nn.BatchNorm` sees one value per channel there: it returns β whatever the image, and its running variance goes to 0, so
-that in evaluation the branch explodes. Compare ``--norm bn``. The data set is made here, see digits_voc.py. Writes to
+`nn.BatchNorm` sees one value per channel there. It returns β whatever the image is, and its running variance goes to 0,
+so the branch explodes in evaluation. Compare ``--norm bn``. The script makes its data set (digits_voc.py). Writes to
 ``--output``: last.params, masks.png with held-out images, and history.json.
 """
 
@@ -33,7 +33,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 SIDE = 128  # of the images, in pixels
 STRIDE = 8  # of GluonCV's dilated backbones
-AUXILIARY = 0.2  # weight of the loss of the branch behind the third stage, as in GluonCV
+AUXILIARY = 0.2  # weight of the loss of the branch after the third stage, as in GluonCV
 NORMALIZE = transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
@@ -71,7 +71,7 @@ class PSPNet(SegBaseModel):
 class TrainingLoss(gluon.HybridBlock):
     """The net and its loss, one number per device, as one graph with casts at its borders.
 
-    What several CPU devices need to train for long (docs/cpu_devices.md).
+    Long trainings on several CPU devices need this (docs/cpu_devices.md).
     """
 
     def __init__(self, net):

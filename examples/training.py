@@ -1,4 +1,4 @@
-"""What the training examples share: options, seeds, the optimizer, and one pass over the training images."""
+"""Shared by the training examples: options, seeds, the optimizer, and one pass over the training images."""
 
 import argparse
 import random
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 WARM_UP_STEPS = 50
 ALONE = Alone()
-# The first steps build graphs; the next ones tell how long the training will take.
+# The first steps build graphs; the next ones predict how long the training will take.
 SETTLED, TIMED = 5, 25
 
 
@@ -52,8 +52,8 @@ def make_trainer(net, lr: float, steps: int, job: Alone = ALONE) -> gluon.Traine
 def train_epoch(loss_of, loader, trainer, devices, label: str, epochs_to_come: int, shows=True) -> float:
     """One pass over the training images; returns the mean loss per image.
 
-    ``loss_of`` gets a device's part of each array of a batch, and returns the sum of its images' losses, one number.
-    Tells after some steps how long ``epochs_to_come`` will take, this one included.
+    ``loss_of`` gets a device's part of each array of a batch, and returns one number, the sum of its images' losses.
+    After some steps it prints how long ``epochs_to_come`` will take, this one included.
     """
     total, images, waiting, stamps = 0.0, 0, [], []
     with tqdm(total=len(loader) * loader._batch_sampler._batch_size, desc=label, unit="img", disable=not shows) as bar:

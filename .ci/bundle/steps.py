@@ -1,9 +1,9 @@
-"""What run.sh does, step by step; it travels in the folder and needs nothing but Python.
+"""The steps of run.sh. This file is in the folder and needs nothing but Python.
 
-Each step is a program in a process group of its own, with a limit of time after which the whole group is killed. A step
-that fails does not stop the next. What a step prints goes to OUT/NAME.txt, its head and tail if it is long; what it
-measures, to OUT/results.json, which is written anew after every step, so that a machine that is taken away leaves all
-that was known until then. MXNet is unpacked while the first steps run, which do not need it.
+Each step is a program in a process group of its own, with a time limit after which the whole group is killed. If a step
+fails, the next ones still run. The output of a step goes to OUT/NAME.txt (head and tail if it is long), its
+measurements to OUT/results.json. That file is written anew after every step, so nothing is lost if the machine is taken
+away. MXNet is unpacked while the first steps run, which do not need it.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional
 
 HERE = Path(__file__).resolve().parent
-# A machine that only stands in for a GPU gets smaller sizes and more time: a fraction of a CPU core does a GPU's work.
+# On a stand-in for a GPU, sizes are smaller and limits longer: a fraction of a CPU core does a GPU's work.
 STANDS_IN = "STAND_IN_KERNELS" in os.environ
 PATIENCE = 4 if STANDS_IN else 1
-# Seconds for everything, by whether it is to be short; a little less than promised.
+# Seconds for all steps, by whether the run is short; a little less than promised.
 TOTAL = {False: 880 * PATIENCE, True: 460 * PATIENCE}
 KEEP = 40_000  # characters of a step's text, at each end
 
@@ -161,7 +161,7 @@ def kill_group(process: subprocess.Popen) -> None:
 
 
 def count_gpus() -> int:
-    """As the driver says. In a process of its own: CUDA does not like to be asked before a fork."""
+    """As the driver says. In a process of its own: CUDA must not be used before a fork."""
     code = (
         "import ctypes; c = ctypes.c_int(0); d = ctypes.CDLL('libcuda.so.1'); "
         "assert d.cuInit(0) == 0 == d.cuDeviceGetCount(ctypes.byref(c)); print(c.value)"
@@ -171,7 +171,7 @@ def count_gpus() -> int:
 
 
 def find_nvrtc() -> Optional[str]:
-    """The machine's own run-time compiler, the oldest that there is: its output must be known to the driver."""
+    """The machine's own run-time compiler, the oldest one: the driver must know its output."""
     if "GLUON_SYNCBN_NVRTC" in os.environ:
         return os.environ["GLUON_SYNCBN_NVRTC"]
     folders = [f"{path}/nvidia/*/lib" for path in sys.path if path]
@@ -259,12 +259,12 @@ def operator(run: Run, seconds: float) -> List[str]:
 
 
 def as_two(run: Run) -> List[str]:
-    """Where there is one GPU, it is two."""
+    """If there is one GPU, it is used as two."""
     return ["env", f"LD_PRELOAD={HERE / 'lib' / 'one_gpu_as_two.so'}"] if run.gpus == 1 else []
 
 
 def groups(run: Run, seconds: float) -> List[str]:
-    """Whatever needs two GPUs."""
+    """Everything that needs two GPUs."""
     return [*as_two(run), *pytest(run, "-m", "several_gpus", *(TESTS[:1] if STANDS_IN and run.short else TESTS))]
 
 
@@ -347,4 +347,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # an unpacking that still runs is not waited for
+    os._exit(code)  # do not wait for an unpacking that still runs

@@ -1,4 +1,4 @@
-"""In place of the library that MXNet imports to download files: there is no network where this is used."""
+"""Replaces the library that MXNet imports to download files: there is no network where this is used."""
 
 
 def __getattr__(name):
