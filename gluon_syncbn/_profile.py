@@ -1,6 +1,7 @@
 """`profile`: which layers wait, how long, and for whom."""
 
 import contextlib
+import gc
 import json
 import time
 from collections import Counter, defaultdict
@@ -181,6 +182,7 @@ def profile() -> Iterator[Report]:
     """
     report = Report()
     mx.nd.waitall()
+    gc.collect()  # a net that was dropped may still be there
     for layer in steps.layers():
         if layer.backend == "portable":
             raise RuntimeError(

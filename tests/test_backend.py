@@ -12,6 +12,7 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import choose, native
+from gluon_syncbn.layer.spec import LayerSpec
 
 
 @pytest.fixture
@@ -46,15 +47,15 @@ def test_portable_where_a_store_is_given(said):
 
 def test_portable_with_a_warning_where_mxnet_was_built_without_cuda(said):
     """What runs on GPUs is in tests/gpu."""
-    with pytest.warns(UserWarning, match="here runs on the portable back end.*USE_CUDA=1"):
-        assert choose.choose("here", "auto", [mx.gpu(0), mx.gpu(1)], None).name == "portable"
+    with pytest.warns(UserWarning, match="SyncBatchNorm 'here' runs on the portable back end.*USE_CUDA=1"):
+        assert choose.choose(LayerSpec("here"), [mx.gpu(0), mx.gpu(1)]).name == "portable"
     assert "the CUDA kernels cannot run on gpu(0)" in said.text
-    with pytest.raises(RuntimeError, match=r"here: backend='native' cannot run here: .*gpu\(0\)"):
-        choose.choose("here", "native", [mx.gpu(0)], None)
+    with pytest.raises(RuntimeError, match=r"'here': backend='native' cannot run here: .*gpu\(0\)"):
+        choose.choose(LayerSpec("here", backend="native"), [mx.gpu(0)])
 
 
 def test_no_warning_where_portable_was_asked_for(said, recwarn):
-    assert choose.choose("here", "portable", [mx.gpu(0)], None).name == "portable"
+    assert choose.choose(LayerSpec("here", backend="portable"), [mx.gpu(0)]).name == "portable"
     assert said.messages == ["back end portable: it was asked for."] and not recwarn.list
 
 
@@ -113,10 +114,14 @@ def test_a_dropped_layer_leaves_nothing_behind():
     layer = make(backend="native")
     x = mx.nd.ones((2, 3))
     vectors = [mx.nd.ones(3) for _ in range(4)]
-    number = layer._group_on(cpus(2))[1].reference.text
+    with autograd.record():
+        outputs = [layer(mx.nd.ones((2, 3), ctx=device)) for device in cpus(2)]
+    autograd.backward(outputs)
+    mx.nd.waitall()
+    number = layer._sync._group[1].reference.text
     call = {"op_type": "gluon_syncbn_native", "group": number, "axis": 1, "relu": 0}
     mx.nd.Custom(x, *vectors, **call)[0].wait_to_read()  # in prediction mode it meets no one
-    del layer
+    del layer, outputs
     gc.collect()
     with pytest.raises(mx.MXNetError, match=f"no SyncBatchNorm layer number {number} in this process"):
         mx.nd.Custom(x, *vectors, **call)

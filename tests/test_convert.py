@@ -189,17 +189,17 @@ OPTIONS = {
     "num_devices": 2,
     "group_size": 1,
     "timeout": 7.0,
-    "kvstore": "local",
     "process_group": "none",
-    "renorm": ((0.0, 2.0, 1.0),),
-    "backend": "portable",
     "fuse": False,
     "activation": "relu",
 }
-IN_PLACE = {"in_place": True, "backend": "native"}
+OPTIONS = {
+    "native": {**OPTIONS, "backend": "native", "renorm": ((0.0, 2.0, 1.0),), "in_place": True},
+    "portable": {**OPTIONS, "backend": "portable", "kvstore": "local"},
+}
 
 
-@pytest.mark.parametrize("options", [OPTIONS, IN_PLACE], ids=["all but in_place", "in_place"])
+@pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 @pytest.mark.parametrize("name", ["num_devices", "timeout", "fuse"])
 def test_a_second_conversion_keeps_what_it_is_not_given(options, name):
     layer = SyncBatchNorm(**options)
@@ -215,7 +215,7 @@ def test_a_second_conversion_keeps_what_it_is_not_given(options, name):
 def test_what_does_not_fit_a_layers_own_options_is_refused_before_anything_changes():
     net = nn.HybridSequential()
     net.add(nn.BatchNorm(), SyncBatchNorm(in_place=True))
-    with pytest.raises(ValueError, match="in_place=True needs the native back end"):
+    with pytest.raises(RuntimeError, match=r"only the native back end works in place \(in_place=True\)"):
         convert_sync_batchnorm(net, backend="portable")
     assert type(net[0]) is nn.BatchNorm and net[1]._sync.options.options()["backend"] == "auto"
     net = nn.HybridSequential()

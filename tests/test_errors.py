@@ -1,12 +1,14 @@
 """Bad input gets a clear error, at the earliest point that can know, with the layer's name."""
 
+import re
+
 import mxnet as mx
 import pytest
 from harness import cpus, run_python
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -54,11 +56,35 @@ def test_kvstore_with_an_optimizer():
         SyncBatchNorm(kvstore=store)
 
 
-def test_unknown_option():
-    with pytest.raises(TypeError):
-        SyncBatchNorm(devices=2)
-    with pytest.raises(TypeError):
-        convert_sync_batchnorm(nn.BatchNorm(), devices=2)
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"tiemout": 3}, "unknown option 'tiemout'. Did you mean 'timeout'?"),
+        ({"groupsize": 2}, "unknown option 'groupsize'. Did you mean 'group_size'?"),
+        ({"in_plce": True}, "unknown option 'in_plce'. Did you mean 'in_place'?"),
+        ({"kv_store": "local"}, "unknown option 'kv_store'. Did you mean 'kvstore'?"),
+        ({"q": 1}, "unknown option 'q'. There are "),
+    ],
+)
+def test_a_misspelt_option(given, words):
+    with pytest.raises(TypeError, match=re.escape(f"SyncBatchNorm: {words}")):
+        SyncBatchNorm(**given)
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), SyncBatchNorm(timeout=7))
+    with pytest.raises(TypeError, match=re.escape(f"convert_sync_batchnorm: {words}")):
+        convert_sync_batchnorm(net, **given)
+    assert type(net[0]) is nn.BatchNorm and net[1]._sync.options.timeout == 7
+    with pytest.raises(TypeError, match=re.escape(f"convert_symbol: {words}")):
+        convert_symbol(mx.sym.BatchNorm(mx.sym.var("data")), 2, **given)
+
+
+def test_options_that_batchnorm_has_itself_are_known_by_name():
+    with pytest.raises(TypeError, match="SyncBatchNorm: unknown option 'epsilom'. Did you mean 'epsilon'"):
+        SyncBatchNorm(epsilom=1e-3)
+    assert SyncBatchNorm(in_channels=3, prefix="stem_", params=None, gamma_initializer="zeros").name == "stem"
+
+
+def test_what_is_no_net():
     for convert in (convert_sync_batchnorm, convert_batchnorm):
         with pytest.raises(TypeError, match="expected a Gluon block"):
             convert("net")

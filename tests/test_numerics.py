@@ -8,7 +8,7 @@ from harness import MODES, cpus, observe, random_affine, random_shards, set_mode
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
-from gluon_syncbn.backends import portable
+from gluon_syncbn.backends.portable import operator
 from gluon_syncbn.backends.portable.host_arrays import HostArrays
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -113,8 +113,8 @@ def test_against_batchnorm_on_the_concatenated_batch(case, mode):
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_operators_chosen_for_gpus_are_right_too(case, monkeypatch):
     """They differ in how they sum; nothing in them needs a GPU."""
-    centre = portable._centre
-    monkeypatch.setattr(portable, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
+    centre = operator._centre
+    monkeypatch.setattr(operator, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
     shapes, axis = CASES[case]
     layer, devices, (gamma, beta) = make_layer(shapes, axis, mode="hybridize", backend="portable")
     shards, heads = random_shards(shapes), random_shards(shapes, seed=5)

@@ -45,29 +45,27 @@ FAULTS = [
     for direction in ("forward", "backward")
 ] + [(fault, "forward") for fault in ("interrupted", "one_step_more", "other_net", "bad_input")]
 SHORT = {
-    ("mpi", "killed", "backward", "native"),
-    ("mpi", "stopped", "forward", "native"),
-    ("mpi", "raising", "backward", "portable"),
-    ("mpi", "absent", "backward", "native"),
-    ("mpi", "caught", "backward", "native"),
-    ("mpi", "bad_input", "forward", "native"),
-    ("mpi", "other_net", "forward", "native"),
-    ("horovod", "ending", "forward", "native"),
-    ("horovod", "absent", "backward", "native"),
-    ("horovod", "caught", "backward", "native"),
+    ("mpi", "killed", "backward"),
+    ("mpi", "stopped", "forward"),
+    ("mpi", "raising", "backward"),
+    ("mpi", "absent", "backward"),
+    ("mpi", "caught", "backward"),
+    ("mpi", "bad_input", "forward"),
+    ("mpi", "other_net", "forward"),
+    ("horovod", "ending", "forward"),
+    ("horovod", "absent", "backward"),
+    ("horovod", "caught", "backward"),
 }
-ALL = [
-    (engine, *fault, backend) for engine in ("mpi", "horovod") for fault in FAULTS for backend in ("native", "portable")
-]
+ALL = [(engine, *fault) for engine in ("mpi", "horovod") for fault in FAULTS]
 
 
 @pytest.mark.parametrize(
-    "engine, fault, direction, backend",
+    "engine, fault, direction",
     [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long]) for case in ALL],
 )
-def test_the_others_say_so_in_time(engine, fault, direction, backend):
+def test_the_others_say_so_in_time(engine, fault, direction):
     need(engine)
-    done = run_job(engine, SIZE, "faults.py", fault, direction, backend, JOB_TIMEOUT=TIMEOUT)
+    done = run_job(engine, SIZE, "faults.py", fault, direction, JOB_TIMEOUT=TIMEOUT)
     errors = {
         int(rank): (float(seconds), text) for rank, seconds, text in re.findall(r"ERROR (\d) (\S+) ?(.*)", done.text)
     }

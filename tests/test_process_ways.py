@@ -98,6 +98,22 @@ def test_copies_of_a_layer_with_a_group_of_its_own(engine):
     run_way(engine, 2, "copies")
 
 
+def test_the_portable_back_end_is_refused():
+    done = run_way("mpi", 2, "portable")
+    reason = "cannot run here: .*only the native back end synchronizes several processes"
+    for words, times in (
+        (f"'before': backend='portable' {reason}", 3),
+        (f"'after': backend='portable' {reason}", 1),
+        (f"'converted': backend='portable' {reason}", 1),
+        (f"'symbol': backend='portable' {reason}", 1),
+        (f"'symbol': backend='auto' {reason}", 1),
+        (f"'stored': backend='auto' {reason}", 1),
+        ("'symbol': it runs on the portable back end, which does not synchronize several processes", 1),
+    ):
+        found = re.findall(f"^REFUSED .*SyncBatchNorm {words}", done.text, re.MULTILINE)
+        assert len(found) == 2 * times, (words, done.text)
+
+
 @pytest.mark.parametrize("way", ["module", "expander", "alone_in_the_middle"])
 def test_ways_to_train(way, tmp_path):
     run_way("mpi", 2, way, JOB_FOLDER=tmp_path)

@@ -10,7 +10,6 @@ from harness import MODES, cpus, random_shards, set_mode, step
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
-pytestmark = pytest.mark.usefixtures("backend")
 SHAPES = [(2, 4, 3, 5)] * 2
 
 
@@ -27,7 +26,7 @@ def train(layer, steps):
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_table_by_layer_and_direction(backend, mode):
+def test_a_table_by_layer_and_direction(mode):
     layer = make(mode)
     train(layer, 1)
     with gluon_syncbn.profile() as report:
@@ -40,7 +39,7 @@ def test_a_table_by_layer_and_direction(backend, mode):
     for row in report.rows:
         assert sum(row.last.values()) == row.calls and set(row.last) == {"cpu(0)", "cpu(1)"}
         assert 0 < row.spread <= row.spread_90 < report.seconds
-        assert (row.kernels is None) == (backend == "portable")
+        assert 0 < row.kernels < report.seconds
     assert sum(report.last().values()) == 10
     assert 0 < report.waiting_share < 1 and 0 <= report.kernel_share < 1
     text = str(report)

@@ -13,7 +13,7 @@ from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 
 
-def stacked(contributions, key):
+def stacked(contributions):
     return np.stack(contributions)
 
 
@@ -118,7 +118,7 @@ def test_vectors_of_different_lengths():
 
 
 def test_an_error_in_the_exchange_reaches_everyone():
-    def broken(contributions, key):
+    def broken(contributions):
         raise OSError("no route")
 
     outcomes = all_meet(make(3, exchange=broken), 3)
@@ -130,7 +130,7 @@ def test_an_error_in_the_exchange_reaches_everyone():
 def test_an_exchange_that_does_not_return_releases_the_others():
     release = threading.Event()
 
-    def stuck(contributions, key):
+    def stuck(contributions):
         release.wait(HANG)
         return np.stack(contributions)
 

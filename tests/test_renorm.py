@@ -1,4 +1,4 @@
-"""Batch Renormalization against an oracle, on both back ends, and its schedule."""
+"""Batch Renormalization against an oracle, and its schedule. On the native back end: portable refuses it."""
 
 import mxnet as mx
 import numpy as np
@@ -8,7 +8,7 @@ from harness import MODES, cpus, random_affine, random_shards, set_mode, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
-from gluon_syncbn.meeting.renorm import Limits, check_renorm, limits_at
+from gluon_syncbn.layer.spec import LayerSpec
 
 CHANNELS = 4
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3}
@@ -62,7 +62,7 @@ def make(devices, renorm, dtype="float32", mode="imperative", **options):
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("mode", list(MODES))
-def test_the_numbers_are_the_oracles(backend, mode, dtype, devices):
+def test_the_numbers_are_the_oracles(mode, dtype, devices):
     layer, gamma, beta = make(devices, (1.5, 0.5), dtype, mode)
     expected = Oracle(gamma, beta, lambda step: (1.5, 0.5))
     for number in range(3):
@@ -86,10 +86,13 @@ def test_both_limits_were_met_and_left_in_that_test():
     assert min(ratios) < 1.5 < max(ratios)
 
 
+@pytest.mark.parametrize("schedule", [[(0, 1, 0), (2, 1, 0), (4, 3, 2)], [(2, 1.25, 0.5), (4.5, 3, 2)]])
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_schedule_counts_the_training_passes(backend, mode):
-    """Also over steps of which some are on fewer devices, and predictions do not count."""
-    schedule = [(0, 1, 0), (2, 1, 0), (4, 3, 2)]
+def test_a_schedule_counts_the_training_passes(mode, schedule):
+    """Also over steps of which some are on fewer devices, and predictions do not count.
+
+    Before the first point and after the last the limits are those of that point.
+    """
     layer, gamma, beta = make(2, schedule, mode=mode)
     steps, r_max, d_max = zip(*schedule)
     expected = Oracle(gamma, beta, lambda step: (np.interp(step, steps, r_max), np.interp(step, steps, d_max)))
@@ -106,7 +109,7 @@ def test_a_schedule_counts_the_training_passes(backend, mode):
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_the_step_is_one_number_on_all_devices(backend, group_size):
+def test_the_step_is_one_number_on_all_devices(group_size):
     """After steps on some of them, too: where limits bind, equal data then give equal outputs."""
     devices, schedule = cpus(4), [(0, 1, 0), (20, 21, 20)]
     layer, _, _ = make(4, schedule, group_size=group_size)
@@ -131,7 +134,7 @@ def test_the_step_is_one_number_on_all_devices(backend, group_size):
         assert oracle.distance([item.asnumpy()], made.outputs) < 1e-4
 
 
-def test_a_step_that_was_given_up_leaves_one_number(backend):
+def test_a_step_that_was_given_up_leaves_one_number():
     """A subgroup of two has done a pass that the other has not."""
     layer, _, _ = make(4, [(0, 1, 0), (20, 21, 20)], group_size=2, timeout=1)
     data = random_shards([(2, CHANNELS, 3, 5)], mean=1000, std=1)[0]
@@ -148,7 +151,7 @@ def test_a_step_that_was_given_up_leaves_one_number(backend):
         np.testing.assert_array_equal(item.asnumpy(), outputs[0].asnumpy())
 
 
-def test_no_limits_but_1_and_0_is_batch_normalization(backend):
+def test_no_limits_but_1_and_0_is_batch_normalization():
     """To the bit."""
     results = []
     for renorm in (None, (1, 0)):
@@ -160,7 +163,7 @@ def test_no_limits_but_1_and_0_is_batch_normalization(backend):
         np.testing.assert_array_equal(one, other)
 
 
-def test_prediction_is_that_of_batchnorm(backend):
+def test_prediction_is_that_of_batchnorm():
     layer, _, _ = make(2, (3, 5))
     shards = random_shards([(2, CHANNELS, 3, 5)] * 2)
     step(layer, shards, shards, cpus(2))
@@ -193,20 +196,21 @@ def test_what_is_no_schedule_is_refused(renorm):
         SyncBatchNorm(renorm=renorm, prefix="layer_")
 
 
-def test_limits_between_the_points():
-    schedule = check_renorm([(10, 1, 0), (20, 3, 5)], "here")
-    assert [limits_at(schedule, step) for step in (0, 10, 15, 20, 99)] == [
-        Limits(1, 0),
-        Limits(1, 0),
-        Limits(2, 2.5),
-        Limits(3, 5),
-        Limits(3, 5),
-    ]
-    assert limits_at(check_renorm((3, 5), "here"), 7) == Limits(3, 5)
-    assert limits_at(None, 7) == Limits(1, 0)
+@pytest.mark.parametrize(
+    "renorm, schedule",
+    [
+        (None, None),
+        ((3, 5), ((0.0, 3.0, 5.0),)),
+        ([3, 5], ((0.0, 3.0, 5.0),)),
+        ([[10, 1, 0], (20, 3, 5)], ((10.0, 1.0, 0.0), (20.0, 3.0, 5.0))),
+        ([(0, 1, 0)], ((0.0, 1.0, 0.0),)),
+    ],
+)
+def test_what_users_may_write(renorm, schedule):
+    assert LayerSpec.of("x", renorm=renorm).renorm == schedule
 
 
-def test_a_symbol_carries_it(backend, tmp_path):
+def test_a_symbol_carries_it(tmp_path):
     """Saved and loaded, with tuples or not."""
     sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), num_devices=2, renorm=[(0, 1, 0), (5, 3, 5)], name="bn")
     sym.save(str(tmp_path / "net.json"))
@@ -214,7 +218,7 @@ def test_a_symbol_carries_it(backend, tmp_path):
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_on_one_device(backend, mode):
+def test_on_one_device(mode):
     """There the layer is nn.BatchNorm otherwise, and the option would have been ignored."""
     layer, gamma, beta = make(1, (1.5, 0.5), mode=mode)
     expected = Oracle(gamma, beta, lambda step: (1.5, 0.5))
@@ -223,7 +227,7 @@ def test_on_one_device(backend, mode):
         check_step(layer, expected, shards, random_shards([(1, CHANNELS, 3, 5)], seed=9), cpus(1), number)
 
 
-def test_in_groups_of_one(backend):
+def test_in_groups_of_one():
     layer, gamma, beta = make(2, (1.5, 0.5), group_size=1)
     shards = random_shards([(2, CHANNELS, 3, 5)] * 2, mean=1)
     outputs, _ = step(layer, shards, shards, cpus(2))

@@ -21,7 +21,7 @@ class PortableRendezvous:
 
     def __init__(self, ranks, timeout):
         names = [f"rank {rank}" for rank in range(ranks)]
-        self._rendezvous = Rendezvous("here", names, timeout, lambda parts, key: np.sum(parts, axis=0).tolist())
+        self._rendezvous = Rendezvous("here", names, timeout, lambda parts: np.sum(parts, axis=0).tolist())
         self._threads = ThreadPoolExecutor(ranks)
 
     def meet(self, rank, values):

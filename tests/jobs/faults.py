@@ -1,6 +1,6 @@
 """One fault, done on purpose to one process of a job; the others say what they see.
 
-    mpirun -np 3 python tests/jobs/faults.py mpi FAULT forward|backward native|portable
+    mpirun -np 3 python tests/jobs/faults.py mpi FAULT forward|backward
 
 Each survivor prints ``ERROR rank seconds text`` and exits with 9, or goes on and prints ``RIGHT AFTERWARDS``.
 """
@@ -18,7 +18,7 @@ from mxnet.gluon import nn
 
 import gluon_syncbn
 
-ENGINE, FAULT, DIRECTION, BACKEND = sys.argv[1:5]
+ENGINE, FAULT, DIRECTION = sys.argv[1:4]
 TIMEOUT = float(os.environ.get("JOB_TIMEOUT", 6))
 VICTIM, GOOD_STEPS = 1, 3
 group = job.join(ENGINE)
@@ -140,9 +140,9 @@ def expected():
 
 def main():
     norm = gluon_syncbn.SyncBatchNorm
-    net = build(lambda **options: norm(**options, backend=BACKEND, timeout=TIMEOUT))
+    net = build(lambda **options: norm(**options, timeout=TIMEOUT))
     if FAULT == "other_net" and is_victim:
-        net.add(norm(in_channels=4, backend=BACKEND, timeout=TIMEOUT))
+        net.add(norm(in_channels=4, timeout=TIMEOUT))
         net.initialize(ctx=device)
     fault = globals()[FAULT]
     began = time.monotonic()

@@ -2,7 +2,7 @@
 
     mpirun -np 2 python tests/jobs/numerics.py mpi DEVICES MODE,... CASE ...
 
-Prints ``RIGHT case backend mode`` on each process. A process builds a few layers more than those before it, so that
+Prints ``RIGHT case mode`` on each process. A process builds a few layers more than those before it, so that
 Gluon's names differ.
 """
 
@@ -23,7 +23,7 @@ import gluon_syncbn
 from gluon_syncbn.meeting import processes
 
 ENGINE, DEVICES, MODES, CASES = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
-BACKENDS = ["native", "portable"]
+TIMEOUT = 120
 processes.MOST_ROWS = int(os.environ.get("JOB_MOST_ROWS", processes.MOST_ROWS))
 group = job.join(ENGINE)
 devices = job.cpus(DEVICES)
@@ -74,7 +74,7 @@ def detector(norm):
 
     net = make_detector(["a", "b"])
     if norm is not nn.BatchNorm:
-        gluon_syncbn.convert_sync_batchnorm(net, backend=norm.keywords["backend"], timeout=norm.keywords["timeout"])
+        gluon_syncbn.convert_sync_batchnorm(net, timeout=TIMEOUT)
     return net
 
 
@@ -153,7 +153,7 @@ def gathered_sum(arrays):
     return rows.sum(axis=0)
 
 
-def check(case: str, backend: str, mode: str) -> None:
+def check(case: str, mode: str) -> None:
     make, dtype = globals()[case], "float32" if case == "layer" else "float64"
     shapes = [(1 + number % 2 if case != "resnet18" else 2, *SHAPES[case]) for number in range(total)]
     mx.random.seed(3)
@@ -170,9 +170,8 @@ def check(case: str, backend: str, mode: str) -> None:
     expected = train(reference, [np.concatenate(shards)], [np.concatenate(heads)], [mx.cpu(0)])
 
     def norm(**options):
-        return gluon_syncbn.SyncBatchNorm(**options, backend=backend, timeout=120)
+        return gluon_syncbn.SyncBatchNorm(**options, timeout=TIMEOUT)
 
-    norm.keywords = {"backend": backend, "timeout": 120}
     net = harness.set_mode(build(make, norm, devices, dtype, file), mode)
     mine = [job.shares(group, items, DEVICES) for items in (shards, heads)]
     seen = train(net, *mine, devices)
@@ -185,10 +184,9 @@ def check(case: str, backend: str, mode: str) -> None:
     if case != "branches":  # nn.BatchNorm averages the calls of a shared layer in the opposite order
         assert oracle.distance(seen[3], expected[3]) < tolerance, "statistics"
     assert job.same_everywhere(group, np.concatenate(seen[3])), "statistics differ between processes"
-    job.say("RIGHT", case, backend, mode)
+    job.say("RIGHT", case, mode)
 
 
 for case in CASES:
-    for backend in BACKENDS:
-        for mode in MODES:
-            check(case, backend, mode)
+    for mode in MODES:
+        check(case, mode)

@@ -3,7 +3,6 @@
 mpirun -np N python tests/jobs/ways.py mpi WAY
 """
 
-import itertools
 import json
 import os
 import sys
@@ -55,14 +54,13 @@ def groups():
     """2 devices each; groups of 1, 2, 4 and all devices, which may end within a process."""
     group = job.join(ENGINE)
     devices, total = job.cpus(2), 2 * group.size
-    for backend in ("native", "portable"):
-        for size in [size for size in (1, 2, 3, 4, 6) if total % size == 0]:
-            parts = [data(number) for number in range(total)]
-            expected = [item for first in range(0, total, size) for item in normalized(parts[first : first + size])]
-            layer = make(devices, group_size=size, backend=backend)
-            mine = slice(2 * group.rank, 2 * group.rank + 2)
-            for seen, right in zip(run(layer, parts[mine], devices), expected[mine]):
-                assert close(seen, right), (backend, size)
+    for size in [size for size in (1, 2, 3, 4, 6) if total % size == 0]:
+        parts = [data(number) for number in range(total)]
+        expected = [item for first in range(0, total, size) for item in normalized(parts[first : first + size])]
+        layer = make(devices, group_size=size)
+        mine = slice(2 * group.rank, 2 * group.rank + 2)
+        for seen, right in zip(run(layer, parts[mine], devices), expected[mine]):
+            assert close(seen, right), size
 
 
 def some_of_the_processes():
@@ -92,22 +90,21 @@ def last_batch():
     """Fewer images than devices, and none in the last process: it takes part with nothing."""
     group = job.join(ENGINE)
     devices = job.cpus(2)
-    for backend in ("native", "portable"):
-        layer = make(devices, backend=backend)
-        run(layer, [data(2 * group.rank + number) for number in range(2)], devices)
-        counts = [1 if rank < group.size - 1 else 0 for rank in range(group.size)]
-        parts = [data(50 + rank) for rank in range(group.size) if counts[rank]]
-        used = devices[: counts[group.rank]]
-        with gluon_syncbn.devices(used):
-            if used:
-                (seen,) = run(layer, [parts[group.rank]], used)
-                assert close(seen, normalized(parts)[group.rank]), backend
-        for device in devices:
-            assert job.same_everywhere(group, layer.running_var.data(device).asnumpy())
-        parts = [data(100 + number) for number in range(2 * group.size)]
-        mine = slice(2 * group.rank, 2 * group.rank + 2)
-        for seen, right in zip(run(layer, parts[mine], devices), normalized(parts)[mine]):
-            assert close(seen, right), backend
+    layer = make(devices)
+    run(layer, [data(2 * group.rank + number) for number in range(2)], devices)
+    counts = [1 if rank < group.size - 1 else 0 for rank in range(group.size)]
+    parts = [data(50 + rank) for rank in range(group.size) if counts[rank]]
+    used = devices[: counts[group.rank]]
+    with gluon_syncbn.devices(used):
+        if used:
+            (seen,) = run(layer, [parts[group.rank]], used)
+            assert close(seen, normalized(parts)[group.rank])
+    for device in devices:
+        assert job.same_everywhere(group, layer.running_var.data(device).asnumpy())
+    parts = [data(100 + number) for number in range(2 * group.size)]
+    mine = slice(2 * group.rank, 2 * group.rank + 2)
+    for seen, right in zip(run(layer, parts[mine], devices), normalized(parts)[mine]):
+        assert close(seen, right)
     for empty in ([], devices if group.rank else []):
         try:
             with gluon_syncbn.devices(empty):
@@ -121,19 +118,18 @@ def last_batch():
 def module():
     """A symbol that is bound by a Module in each process."""
     group = job.join(ENGINE)
-    for backend in ("native", "portable"):
-        plain = mx.sym.BatchNorm(mx.sym.var("data"), name="norm", fix_gamma=False, eps=1e-5)
-        symbol = gluon_syncbn.convert_symbol(plain, num_devices=1, backend=backend, timeout=60)
-        symbol = mx.sym.load_json(symbol.tojson())
-        bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
-        bound.bind([("data", SHAPE)])
-        bound.init_params(mx.init.One())
-        parts = [data(rank) for rank in range(group.size)]
-        for _ in range(2):
-            bound.forward(mx.io.DataBatch([mx.nd.array(parts[group.rank])]), is_train=True)
-            assert close(bound.get_outputs()[0].asnumpy(), normalized(parts)[group.rank]), backend
-            bound.backward([mx.nd.ones(SHAPE)])
-            mx.nd.waitall()
+    plain = mx.sym.BatchNorm(mx.sym.var("data"), name="norm", fix_gamma=False, eps=1e-5)
+    symbol = gluon_syncbn.convert_symbol(plain, num_devices=1, timeout=60)
+    symbol = mx.sym.load_json(symbol.tojson())
+    bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
+    bound.bind([("data", SHAPE)])
+    bound.init_params(mx.init.One())
+    parts = [data(rank) for rank in range(group.size)]
+    for _ in range(2):
+        bound.forward(mx.io.DataBatch([mx.nd.array(parts[group.rank])]), is_train=True)
+        assert close(bound.get_outputs()[0].asnumpy(), normalized(parts)[group.rank])
+        bound.backward([mx.nd.ones(SHAPE)])
+        mx.nd.waitall()
 
 
 def expander():
@@ -251,12 +247,12 @@ late = Late(lambda device: 1.0)  # what comes behind it arrives later at its lay
 def two_nets():
     """Teacher and student, which have no order between them; their first rounds come in another one in each process."""
     group = job.join(ENGINE)
-    for backend, size in itertools.product(("native", "portable"), (None, 1)):
+    for size in (None, 1):
         nets = []
         for _ in range(3):
             nets.append(nn.HybridSequential())
-            nets[-1].add(make([mx.cpu(0)], backend=backend, group_size=size, renorm=(1, 0)), nn.Activation("relu"))
-            nets[-1].add(make([mx.cpu(0)], backend=backend, group_size=size, renorm=(1, 0)))
+            nets[-1].add(make([mx.cpu(0)], group_size=size, renorm=(1, 0)), nn.Activation("relu"))
+            nets[-1].add(make([mx.cpu(0)], group_size=size, renorm=(1, 0)))
         for step in range(2):
             outputs = []
             with autograd.record():
@@ -270,7 +266,7 @@ def two_nets():
                 for layer in range(2):
                     parts = [normalized([part])[0] for part in parts] if size else normalized(parts)
                     parts = parts if layer else [np.maximum(part, 0).astype("float32") for part in parts]
-                assert close(seen.asnumpy(), parts[group.rank]), (backend, size, step, number)
+                assert close(seen.asnumpy(), parts[group.rank]), (size, step, number)
 
 
 def branches_of_a_module():
@@ -339,58 +335,53 @@ def nets_in_another_order():
 def without_backward():
     """Passes that nobody answers; then an exception in one process, before a layer has run. The others go on."""
     group = job.join(ENGINE)
-    for backend in ("native", "portable"):
-        for number, kind in enumerate(
-            ("not recorded", "recorded", "kept", "frozen", "retained", "predicted", "module")
-        ):
-            layer = make([mx.cpu(0)], backend=backend)
-            x = mx.nd.array(data(group.rank))
-            x.attach_grad()
-            kept = None
-            if kind == "not recorded":
-                with autograd.train_mode():
-                    layer(x)
-            elif kind in ("recorded", "kept"):
+    for number, kind in enumerate(("not recorded", "recorded", "kept", "frozen", "retained", "predicted", "module")):
+        layer = make([mx.cpu(0)])
+        x = mx.nd.array(data(group.rank))
+        x.attach_grad()
+        kept = None
+        if kind == "not recorded":
+            with autograd.train_mode():
+                layer(x)
+        elif kind in ("recorded", "kept"):
+            with autograd.record():
+                kept = layer(x)
+            kept = kept if kind == "kept" else None
+        elif kind == "frozen":
+            layer.collect_params().setattr("grad_req", "null")
+            head = nn.Dense(2, in_units=36)
+            head.initialize(ctx=mx.cpu(0))
+            with autograd.record():
+                kept = head(layer(mx.nd.array(data(group.rank))))
+            kept.backward()
+            layer.collect_params(".*gamma|.*beta").setattr("grad_req", "write")
+        elif kind == "retained":
+            with autograd.record():
+                out = layer(x)
+            out.backward(retain_graph=True)
+            first = x.grad.asnumpy()
+            out.backward()
+            assert close(x.grad.asnumpy(), first)
+        elif kind == "predicted":
+            with autograd.record(train_mode=False):
+                kept = layer(x)
+        else:
+            symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=1, timeout=60, name=f"n{number}")
+            bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
+            bound.bind([("data", SHAPE)], for_training=False)
+            bound.init_params()
+            bound.forward(mx.io.DataBatch([mx.nd.array(data(group.rank))]), is_train=True)
+        mx.nd.waitall()
+        if group.rank == 0:
+            try:
                 with autograd.record():
-                    kept = layer(x)
-                kept = kept if kind == "kept" else None
-            elif kind == "frozen":
-                layer.collect_params().setattr("grad_req", "null")
-                head = nn.Dense(2, in_units=36)
-                head.initialize(ctx=mx.cpu(0))
-                with autograd.record():
-                    kept = head(layer(mx.nd.array(data(group.rank))))
-                kept.backward()
-                layer.collect_params(".*gamma|.*beta").setattr("grad_req", "write")
-            elif kind == "retained":
-                with autograd.record():
-                    out = layer(x)
-                out.backward(retain_graph=True)
-                first = x.grad.asnumpy()
-                out.backward()
-                assert close(x.grad.asnumpy(), first)
-            elif kind == "predicted":
-                with autograd.record(train_mode=False):
-                    kept = layer(x)
-            else:
-                symbol = gluon_syncbn.symbol.SyncBatchNorm(
-                    mx.sym.var("data"), num_devices=1, timeout=60, name=f"n{number}"
-                )
-                bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
-                bound.bind([("data", SHAPE)], for_training=False)
-                bound.init_params()
-                bound.forward(mx.io.DataBatch([mx.nd.array(data(group.rank))]), is_train=True)
-            mx.nd.waitall()
-            if group.rank == 0:
-                try:
-                    with autograd.record():
-                        raise StopIteration("the loader is at its end")
-                except StopIteration:
-                    gluon_syncbn.abandon_step()
-            (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
-            parts = [data(100 + rank) for rank in range(group.size)]
-            assert close(seen, normalized(parts)[group.rank]), (backend, kind)
-            mx.nd.waitall()
+                    raise StopIteration("the loader is at its end")
+            except StopIteration:
+                gluon_syncbn.abandon_step()
+        (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
+        parts = [data(100 + rank) for rank in range(group.size)]
+        assert close(seen, normalized(parts)[group.rank]), kind
+        mx.nd.waitall()
     if ENGINE == "mpi":  # with Horovod the job would end, as is documented
         given_up(group)
 
@@ -487,43 +478,42 @@ def steps_of_a_schedule():
     """One number for a layer, whatever others do, after steps that some left out, and after one that was given up."""
     group = job.join(ENGINE)
     devices = job.cpus(2)
-    for backend in ("native", "portable"):
-        for size in (None, 2, 1):
-            options = {"backend": backend, "group_size": size, "renorm": [(0, 1, 0), (20, 21, 20)]}
-            layer, head = make(devices, **options), make(devices, backend=backend)
-            far = [np.random.RandomState(1).standard_normal(SHAPE).astype("float32") + 1000] * 2
-            count = 0
-            for kind in ("all", "some", "all", "failed", "all"):
-                used = devices[:1] if kind == "some" and group.rank == 0 else [] if kind == "some" else devices
-                if kind == "failed":
-                    if ENGINE == "horovod":
-                        continue
-                    used = devices[:1] if group.rank == 0 else devices
-                    try:
-                        with autograd.record():
-                            outputs = [layer(mx.nd.array(part, ctx=device)) for part, device in zip(far, used)]
-                            if group.rank:
-                                outputs[0].asnumpy()
-                            raise ValueError("a bad batch, on all processes")
-                    except (ValueError, mx.MXNetError):
-                        gluon_syncbn.abandon_step()
-                    if size is None:
-                        continue  # it was done nowhere
-                else:
-                    with gluon_syncbn.devices(used):
-                        if used:
-                            run(layer, far[: len(used)], used)
-                            for _ in range(3):
-                                run(head, far[: len(used)], used)
-                count += 1
-            for parameter in (layer.running_mean, layer.running_var):
-                parameter.set_data(mx.nd.ones(4))
-            for seen in run(layer, far, devices):
-                whole = far[0].astype("float64")
-                mean, var = (function(whole, axis=(0, 2, 3), keepdims=True) for function in (np.mean, np.var))
-                r = np.clip(np.sqrt(var + 1e-5) / np.sqrt(1 + 1e-5), 1 / (1 + count), 1 + count)
-                expected = (whole - mean) / np.sqrt(var + 1e-5) * r + np.clip(mean - 1, -count, count)
-                assert np.abs(seen - expected).max() < 1e-3, (backend, size, count, float(seen.mean()))
+    for size in (None, 2, 1):
+        options = {"group_size": size, "renorm": [(0, 1, 0), (20, 21, 20)]}
+        layer, head = make(devices, **options), make(devices)
+        far = [np.random.RandomState(1).standard_normal(SHAPE).astype("float32") + 1000] * 2
+        count = 0
+        for kind in ("all", "some", "all", "failed", "all"):
+            used = devices[:1] if kind == "some" and group.rank == 0 else [] if kind == "some" else devices
+            if kind == "failed":
+                if ENGINE == "horovod":
+                    continue
+                used = devices[:1] if group.rank == 0 else devices
+                try:
+                    with autograd.record():
+                        outputs = [layer(mx.nd.array(part, ctx=device)) for part, device in zip(far, used)]
+                        if group.rank:
+                            outputs[0].asnumpy()
+                        raise ValueError("a bad batch, on all processes")
+                except (ValueError, mx.MXNetError):
+                    gluon_syncbn.abandon_step()
+                if size is None:
+                    continue  # it was done nowhere
+            else:
+                with gluon_syncbn.devices(used):
+                    if used:
+                        run(layer, far[: len(used)], used)
+                        for _ in range(3):
+                            run(head, far[: len(used)], used)
+            count += 1
+        for parameter in (layer.running_mean, layer.running_var):
+            parameter.set_data(mx.nd.ones(4))
+        for seen in run(layer, far, devices):
+            whole = far[0].astype("float64")
+            mean, var = (function(whole, axis=(0, 2, 3), keepdims=True) for function in (np.mean, np.var))
+            r = np.clip(np.sqrt(var + 1e-5) / np.sqrt(1 + 1e-5), 1 / (1 + count), 1 + count)
+            expected = (whole - mean) / np.sqrt(var + 1e-5) * r + np.clip(mean - 1, -count, count)
+            assert np.abs(seen - expected).max() < 1e-3, (size, count, float(seen.mean()))
 
 
 def loader():
@@ -564,6 +554,47 @@ def copies():
             assert close(seen, normalized([data(rank) for rank in range(group.size)])[group.rank])
             layer = copy.deepcopy(layer)
             layer.initialize(ctx=mx.cpu(0), force_reinit=True)  # MXNet copies no gradients
+
+
+def portable():
+    """One clear error where a layer is made, or at its first call; nobody waits for anybody."""
+    portable = {"backend": "portable"}
+
+    def refuse(call, *arguments, error=RuntimeError, **options):
+        try:
+            call(*arguments, **options)
+        except error as problem:
+            job.say("REFUSED", str(problem).split("\n")[0])
+        else:
+            raise AssertionError("it was not refused")
+
+    def forward():
+        bound.forward(mx.io.DataBatch([mx.nd.array(data(0))]), is_train=True)
+        bound.get_outputs()[0].asnumpy()
+
+    layers = [make([mx.cpu(0)], prefix="before_", **portable) for _ in range(3)]
+    layers[1].hybridize()
+    layers[2].hybridize(static_alloc=True, static_shape=True)
+    plain = mx.sym.BatchNorm(mx.sym.var("data"), name="symbol")
+    bound = mx.mod.Module(gluon_syncbn.convert_symbol(plain, 2, **portable), label_names=None)
+    bound.bind([("data", SHAPE)])
+    bound.init_params()
+    group = job.join(ENGINE)
+    for layer in layers:
+        refuse(run, layer, [data(group.rank)], [mx.cpu(0)])
+    refuse(forward, error=mx.MXNetError)
+    gluon_syncbn.abandon_step()
+    refuse(make, [mx.cpu(0)], prefix="after_", **portable)
+    norm = nn.BatchNorm(prefix="converted_")
+    refuse(gluon_syncbn.convert_sync_batchnorm, norm, **portable)
+    assert type(norm) is nn.BatchNorm
+    refuse(gluon_syncbn.convert_symbol, plain, 2, **portable)
+    refuse(gluon_syncbn.convert_symbol, plain, 2, kvstore="local")  # 'auto' takes portable then
+    refuse(run, make([mx.cpu(0)], kvstore="local", prefix="stored_"), [data(group.rank)], [mx.cpu(0)])
+    (seen,) = run(make([mx.cpu(0)], process_group="none", **portable), [data(group.rank)], [mx.cpu(0)])
+    assert close(seen, normalized([data(group.rank)])[0])
+    (seen,) = run(make([mx.cpu(0)]), [data(group.rank)], [mx.cpu(0)])
+    assert close(seen, normalized([data(rank) for rank in range(group.size)])[group.rank])
 
 
 def train_for_ever():

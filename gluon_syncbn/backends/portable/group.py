@@ -63,6 +63,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
+        self.spec.check_group_size(self.spec.num_devices, 1)
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()

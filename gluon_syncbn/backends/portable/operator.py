@@ -261,10 +261,16 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     @_reporting_errors()
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
-        self._group = find_group(group)
+        self._problem: Optional[Exception] = None
+        try:
+            self._group = find_group(group)
+        except Exception as problem:  # an error that left this method would end in a segmentation fault of MXNet's
+            self._problem = problem
         self._has_order_token = follows == "1"
 
     def list_arguments(self):
+        if self._problem is not None:
+            raise self._problem
         return ["sums", "size", "gamma", "beta"] + ["after"] * self._has_order_token
 
     def list_auxiliary_states(self):
