@@ -1,29 +1,57 @@
-"""Synchronized Batch Normalization for MXNet Gluon."""
+"""Synchronized Batch Normalization for MXNet Gluon.
+
+Layers and nets
+    SyncBatchNorm            the layer, in place of ``mxnet.gluon.nn.BatchNorm``
+    convert_sync_batchnorm   makes every BatchNorm of a net synchronize
+    convert_batchnorm        makes them plain again, for deployment
+    freeze_statistics        normalizes with the running statistics in training too
+    install, uninstall       put this layer in the place of ``gluon.contrib.nn.SyncBatchNorm``
+
+Symbols and Modules
+    symbol.SyncBatchNorm     the layer as a symbol
+    symbol.load              loads a saved symbol on any host
+    convert_symbol           makes every BatchNorm of a symbol synchronize
+    plain_symbol             makes them plain again
+
+Training
+    devices                  a step on some of the devices only
+    abandon_step             gives up a step that has failed, before the next
+    guard_update             keeps a failed step from updating weights, in loops without a Trainer
+    SyncBatchNormError       raised where an output of a failed step is read
+    profile, Report          which layers wait, how long, and for whom
+
+Several processes
+    init_process_group       synchronizes over the processes of a job (MPI, Horovod)
+    ProcessGroup             what it returns
+
+``help(gluon_syncbn.SyncBatchNorm)`` and so on have the details. ``python -m gluon_syncbn`` tries the installation,
+``python -m gluon_syncbn.run script.py`` runs a script with this layer in place of MXNet's.
+"""
 
 from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 
 set_cpu_resources()  # before anything computes
 
-from gluon_syncbn import symbol  # noqa: E402
-from gluon_syncbn._devices import devices  # noqa: E402
-from gluon_syncbn._hooks import install_hooks  # noqa: E402
-from gluon_syncbn._install import install, uninstall  # noqa: E402
-from gluon_syncbn._profile import Report, profile  # noqa: E402
-from gluon_syncbn.base.errors import SyncBatchNormError  # noqa: E402
-from gluon_syncbn.block import SyncBatchNorm  # noqa: E402
-from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics  # noqa: E402
-from gluon_syncbn.distributed.default import init_process_group  # noqa: E402
-from gluon_syncbn.distributed.process_group import ProcessGroup  # noqa: E402
-from gluon_syncbn.step.abandon import abandon_step  # noqa: E402
-from gluon_syncbn.step.exits import watch_exits_and_forks  # noqa: E402
-from gluon_syncbn.step.updates import guard_update  # noqa: E402
-from gluon_syncbn.symbol import convert_symbol, plain_symbol  # noqa: E402
+from gluon_syncbn import symbol
+from gluon_syncbn._devices import devices
+from gluon_syncbn._hooks import install_hooks
+from gluon_syncbn._install import install, uninstall
+from gluon_syncbn._profile import Report, profile
+from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics
+from gluon_syncbn.distributed.default import init_process_group
+from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.step.abandon import abandon_step
+from gluon_syncbn.step.exits import watch_exits_and_forks
+from gluon_syncbn.step.updates import guard_update
+from gluon_syncbn.symbol import convert_symbol, plain_symbol
 
 watch_exits_and_forks()
 install_hooks()
 
 __version__ = "0.1.0"
-__all__ = [
+_PUBLIC = [
     "ProcessGroup",
     "Report",
     "SyncBatchNorm",
@@ -42,3 +70,7 @@ __all__ = [
     "symbol",
     "uninstall",
 ]
+
+
+def __dir__():
+    return [*_PUBLIC, "__doc__", "__version__"]

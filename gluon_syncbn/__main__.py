@@ -7,6 +7,7 @@ layer is tried over all processes, and the first of them makes the report::
     horovodrun -np 2 python -m gluon_syncbn
 """
 
+import argparse
 import contextlib
 import os
 import platform
@@ -32,6 +33,8 @@ _EXCHANGED = 4097  # the message of a layer with 2,048 channels
 
 
 def main() -> int:
+    style = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("python -m gluon_syncbn", description=__doc__, formatter_class=style).parse_args()
     group = _join()
     if group is not None and group.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

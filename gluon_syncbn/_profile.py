@@ -50,7 +50,7 @@ class Report:
         self.devices: List[str] = []
         self.rows: List[Row] = []
 
-    def fill(self, passes: Sequence[Pass], seconds: float) -> None:
+    def _fill(self, passes: Sequence[Pass], seconds: float) -> None:
         """Called when the block of `profile` ends."""
         self.seconds = seconds
         self.devices = sorted({item.device for item in passes}, key=lambda name: (name.split("(")[0], len(name), name))
@@ -195,7 +195,7 @@ def profile() -> Iterator[Report]:
         mx.nd.waitall()
     finally:
         seconds = time.monotonic() - started
-        report.fill(notes.stop(), seconds)
+        report._fill(notes.stop(), seconds)
 
 
 def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: float) -> Row:

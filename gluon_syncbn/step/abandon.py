@@ -15,7 +15,7 @@ import logging
 
 import mxnet as mx
 
-from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.errors import SyncBatchNormError, own_error
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import failures
@@ -98,7 +98,8 @@ def _with_cause(error: str, pending: str) -> str:
 def failing_what_cannot_be_read(read):
     """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, whatever it was that failed.
 
-    MXNet has forgotten the error for all that shares it, and goes on with what it has skipped.
+    MXNet has forgotten the error for all that shares it, and goes on with what it has skipped. An error of a
+    synchronized layer is raised as a `SyncBatchNormError`.
     """
 
     @functools.wraps(read)
@@ -108,6 +109,6 @@ def failing_what_cannot_be_read(read):
         except mx.MXNetError as error:
             if failures.is_in_use():
                 failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
-            raise
+            raise own_error(error) from None
 
     return reading
