@@ -11,7 +11,7 @@ from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.distributed.default import find, groups_in_use
 from gluon_syncbn.distributed.process_group import ProcessGroup
-from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.step.abandon import abandon_step
@@ -70,7 +70,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     if net is not None:
         _clear_gradients(net, chosen)
     ranks = _active_ranks(chosen)
-    before, set_id = active_set.current(), active_set.id_of(chosen, ranks)
+    before, set_id = active_sets.current, active_sets.id_of(chosen, ranks)
     rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in steps.layers()}
     _put_in_force(set_id)
     try:
@@ -107,7 +107,7 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
 def _put_in_force(set_id: int) -> None:
     """No operator may be running."""
     steps.forget_passes()
-    active_set.use(set_id)
+    active_sets.use(set_id)
 
 
 def _check(ctx_list) -> Set[mx.Context]:

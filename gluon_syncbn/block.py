@@ -14,7 +14,7 @@ from gluon_syncbn.graphs.calls import order_tokens, remember
 from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.layer.decision import Site, Way
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
-from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import steps
@@ -245,8 +245,8 @@ class SyncBatchNorm(nn.BatchNorm):
             x, lowered = widened(mx.nd, x, {})
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
             return lowered(mx.nd.relu(out) if spec.activation else out)
-        if not active_set.includes(x.context, active_set.current()):
-            raise ValueError(active_set.absent_text(self.name, x.context))
+        if not active_sets.includes(x.context, active_sets.current):
+            raise ValueError(absent_text(self.name, x.context))
         begin_forward(self, x.context)
         out = self._sync.normalize(mx.nd, arrays, spec, devices)[0]
         failures.watch([out], f"an operator before {spec.where} on {x.context} had failed.", arrays[3:])

@@ -184,4 +184,4 @@ def test_a_limit_of_one_thread_is_not_lifted_by_another():
         with waiting.cut_short("of another reason"):
             pass
         assert "and no longer because of another reason" in layer.meet(0, [1.0]).result(timeout=HANG)
-    assert waiting._cut_short[0] == ""
+    assert waiting._cut.now[0] == ""

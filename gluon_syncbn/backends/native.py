@@ -44,11 +44,20 @@ from gluon_syncbn.meeting.waiting import usual_reasons
 
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
-_specs: Dict[int, LayerSpec] = {}  # by id of the group
-_links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
-_connecting = threading.Lock()
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 _log = logging.getLogger("gluon_syncbn")
+
+
+class _Groups:
+    """What the callbacks of the compiled groups need, by id of the group."""
+
+    def __init__(self) -> None:
+        self.specs: Dict[int, LayerSpec] = {}
+        self.links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
+        self.connecting = threading.Lock()
+
+
+_groups = _Groups()
 
 
 @library.MAKE_GROUP
@@ -75,7 +84,7 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
-    _specs[group_id] = spec
+    _groups.specs[group_id] = spec
     points = library.renorm_points(spec.renorm or ())
     struct = library.GroupSpecStruct(
         name=spec.name.encode(),
@@ -95,10 +104,10 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
 
 def _connect(group_id: int) -> Optional[Link]:
     """What links the group to other processes, from now on."""
-    with _connecting:
-        if group_id not in _links:
-            _links[group_id] = link_of(_specs[group_id], lambda least: _go_to_step(group_id, least))
-        return _links[group_id]
+    with _groups.connecting:
+        if group_id not in _groups.links:
+            _groups.links[group_id] = link_of(_groups.specs[group_id], lambda least: _go_to_step(group_id, least))
+        return _groups.links[group_id]
 
 
 def _go_to_step(group_id: int, least: int) -> int:
@@ -138,7 +147,7 @@ def _fail(group_id: int, text: bytes) -> None:
 
 
 def _linked(group_id: int) -> Link:
-    link = _links[group_id]
+    link = _groups.links[group_id]
     assert link is not None
     return link
 
@@ -152,8 +161,8 @@ def _warn(text: bytes) -> None:
 @library.DROP_LINK
 def _drop_link(group_id: int) -> None:
     """Called when nothing uses the group any more."""
-    _links.pop(group_id, None)
-    _specs.pop(group_id, None)
+    _groups.links.pop(group_id, None)
+    _groups.specs.pop(group_id, None)
 
 
 def _register() -> str:

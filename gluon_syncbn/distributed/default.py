@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from gluon_syncbn.distributed.horovod import HorovodProcessGroup
 from gluon_syncbn.distributed.launchers import job_of_launcher, warn_of_several_processes
@@ -21,11 +21,20 @@ from gluon_syncbn.distributed.process_group import (
 VARIABLE = "GLUON_SYNCBN_PROCESS_GROUP"
 _START_SECONDS = 300.0  # for all processes to come to `init_process_group`
 _NOT_CHOSEN = object()
-_default: Any = _NOT_CHOSEN
-_named: Dict[str, ProcessGroup] = {}  # of all processes, by engine
-_given: Dict[int, Any] = {}  # by id of what a user gave: that, so that it lives, and the group
-_lock = threading.RLock()
-_process = os.getpid()
+
+
+class _Groups:
+    """The process groups of this process."""
+
+    def __init__(self) -> None:
+        self.default: Any = _NOT_CHOSEN
+        self.named: Dict[str, ProcessGroup] = {}  # of all processes, by communicator
+        self.given: Dict[int, Tuple[Any, ProcessGroup]] = {}  # by id of the user's object, which lives as long
+        self.lock = threading.RLock()
+        self.process = os.getpid()
+
+
+_groups = _Groups()
 
 
 def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Optional[ProcessGroup]:
@@ -59,11 +68,10 @@ def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Op
     >>> gluon_syncbn.init_process_group("horovod")
     >>> net.initialize(ctx=mx.gpu(hvd.local_rank()))
     """
-    global _default
-    with _lock:
-        _default = None  # an error leaves no group
-        _default = find(process_group, "gluon_syncbn.init_process_group")
-        return _default
+    with _groups.lock:
+        _groups.default = None  # an error leaves no group
+        _groups.default = find(process_group, "gluon_syncbn.init_process_group")
+        return _groups.default
 
 
 def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[ProcessGroup]:
@@ -77,19 +85,18 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
     RuntimeError, ValueError, TypeError
         As `init_process_group` documents.
     """
-    global _default
-    with _lock:
+    with _groups.lock:
         if process_group is not None:
             return _made(process_group, where)
-        if _default is _NOT_CHOSEN:
+        if _groups.default is _NOT_CHOSEN:
             name = os.environ.get(VARIABLE)
             if not name:
                 warn_of_several_processes(where)
                 return None
             if name not in NAMES:
                 raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {name!r}.")
-            _default = _made(name, VARIABLE)
-        return _default
+            _groups.default = _made(name, VARIABLE)
+        return _groups.default
 
 
 def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
@@ -97,13 +104,13 @@ def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
     if not isinstance(process_group, str) or process_group == "none":
         return True
     name = name_of_engine() if process_group == "auto" else process_group
-    with _lock:
-        return name == "none" or name in _named
+    with _groups.lock:
+        return name == "none" or name in _groups.named
 
 
 def has_groups() -> bool:
     """Whether any processes have been connected."""
-    return bool(_named or _given)
+    return bool(_groups.named or _groups.given)
 
 
 def groups_in_use() -> List[ProcessGroup]:
@@ -116,13 +123,13 @@ def groups_in_use() -> List[ProcessGroup]:
 
 def _all_groups() -> List[ProcessGroup]:
     """Each once: a user may have given one that a name stands for, too."""
-    with _lock:
-        return list(dict.fromkeys([*_named.values(), *(group for _, group in _given.values())]))
+    with _groups.lock:
+        return list(dict.fromkeys([*_groups.named.values(), *(group for _, group in _groups.given.values())]))
 
 
 def leave_processes() -> None:
     """This process ends: nobody is to wait for it. A child that was forked is not one of the job's."""
-    if os.getpid() != _process:
+    if os.getpid() != _groups.process:
         return
     for group in _all_groups():
         group.leave()
@@ -131,7 +138,7 @@ def leave_processes() -> None:
 def _made(process_group, where: str) -> Optional[ProcessGroup]:
     check_process_group(process_group, where)
     if isinstance(process_group, ProcessGroup):
-        _given[id(process_group)] = process_group, process_group
+        _groups.given[id(process_group)] = process_group, process_group
         return _if_several(process_group)
     if process_group == "auto":
         process_group = name_of_engine()
@@ -139,12 +146,12 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
         return None
     try:
         if isinstance(process_group, str):
-            if process_group not in _named:
-                _named[process_group] = _of_all(process_group)
-            return _if_several(_named[process_group])
-        if id(process_group) not in _given:
-            _given[id(process_group)] = process_group, _of_some(process_group)
-        return _if_several(_given[id(process_group)][1])
+            if process_group not in _groups.named:
+                _groups.named[process_group] = _of_all(process_group)
+            return _if_several(_groups.named[process_group])
+        if id(process_group) not in _groups.given:
+            _groups.given[id(process_group)] = process_group, _of_some(process_group)
+        return _if_several(_groups.given[id(process_group)][1])
     except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
     except MissingProcesses:

@@ -1,21 +1,19 @@
 """What connects one layer of this process with the same layer in the other processes of a job."""
 
-import itertools
 import os
 import threading
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, default_timeout
-from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.processes import Place, Processes, processes_of
 
 # Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
 DEFAULT_SECONDS = 600.0
-_trained: Dict[str, "itertools.count[int]"] = {}  # layers without a place in a net, by name
 
 
 class Link:
@@ -54,7 +52,7 @@ class Link:
         with self._place_lock:  # several groups of the layer may come for the first time together
             if self._place is None:
                 self._place = self._place_by_name()
-        members = active_set.active_ranks(self._processes.group, set_id, self._members(chunk))
+        members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
         return self._processes.exchange(
             self._place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
         )
@@ -102,8 +100,7 @@ class Link:
 
     def _place_by_name(self) -> Place:
         spec = self._spec
-        number = next(_trained.setdefault(spec.name, itertools.count()))
-        key = f"{spec.name}.{number}"
+        key = f"{spec.name}.{self._processes.count_layers(spec.name)}"
         return Place(key, key, "layer", spec.name, [spec.describe(None)], self.subsets())
 
 

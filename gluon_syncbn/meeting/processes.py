@@ -89,6 +89,7 @@ class Processes:
         self._rounds: Dict[str, int] = {}  # the last number by key
         self._floor = 0  # no round has a number below it any more
         self._compared: Set[str] = set()  # nets
+        self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
         self._counted: weakref.WeakSet[Any] = weakref.WeakSet()  # links of layers with a schedule
         self._seen: List[Tuple[Sequence[str], List[str]]] = []  # of nets: their layers, and their name in each process
 
@@ -296,6 +297,12 @@ class Processes:
                     f"{self._name(rank)} {theirs}. {_ORDER}; give each the same prefix= in all of them"
                 )
         self._seen.append((layers, names))
+
+    def count_layers(self, name: str) -> int:
+        """How many layers of this name without a place in a net there have been before this one."""
+        with self._lock:
+            self._layers[name] += 1
+            return self._layers[name] - 1
 
     def add_counted(self, layer: Any) -> None:
         """A `Link` of a layer with a schedule, whose steps are to be the same on all processes."""

@@ -20,9 +20,17 @@ LAST_STEP_SECONDS = 60.0
 # How often it is looked whether waits have been cut short.
 POLL_SECONDS = 0.1
 
-_cut_short = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
-_under_way = 0  # how many `cut_short` there are
-_lock = threading.Lock()
+
+class _Cut:
+    """Whether waits are cut short."""
+
+    def __init__(self) -> None:
+        self.now = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
+        self.under_way = 0  # how many `cut_short` there are
+        self.lock = threading.Lock()
+
+
+_cut = _Cut()
 
 if library.core is not None:
     library.core.gluon_syncbn_set_waiting_times(GRACE_SECONDS, POLL_SECONDS)
@@ -59,16 +67,15 @@ def usual_reasons() -> str:
 @contextlib.contextmanager
 def cut_short(because: str) -> Iterator[None]:
     """Within the ``with`` block waits end after the grace period; on several threads, within the last block."""
-    global _under_way
-    with _lock:
-        _under_way += 1
+    with _cut.lock:
+        _cut.under_way += 1
         cut_short_from_now_on(because)
     try:
         yield
     finally:
-        with _lock:
-            _under_way -= 1
-            if not _under_way:
+        with _cut.lock:
+            _cut.under_way -= 1
+            if not _cut.under_way:
                 cut_short_from_now_on("")
 
 
@@ -77,8 +84,7 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) ->
 
     ``process_grace`` is the grace period of waits for other processes.
     """
-    global _cut_short
-    _cut_short = (because, time.monotonic(), process_grace)
+    _cut.now = (because, time.monotonic(), process_grace)
     if library.core is not None:
         library.core.gluon_syncbn_cut_waits_short(because.encode())
 
@@ -148,7 +154,7 @@ def _ended(began: float, timeout: float, is_for_processes: bool) -> Optional[Wai
     error = failures.failure()
     if error and now >= max(began, failures.failed_at()) + GRACE_SECONDS:
         return Waited(now - began, f"the step has failed ({error})")
-    because, since, process_grace = _cut_short
+    because, since, process_grace = _cut.now
     if because and now >= max(began, since) + (process_grace if is_for_processes else GRACE_SECONDS):
         return Waited(now - began, because)
     return None

@@ -14,7 +14,8 @@ from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.layer.spec import LayerSpec, subgroups
-from gluon_syncbn.meeting import active_set, profile, waiting
+from gluon_syncbn.meeting import profile, waiting
+from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 
@@ -82,7 +83,7 @@ class Group(LayerGroup):
     def _make_members(self, set_id: int) -> Dict[mx.Context, Membership]:
         members = {}
         for neighbours in subgroups(self.devices, self.spec.group_size).values():
-            devices = [device for device in neighbours if active_set.includes(device, set_id)]
+            devices = [device for device in neighbours if active_sets.includes(device, set_id)]
             forward = self._rendezvous(FORWARD, devices, merge)
             backward = self._rendezvous(BACKWARD, devices, add_ranks)
             for rank, device in enumerate(devices):
@@ -113,7 +114,7 @@ class Group(LayerGroup):
         if member is not None:
             return member
         if device in self.devices:
-            raise ValueError(active_set.absent_text(spec.name, device))
+            raise ValueError(absent_text(spec.name, device))
         shown = ", ".join(str(item) for item in self.devices)
         raise ValueError(
             f"{spec.where}: its graph was built for {shown}, and now runs on {device}. Call hybridize() again after "

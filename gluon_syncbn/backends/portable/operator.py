@@ -46,7 +46,7 @@ from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
-from gluon_syncbn.meeting import active_set
+from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.mxnet_engine import failures
 
@@ -164,7 +164,7 @@ class _AllReduce(mx.operator.CustomOp):
 
     def _train(self, in_data, out_data, aux):
         spec, host, channels = self._group.spec, self._host, self._channels
-        set_id = active_set.current()
+        set_id = active_sets.current
         (size,) = host.read(in_data[1], (1,), np.int64)
         if not size:
             raise ValueError(
