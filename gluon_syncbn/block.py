@@ -203,7 +203,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_sync": (self._sync.options, self._sync.next_step())}
+        return {**self.__dict__, "_sync": self._sync.state()}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)

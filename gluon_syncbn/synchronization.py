@@ -31,10 +31,15 @@ class Synchronization:
         `options_of` has checked them. Name, dtype and what `nn.BatchNorm` knows are the layer's own, see `spec`.
     first_step : int
         Of the schedule of Batch Renormalization.
+    fused_relu : Block, optional
+        The ReLU that the layer has taken over (`nets.fused_relu`).
     """
 
-    def __init__(self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0):
+    def __init__(
+        self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0, fused_relu: Optional[Block] = None
+    ):
         self.options = options
+        self.fused_relu = fused_relu
         self.passes = Passes(layer)
         self._layer = weakref.ref(layer)
         self._first_step = first_step
@@ -102,6 +107,10 @@ class Synchronization:
     def next_step(self) -> int:
         """The next step of the schedule of renorm. It goes on where the layer moves, is copied, or converted again."""
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
+
+    def state(self) -> Tuple[LayerSpec, int, Optional[Block]]:
+        """What a copy of the layer begins with: the arguments of its own."""
+        return self.options, self.next_step(), self.fused_relu
 
     # With whom it synchronizes
 

@@ -124,3 +124,10 @@ def test_left_alone_where_it_could_be_seen(make):
     net = convert_sync_batchnorm(make())
     assert net[0]._sync.options.activation is None
     assert type(net[1]) is nn.Activation
+
+
+def test_no_warning_of_mxnet_shows(recwarn):
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3), nn.Activation("relu"))
+    convert_sync_batchnorm(net).collect_params()
+    assert not [str(item.message) for item in recwarn if "unregistered" in str(item.message)]

@@ -77,7 +77,7 @@ assert forks.before and forks.after
 
 # Of our own classes, used by their neighbours.
 OURS = {"_as_node", "_asdict", "_converted_from", "_norms", "_sync", "_take_options"}
-OURS |= {"_fill", "_fused_relu", "_replace", "_stop_synchronizing", "_compose", "_handle", "_getframe"}
+OURS |= {"_fill", "_replace", "_stop_synchronizing", "_compose", "_handle", "_getframe"}
 
 
 def private_names(path):

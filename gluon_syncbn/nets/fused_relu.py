@@ -9,6 +9,7 @@ from mxnet.gluon import Block, nn
 from gluon_syncbn.base.mxnet_private import children, has_forward_hooks, is_relu
 from gluon_syncbn.base.walk import blocks_in
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.synchronization import synchronization_of
 
 
 class BatchNormReLU(nn.BatchNorm):
@@ -40,7 +41,7 @@ def fuse_relus(blocks: List[Block]) -> int:
             if is_pair and is_private and norm._sync.options.fuse and norm._sync.options.activation is None:
                 norm._sync.options = norm._sync.options.but(activation="relu")
                 relu.__class__ = FusedReLU
-                norm._fused_relu = (relu,)  # in a tuple, or Gluon would take it for a child
+                norm._sync.fused_relu = relu
                 fused += 1
     return fused
 
@@ -48,6 +49,8 @@ def fuse_relus(blocks: List[Block]) -> int:
 def separate_relus(blocks: List[Block]) -> None:
     """Undo `fuse_relus`: what is left of the norms' activations is the user's own."""
     for block in blocks:
-        for relu in vars(block).pop("_fused_relu", ()):
-            block._sync.options = block._sync.options.but(activation=None)
-            relu.__class__ = nn.Activation
+        sync = synchronization_of(block)
+        if sync is not None and sync.fused_relu is not None:
+            sync.options = sync.options.but(activation=None)
+            sync.fused_relu.__class__ = nn.Activation
+            sync.fused_relu = None
