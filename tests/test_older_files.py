@@ -201,7 +201,8 @@ def test_a_layer_that_was_plain_for_now_synchronizes_in_a_block(backend):
     (norm,) = block.hidden_blocks()
     assert (norm._sync.options.group_size, norm._sync.options.timeout) == (2, 30.0)
     block.initialize(ctx=cpus(2))
-    block.collect_params()["first_gamma"].set_data(mx.nd.ones(3))  # a symbol's has no initializer of its own
+    for name, value in (("gamma", 1), ("beta", 0), ("running_mean", 0), ("running_var", 1)):
+        block.collect_params()[f"first_{name}"].set_data(mx.nd.full(3, value))
     shards = random_shards(SHAPES)
     with autograd.record():
         outputs = [block(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
