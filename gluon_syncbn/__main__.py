@@ -54,11 +54,12 @@ def main() -> int:
     print(f"processes    {_engines()}")
     warned = _warnings()
     try:
-        with gluon_syncbn.profile() as report:
+        with gluon_syncbn.profile() if choice.name == "native" else contextlib.nullcontext() as report:
             milliseconds = _all_reduce(devices, group)
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
         print(f"all-reduce   right on {where}; {milliseconds:.2f} ms for a forward and backward pass (median)")
-        print(f"waiting      {_waiting(report)}")
+        if report is not None:
+            print(f"waiting      {_waiting(report)}")
         if group is not None:
             delay = _exchange(group)
             print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {group.name}: {delay:.2f} ms (median)")

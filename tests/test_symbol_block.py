@@ -119,6 +119,49 @@ def test_conversion_and_back_keep_the_block(caplog):
     net(mx.nd.ones((1, *SHAPES[0][1:]))).wait_to_read()
 
 
+def relu_norm(x, **options):
+    return mx.sym.relu(mx.sym.BatchNorm(x, **options))
+
+
+@pytest.mark.skipif(not hasattr(mx.sym.contrib, "BatchNormWithReLU"), reason="this MXNet has no such operator")
+@pytest.mark.parametrize("mode", list(MODES))
+def test_an_operator_with_a_relu_keeps_it_there_and_back(mode, parameters, tmp_path):
+    """`contrib.BatchNormWithReLU`: the layer that stands for it has the ReLU, which no operator of the symbol has."""
+    shards = random_shards(SHAPES)
+    heads = random_shards([(shape[0], 3, 4, 4) for shape in SHAPES], seed=1)
+    net, reference = as_block(make_symbol(mx.sym.contrib.BatchNormWithReLU)), as_block(make_symbol(relu_norm))
+    graph = net._cached_graph[1].tojson()
+    assert graph.count("_contrib_BatchNormWithReLU") == 2
+    convert_sync_batchnorm(net, timeout=20)
+    assert [layer._sync.options.activation for layer in net.hidden_blocks()] == ["relu", "relu"]
+    convert_sync_batchnorm(net, timeout=21)
+    assert [layer._sync.options.activation for layer in net.hidden_blocks()] == ["relu", "relu"]
+    set_mode(net, mode)
+    net.load_parameters(parameters, ctx=cpus(2))
+    reference.load_parameters(parameters, ctx=cpus(1))
+    for _ in range(2):
+        seen = observe(net, shards, heads, cpus(2))
+        expected = observe(reference, [np.concatenate(shards)], [np.concatenate(heads)], cpus(1))
+        for name, value in expected.items():
+            assert oracle.distance([seen[name]], [value]) < 1e-4, name
+    assert (seen["out"] >= 0).all() and (seen["out"] == 0).any()
+    x = mx.nd.array(shards[0])
+    predicted = reference(x).asnumpy()
+    assert oracle.distance([net(x).asnumpy()], [predicted]) < 1e-5
+    net.hybridize()
+    net(x)
+    net.export(str(tmp_path / "net"))
+    exported = SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))
+    assert oracle.distance([exported(x).asnumpy()], [predicted]) < 1e-5
+    convert_batchnorm(net)
+    assert type(net) is SymbolBlock and net._cached_graph[1].tojson() == graph
+    assert oracle.distance([net(x).asnumpy()], [predicted]) < 1e-5
+    convert_sync_batchnorm(net, timeout=20)
+    seen = observe(net, shards, heads, cpus(2))
+    expected = observe(reference, [np.concatenate(shards)], [np.concatenate(heads)], cpus(1))
+    assert oracle.distance([seen["dx"]], [expected["dx"]]) < 1e-4
+
+
 def test_frozen_statistics_groups_and_devices_reach_the_nodes(parameters):
     net = as_block(make_symbol())
     convert_sync_batchnorm(net, timeout=20, group_size=1)  # each on its own

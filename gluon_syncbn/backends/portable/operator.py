@@ -33,7 +33,7 @@ is large against the deviation.
 """
 
 import contextlib
-from typing import Optional
+from typing import List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -258,7 +258,6 @@ def _reporting_errors():
 
 @mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
-    @_reporting_errors()
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
         self._problem: Optional[Exception] = None
@@ -308,18 +307,19 @@ def _saved_size(channels: int) -> int:
     return 3 * channels + 4 if channels >= 0 else -1
 
 
-def _wrapped(operator: str) -> str:
-    """Register the custom operator ``operator``, the last one registered, with what MXNet's wrapping lacks.
+def _wrapped() -> str:
+    """The name of the operator with what MXNet's wrapping lacks, where there is a compiled core.
 
-    That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp.
-    Returns the name of the wrapped operator; where nothing is compiled, ``operator`` itself, whose errors are only
-    printed.
+    That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp. Where
+    nothing is compiled, it is the operator itself under the same name, so that files can be loaded.
     """
-    if library.core is None:
-        return operator
-    name, creator = operator + "_wrapped", last_registered_operator()
-    refused = library.core.gluon_syncbn_wrap_python_operator(name.encode(), operator.encode(), creator)
-    return operator if refused else name
+    name = _NAME + "_wrapped"
+    if library.core is not None:
+        creator = last_registered_operator()
+        if library.core.gluon_syncbn_wrap_python_operator(name.encode(), _NAME.encode(), creator) == 0:
+            return name
+    mx.operator.register(name)(_AllReduceProp)
+    return name
 
 
-_OPERATOR = _wrapped(_NAME)
+_OPERATOR = _wrapped()
