@@ -151,6 +151,7 @@ setup(
         "docs": ["furo", "jupytext", "myst-parser", "sphinx<9"],
         "test": [
             *EXAMPLES,
+            "clang-format==18.1.8",  # another version would format otherwise; it has wheels for Python 3.8
             "hypothesis",
             "mpi4py>=4",
             "mypy==1.14.*",  # the last for Python 3.8

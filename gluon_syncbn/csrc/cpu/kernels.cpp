@@ -149,9 +149,8 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
   result.mean.resize(static_cast<size_t>(layout.channels));
   result.m2.resize(static_cast<size_t>(layout.channels));
   const auto pass = passes(dtype).moments;
-  over_channels(layout, threads, [&](int64_t begin, int64_t end) {
-    pass(x, layout, begin, end, result.mean.data(), result.m2.data());
-  });
+  over_channels(layout, threads,
+                [&](int64_t begin, int64_t end) { pass(x, layout, begin, end, result.mean.data(), result.m2.data()); });
   return result;
 }
 

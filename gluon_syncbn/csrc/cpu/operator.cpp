@@ -144,9 +144,7 @@ class CpuOperator : public Operator {
     }
 
    private:
-    double* saved() const {
-      return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved));
-    }
+    double* saved() const { return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved)); }
 
     const std::shared_ptr<const ForwardArrays> arrays_;
     const ForwardRequests requests_;
@@ -177,8 +175,7 @@ class CpuOperator : public Operator {
                 call_.has.skip ? arrays_->out.data() : nullptr, in_place};
       const bool add_to_skip = requests_.skip == Request::kAdd;
       void* d_skip = requests_.skip == Request::kNull ? nullptr : arrays_->d_skip.data();
-      GradientSums sums =
-          gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
+      GradientSums sums = gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
       s1_ = std::move(sums.dz);
       s2_.resize(channels);
       for (size_t c = 0; c < channels; ++c) {
@@ -198,8 +195,7 @@ class CpuOperator : public Operator {
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / forward_call_.count, mean_s2 = total[channels + c] / forward_call_.count;
           gradient.slope[c] = -gradient.factor[c] * per_[c] * mean_s2;
-          gradient.constant[c] =
-              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
+          gradient.constant[c] = -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
         }
       }
       if (requests_.data != Request::kNull) {

@@ -1,6 +1,6 @@
-// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for the compiler that MXNet has at run time (NVRTC, from
-// CUDA 10.1 on, which needs --std=c++11). No header is included, because there may be none. Compiled once per type of
-// the activations:
+// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for the compiler that MXNet has at run time (NVRTC,
+// from CUDA 10.1 on, which needs --std=c++11). No header is included, because there may be none. Compiled once per type
+// of the activations:
 //
 //   VALUE_TYPE  0 float32, 1 float64, 2 float16 (MXNet's type flags)
 //   THREADS     in a block

@@ -1,5 +1,5 @@
-// How many threads a kernel of kernels.cu is given, and how they lie over a tensor. Plain functions of the shape and the
-// addresses: no GPU is needed to test them.
+// How many threads a kernel of kernels.cu is given, and how they lie over a tensor. Plain functions of the shape and
+// the addresses: no GPU is needed to test them.
 #pragma once
 
 #include <cstdint>

@@ -111,10 +111,10 @@ GpuProgram::GpuProgram(DType dtype) {
   const auto create = [&](const std::string& name, const std::string& letters) {
     Signature signature(letters, dtype);
     void*& kernel = kernels_[name];
-    check_mxnet(mxnet().kernel_create(program, name.c_str(), static_cast<int>(signature.dtypes.size()),
-                                      signature.is_array.data(), signature.is_const.data(), signature.dtypes.data(),
-                                      &kernel),
-                "CUDA kernel " + name + " was not made");
+    check_mxnet(
+        mxnet().kernel_create(program, name.c_str(), static_cast<int>(signature.dtypes.size()),
+                              signature.is_array.data(), signature.is_const.data(), signature.dtypes.data(), &kernel),
+        "CUDA kernel " + name + " was not made");
   };
   for (const auto& entry : signatures()) {
     create(entry.first + "_rows", entry.second);

@@ -46,8 +46,8 @@ class GpuProgram {
   // Throws MXNetFailure with the compiler's log if it does not compile.
   static GpuProgram& of(DType dtype);
 
-  // `name` without _rows or _columns. The engine runs it when what wrote its arrays is done; errors of the launch itself
-  // are thrown where an array that it writes is read. Throws MXNetFailure if the kernel cannot be loaded.
+  // `name` without _rows or _columns. The engine runs it when what wrote its arrays is done; errors of the launch
+  // itself are thrown where an array that it writes is read. Throws MXNetFailure if the kernel cannot be loaded.
   void launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments);
 
   // NaN everywhere in `values`.

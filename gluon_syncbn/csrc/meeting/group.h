@@ -27,8 +27,8 @@ struct GroupSpec {
   double timeout_seconds;
   double momentum;
   double epsilon;
-  int scale;  // whether there is a gamma
-  int dtype;  // of parameters and statistics, as MXNet's type flag
+  int scale;              // whether there is a gamma
+  int dtype;              // of parameters and statistics, as MXNet's type flag
   int num_renorm_points;  // 0 without Batch Renormalization
   const RenormPoint* renorm_points;
 };
@@ -138,8 +138,8 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t common_step_ = 0;               // the next of the others
   uint64_t occasion_ = 0;                 // on which all went on together
   std::atomic<bool> has_warned_{false};
-  std::vector<std::string> devices_;       // of an open group in the order in which they came
-  std::shared_ptr<Rendezvous> opening_;    // where they meet, as long as it is open
+  std::vector<std::string> devices_;     // of an open group in the order in which they came
+  std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open
   const size_t num_devices_;
   const size_t group_size_;
   const double timeout_;

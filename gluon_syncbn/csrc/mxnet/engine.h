@@ -5,35 +5,36 @@
 // When an operator has failed, the engine skips everything after it: an operator that reads or writes an array with an
 // error is not run, and hands the error on to what it would have written. But all of these arrays share one exception
 // object, and it is forgotten for all of them when it is first thrown to the user, by whoever reads one of them
-// (ThreadedEngine::ThrowException). What has not been reached by then runs after all, on memory that no one has written:
-// backward passes, then the optimizer. So errors cannot be left to the engine alone.
+// (ThreadedEngine::ThrowException). What has not been reached by then runs after all, on memory that no one has
+// written: backward passes, then the optimizer. So errors cannot be left to the engine alone.
 //
 // An operation is asked for with MXEnginePushSyncND: a C function, the arrays that it reads, and those that it writes.
-// There are two kinds. An ordinary one is skipped like an operator. One with the property "no skip" runs although what it
-// reads or writes has an error; it leaves the error as it is, or throws one of its own in its place.
+// There are two kinds. An ordinary one is skipped like an operator. One with the property "no skip" runs although what
+// it reads or writes has an error; it leaves the error as it is, or throws one of its own in its place.
 //
-//   watch   After a call of a net, and before a backward pass: an ordinary operation reads each output and counts itself;
-//           one that is not skipped, which writes the output, then looks at the count. If someone is missing, the engine
-//           has skipped something: the step has failed (meeting/step.h). Who reads the output comes after both, so the
-//           failure is known before its exception can be forgotten. After a call, one more operation writes the running
-//           statistics that the call writes, and throws if the step has failed: so they have an exception of their own,
-//           and nothing writes them any more (a backward pass of MXNet's own BatchNorm would, on a CPU).
-//   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one that is
-//           not skipped writes them, and throws if the step has failed, or the other was skipped. So the gradients have an
-//           error, and the updates that read them are skipped. Several gates wait for the heads of backward passes, so none
-//           opens after a failure in a forward pass. If a backward pass fails, some gates may be open already: the
-//           gradients behind them were complete on all devices. (Where a KVStore adds gradients up, one gate for all would
-//           cost the time in which that runs beside the backward pass: 10% of a step.)
-//   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer. Who
-//           reads one of them comes after all updates, and cannot make the engine forget an exception by which one is yet
-//           to be skipped.
+//   watch   After a call of a net, and before a backward pass: an ordinary operation reads each output and counts
+//           itself; one that is not skipped, which writes the output, then looks at the count. If someone is missing,
+//           the engine has skipped something: the step has failed (meeting/step.h). Who reads the output comes after
+//           both, so the failure is known before its exception can be forgotten. After a call, one more operation
+//           writes the running statistics that the call writes, and throws if the step has failed: so they have an
+//           exception of their own, and nothing writes them any more (a backward pass of MXNet's own BatchNorm would,
+//           on a CPU).
+//   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one
+//           that is not skipped writes them, and throws if the step has failed, or the other was skipped. So the
+//           gradients have an error, and the updates that read them are skipped. Several gates wait for the heads of
+//           backward passes, so none opens after a failure in a forward pass. If a backward pass fails, some gates may
+//           be open already: the gradients behind them were complete on all devices. (Where a KVStore adds gradients
+//           up, one gate for all would cost the time in which that runs beside the backward pass: 10% of a step.)
+//   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer.
+//           Who reads one of them comes after all updates, and cannot make the engine forget an exception by which one
+//           is yet to be skipped.
 //   poison  Gives an array an error.
 //
-// The engine also has a list of all exceptions, to which each thread of it adds what is thrown there, without a lock. Two
-// that add in the same instant, or one that adds while the list moves to more memory and another looks something up,
-// corrupt it: a crash, there or much later ("double free or corruption"). So what throws here waits for its turn, since those
-// who throw often come together; and before there is a gate, the list is given memory for many exceptions (`reserve`; the
-// engine keeps the memory when it clears the list).
+// The engine also has a list of all exceptions, to which each thread of it adds what is thrown there, without a lock.
+// Two that add in the same instant, or one that adds while the list moves to more memory and another looks something
+// up, corrupt it: a crash, there or much later ("double free or corruption"). So what throws here waits for its turn,
+// since those who throw often come together; and before there is a gate, the list is given memory for many exceptions
+// (`reserve`; the engine keeps the memory when it clears the list).
 //
 // Nobody waits in any of these for another; who comes first is told to the engine by the arrays, and by tokens, arrays
 // without contents that those write who come before, and those read who come after.

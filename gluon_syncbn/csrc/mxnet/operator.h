@@ -1,4 +1,5 @@
-// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have their own.
+// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have
+// their own.
 #pragma once
 
 #include <cstdint>

@@ -90,7 +90,8 @@ void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin,
 template <typename T, Source kSource, SkipGradient kSkip>
 void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
                       const AffineView& affine, void* d_skip, double* sums, double* centred) {
-  const auto pass = layout.inner == 1 ? gradient_sums_columns<T, kSource, kSkip> : gradient_sums_rows<T, kSource, kSkip>;
+  const auto pass =
+      layout.inner == 1 ? gradient_sums_columns<T, kSource, kSkip> : gradient_sums_rows<T, kSource, kSkip>;
   pass(Inputs<T>(input), layout, c_begin, c_end, affine, static_cast<T*>(d_skip), sums, centred);
 }
 

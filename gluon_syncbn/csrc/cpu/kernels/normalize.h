@@ -58,13 +58,13 @@ void normalize_of(const void* x, const void* skip, Layout layout, int64_t c_begi
                   const AffineView& affine, void* y) {
   switch (affine.activation.kind) {
     case Activation::kReLU:
-      return (skip ? normalize_as<T, Activation::kReLU, true> : normalize_as<T, Activation::kReLU, false>)(
-          x, skip, layout, c_begin, c_end, affine, y);
+      return (skip ? normalize_as<T, Activation::kReLU, true>
+                   : normalize_as<T, Activation::kReLU, false>)(x, skip, layout, c_begin, c_end, affine, y);
     case Activation::kLeakyReLU:
-      return (skip ? normalize_as<T, Activation::kLeakyReLU, true> : normalize_as<T, Activation::kLeakyReLU, false>)(
-          x, skip, layout, c_begin, c_end, affine, y);
+      return (skip ? normalize_as<T, Activation::kLeakyReLU, true>
+                   : normalize_as<T, Activation::kLeakyReLU, false>)(x, skip, layout, c_begin, c_end, affine, y);
     default:
-      return (skip ? normalize_as<T, Activation::kNone, true> : normalize_as<T, Activation::kNone, false>)(
-          x, skip, layout, c_begin, c_end, affine, y);
+      return (skip ? normalize_as<T, Activation::kNone, true>
+                   : normalize_as<T, Activation::kNone, false>)(x, skip, layout, c_begin, c_end, affine, y);
   }
 }

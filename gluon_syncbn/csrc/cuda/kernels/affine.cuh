@@ -1,4 +1,5 @@
-// z = (x − shift)·scale + bias, then y = activation(z + skip). Shift is the mean as real_t, and bias makes up for the rest.
+// z = (x − shift)·scale + bias, then y = activation(z + skip). Shift is the mean as real_t, and bias makes up for the
+// rest.
 
 // What stands behind the affine map; the numbers are those of Activation::Kind.
 struct Behind {
@@ -61,8 +62,8 @@ __device__ inline void hand_out(real_t* shared, const Place& place, Affine<S>& a
   hand_out<S>(shared, place, affine.bias);
 }
 
-// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True if
-// another γ was taken for that.
+// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True
+// if another γ was taken for that.
 __device__ inline bool effective(int in_place, double r, double d, double& gamma, double& beta) {
   beta += gamma * d;
   gamma *= r;

@@ -1,5 +1,5 @@
-// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. Of them S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Behind a skip dz is
-// also the skip's gradient, and y tells where its ReLU let it pass.
+// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. Of them S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Behind a skip
+// dz is also the skip's gradient, and y tells where its ReLU let it pass.
 
 template <int S, bool kSkip>
 struct GradientSumsPass {
@@ -191,8 +191,8 @@ KERNEL gradient_sums_rows(const value_t* x, const value_t* dy, const real_t* gam
                           real_t* d_beta, int64 outer, int64 channels, int64 inner, int aligned, double ticket,
                           double slope, int has_scale, int activation, int in_place, int gamma_request,
                           int beta_request) {
-  const Sums sums = {gamma, beta, saved, partials, counters, message, d_gamma, d_beta, ticket, has_scale,
-                     gamma_request, beta_request};
+  const Sums sums = {gamma,   beta,   saved,  partials,  counters,      message,
+                     d_gamma, d_beta, ticket, has_scale, gamma_request, beta_request};
   gradient_sums_rows_of<false>({x, dy, x, 0, 0}, {outer, channels, inner}, aligned, sums,
                                {activation, static_cast<real_t>(slope), in_place});
 }
@@ -202,8 +202,8 @@ KERNEL gradient_sums_columns(const value_t* x, const value_t* dy, const real_t* 
                              real_t* d_beta, int64 outer, int64 channels, int64 inner, int aligned, double ticket,
                              double slope, int has_scale, int activation, int in_place, int gamma_request,
                              int beta_request) {
-  const Sums sums = {gamma, beta, saved, partials, counters, message, d_gamma, d_beta, ticket, has_scale,
-                     gamma_request, beta_request};
+  const Sums sums = {gamma,   beta,   saved,  partials,  counters,      message,
+                     d_gamma, d_beta, ticket, has_scale, gamma_request, beta_request};
   gradient_sums_columns_of<false>({x, dy, x, 0, 0}, {outer, channels, inner}, aligned, sums,
                                   {activation, static_cast<real_t>(slope), in_place});
 }
@@ -213,8 +213,8 @@ KERNEL gradient_sums_skip_rows(const value_t* x, const value_t* dy, const value_
                                int* counters, double* message, real_t* d_gamma, real_t* d_beta, int64 outer,
                                int64 channels, int64 inner, int aligned, double ticket, int has_scale,
                                int gamma_request, int beta_request, int skip_request) {
-  const Sums sums = {gamma, beta, saved, partials, counters, message, d_gamma, d_beta, ticket, has_scale,
-                     gamma_request, beta_request};
+  const Sums sums = {gamma,   beta,   saved,  partials,  counters,      message,
+                     d_gamma, d_beta, ticket, has_scale, gamma_request, beta_request};
   gradient_sums_rows_of<true>({x, dy, y, d_skip, skip_request}, {outer, channels, inner}, aligned, sums, {1, 0, 0});
 }
 
@@ -223,8 +223,7 @@ KERNEL gradient_sums_skip_columns(const value_t* x, const value_t* dy, const val
                                   int* counters, double* message, real_t* d_gamma, real_t* d_beta, int64 outer,
                                   int64 channels, int64 inner, int aligned, double ticket, int has_scale,
                                   int gamma_request, int beta_request, int skip_request) {
-  const Sums sums = {gamma, beta, saved, partials, counters, message, d_gamma, d_beta, ticket, has_scale,
-                     gamma_request, beta_request};
-  gradient_sums_columns_of<true>({x, dy, y, d_skip, skip_request}, {outer, channels, inner}, aligned, sums,
-                                 {1, 0, 0});
+  const Sums sums = {gamma,   beta,   saved,  partials,  counters,      message,
+                     d_gamma, d_beta, ticket, has_scale, gamma_request, beta_request};
+  gradient_sums_columns_of<true>({x, dy, y, d_skip, skip_request}, {outer, channels, inner}, aligned, sums, {1, 0, 0});
 }

@@ -1,5 +1,5 @@
-// dx = factor·dz + slope·(v − shift) + constant, with dz as in gradient_sums.cuh. `message` holds ΣS1[C] and ΣS2[C] of all
-// devices, from place 1 on; they count only if `saved` says that the statistics depended on x.
+// dx = factor·dz + slope·(v − shift) + constant, with dz as in gradient_sums.cuh. `message` holds ΣS1[C] and ΣS2[C] of
+// all devices, from place 1 on; they count only if `saved` says that the statistics depended on x.
 
 template <int S, bool kSkip>
 struct InputGradientPass {
@@ -44,8 +44,8 @@ struct InputGradientPass {
       for (int i = 0; i < V; ++i) {
         const int s = S == 1 ? 0 : i;
         const real_t value = affine.behind.value(values[u][i]);
-        const real_t gradient = kSkip ? (outs[u][i] <= 0 ? real_t(0) : gradients[u][i])
-                                      : affine.passed(s, value, gradients[u][i]);
+        const real_t gradient =
+            kSkip ? (outs[u][i] <= 0 ? real_t(0) : gradients[u][i]) : affine.passed(s, value, gradients[u][i]);
         const real_t own = multiply_add(slope[s], value - affine.shift[s], constant[s]);
         values[u][i] = multiply_add(affine.scale[s], gradient, own);
         if (add) values[u][i] += before[i];
@@ -117,26 +117,24 @@ KERNEL input_gradient_rows(const value_t* x, const value_t* dy, value_t* dx, con
                                 aligned, {activation, static_cast<real_t>(slope), in_place});
 }
 
-KERNEL input_gradient_columns(const value_t* x, const value_t* dy, value_t* dx, const real_t* gamma,
-                              const real_t* beta, const double* saved, const double* message, int64 outer,
-                              int64 channels, int64 inner, int aligned, double slope, int has_scale, int activation,
-                              int in_place, int add) {
+KERNEL input_gradient_columns(const value_t* x, const value_t* dy, value_t* dx, const real_t* gamma, const real_t* beta,
+                              const double* saved, const double* message, int64 outer, int64 channels, int64 inner,
+                              int aligned, double slope, int has_scale, int activation, int in_place, int add) {
   input_gradient_columns_of<false>({x, dy, x, dx, gamma, beta, saved, message, has_scale, add},
                                    {outer, channels, inner}, aligned,
                                    {activation, static_cast<real_t>(slope), in_place});
 }
 
-KERNEL input_gradient_skip_rows(const value_t* x, const value_t* dy, const value_t* y, value_t* dx,
-                                const real_t* gamma, const real_t* beta, const double* saved, const double* message,
-                                int64 outer, int64 channels, int64 inner, int aligned, int has_scale, int add) {
+KERNEL input_gradient_skip_rows(const value_t* x, const value_t* dy, const value_t* y, value_t* dx, const real_t* gamma,
+                                const real_t* beta, const double* saved, const double* message, int64 outer,
+                                int64 channels, int64 inner, int aligned, int has_scale, int add) {
   input_gradient_rows_of<true>({x, dy, y, dx, gamma, beta, saved, message, has_scale, add}, {outer, channels, inner},
                                aligned, {1, 0, 0});
 }
 
 KERNEL input_gradient_skip_columns(const value_t* x, const value_t* dy, const value_t* y, value_t* dx,
-                                   const real_t* gamma, const real_t* beta, const double* saved,
-                                   const double* message, int64 outer, int64 channels, int64 inner, int aligned,
-                                   int has_scale, int add) {
-  input_gradient_columns_of<true>({x, dy, y, dx, gamma, beta, saved, message, has_scale, add},
-                                  {outer, channels, inner}, aligned, {1, 0, 0});
+                                   const real_t* gamma, const real_t* beta, const double* saved, const double* message,
+                                   int64 outer, int64 channels, int64 inner, int aligned, int has_scale, int add) {
+  input_gradient_columns_of<true>({x, dy, y, dx, gamma, beta, saved, message, has_scale, add}, {outer, channels, inner},
+                                  aligned, {1, 0, 0});
 }

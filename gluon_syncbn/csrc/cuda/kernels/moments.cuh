@@ -116,8 +116,8 @@ __device__ inline void finish_moments(const Shape& shape, const Place& place, Mo
       const int64 channel = place.channel + s;
       if (channel < shape.channels) {
         const double distance = left[partial_at(shape, 1, part, channel)] - sums[s];
-        squares[s] += left[partial_at(shape, 2, part, channel)] +
-                      left[partial_at(shape, 0, part, channel)] * distance * distance;
+        squares[s] +=
+            left[partial_at(shape, 2, part, channel)] + left[partial_at(shape, 0, part, channel)] * distance * distance;
       }
     }
   }

@@ -77,8 +77,8 @@ struct Norm {
   }
 };
 
-// Running statistics need no order among blocks: in prediction mode none writes them, and in training mode only the block
-// that writes those of a channel reads them.
+// Running statistics need no order among blocks: in prediction mode none writes them, and in training mode only the
+// block that writes those of a channel reads them.
 template <bool kSkip>
 __device__ inline void normalize_rows_of(const value_t* x, const value_t* skip, value_t* y, const Shape& shape,
                                          int aligned, const Norm& norm, const Behind& behind, int wants_y) {
@@ -119,42 +119,47 @@ __device__ inline void normalize_columns_of(const value_t* x, const value_t* ski
   }
 }
 
-KERNEL normalize_rows(const value_t* x, value_t* y, const real_t* gamma, const real_t* beta,
-    real_t* running_mean, real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
-    int64 inner, int aligned, double epsilon, double momentum, double count, double round_id, double active_set,
-    double slope, int training, int has_scale, int activation, int in_place, int renorm, int wants_y, int wants_saved) {
-  const Norm norm = {gamma, beta, running_mean, running_var, saved, message, epsilon, momentum, count, round_id,
-                     active_set, training, has_scale, renorm, wants_saved};
+KERNEL normalize_rows(const value_t* x, value_t* y, const real_t* gamma, const real_t* beta, real_t* running_mean,
+                      real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
+                      int64 inner, int aligned, double epsilon, double momentum, double count, double round_id,
+                      double active_set, double slope, int training, int has_scale, int activation, int in_place,
+                      int renorm, int wants_y, int wants_saved) {
+  const Norm norm = {gamma, beta,     running_mean, running_var, saved,     message, epsilon,    momentum,
+                     count, round_id, active_set,   training,    has_scale, renorm,  wants_saved};
   normalize_rows_of<false>(x, x, y, {outer, channels, inner}, aligned, norm,
-                            {activation, static_cast<real_t>(slope), in_place}, wants_y);
+                           {activation, static_cast<real_t>(slope), in_place}, wants_y);
 }
 
 KERNEL normalize_skip_rows(const value_t* x, const value_t* skip, value_t* y, const real_t* gamma, const real_t* beta,
-    real_t* running_mean, real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
-    int64 inner, int aligned, double epsilon, double momentum, double count, double round_id, double active_set,
-    double slope, int training, int has_scale, int activation, int in_place, int renorm, int wants_y, int wants_saved) {
-  const Norm norm = {gamma, beta, running_mean, running_var, saved, message, epsilon, momentum, count, round_id,
-                     active_set, training, has_scale, renorm, wants_saved};
+                           real_t* running_mean, real_t* running_var, double* saved, const double* message, int64 outer,
+                           int64 channels, int64 inner, int aligned, double epsilon, double momentum, double count,
+                           double round_id, double active_set, double slope, int training, int has_scale,
+                           int activation, int in_place, int renorm, int wants_y, int wants_saved) {
+  const Norm norm = {gamma, beta,     running_mean, running_var, saved,     message, epsilon,    momentum,
+                     count, round_id, active_set,   training,    has_scale, renorm,  wants_saved};
   normalize_rows_of<true>(x, skip, y, {outer, channels, inner}, aligned, norm,
-                            {activation, static_cast<real_t>(slope), in_place}, wants_y);
+                          {activation, static_cast<real_t>(slope), in_place}, wants_y);
 }
 
-KERNEL normalize_columns(const value_t* x, value_t* y, const real_t* gamma, const real_t* beta,
-    real_t* running_mean, real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
-    int64 inner, int aligned, double epsilon, double momentum, double count, double round_id, double active_set,
-    double slope, int training, int has_scale, int activation, int in_place, int renorm, int wants_y, int wants_saved) {
-  const Norm norm = {gamma, beta, running_mean, running_var, saved, message, epsilon, momentum, count, round_id,
-                     active_set, training, has_scale, renorm, wants_saved};
+KERNEL normalize_columns(const value_t* x, value_t* y, const real_t* gamma, const real_t* beta, real_t* running_mean,
+                         real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
+                         int64 inner, int aligned, double epsilon, double momentum, double count, double round_id,
+                         double active_set, double slope, int training, int has_scale, int activation, int in_place,
+                         int renorm, int wants_y, int wants_saved) {
+  const Norm norm = {gamma, beta,     running_mean, running_var, saved,     message, epsilon,    momentum,
+                     count, round_id, active_set,   training,    has_scale, renorm,  wants_saved};
   normalize_columns_of<false>(x, x, y, {outer, channels, inner}, aligned, norm,
-                            {activation, static_cast<real_t>(slope), in_place}, wants_y);
+                              {activation, static_cast<real_t>(slope), in_place}, wants_y);
 }
 
-KERNEL normalize_skip_columns(const value_t* x, const value_t* skip, value_t* y, const real_t* gamma, const real_t* beta,
-    real_t* running_mean, real_t* running_var, double* saved, const double* message, int64 outer, int64 channels,
-    int64 inner, int aligned, double epsilon, double momentum, double count, double round_id, double active_set,
-    double slope, int training, int has_scale, int activation, int in_place, int renorm, int wants_y, int wants_saved) {
-  const Norm norm = {gamma, beta, running_mean, running_var, saved, message, epsilon, momentum, count, round_id,
-                     active_set, training, has_scale, renorm, wants_saved};
+KERNEL normalize_skip_columns(const value_t* x, const value_t* skip, value_t* y, const real_t* gamma,
+                              const real_t* beta, real_t* running_mean, real_t* running_var, double* saved,
+                              const double* message, int64 outer, int64 channels, int64 inner, int aligned,
+                              double epsilon, double momentum, double count, double round_id, double active_set,
+                              double slope, int training, int has_scale, int activation, int in_place, int renorm,
+                              int wants_y, int wants_saved) {
+  const Norm norm = {gamma, beta,     running_mean, running_var, saved,     message, epsilon,    momentum,
+                     count, round_id, active_set,   training,    has_scale, renorm,  wants_saved};
   normalize_columns_of<true>(x, skip, y, {outer, channels, inner}, aligned, norm,
-                            {activation, static_cast<real_t>(slope), in_place}, wants_y);
+                             {activation, static_cast<real_t>(slope), in_place}, wants_y);
 }

@@ -26,8 +26,8 @@ __device__ inline Place place_in_columns() {
 }
 
 // Calls pass.take<V>(offset, stride, packs) for everything that is this thread's: up to kUnroll packs of V values, the
-// first at `offset`, each `stride` values behind the last. `address` is that of a tensor, for its alignment; all tensors
-// of a call are aligned alike, or `aligned` is 0.
+// first at `offset`, each `stride` values behind the last. `address` is that of a tensor, for its alignment; all
+// tensors of a call are aligned alike, or `aligned` is 0.
 template <typename Pass>
 __device__ inline void over_rows(const Shape& shape, const value_t* address, int aligned, const Place& place,
                                  Pass& pass) {

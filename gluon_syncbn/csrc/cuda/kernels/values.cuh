@@ -40,7 +40,8 @@ __device__ inline unsigned short float_to_half(float value) {
   return half;
 }
 
-// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes each.
+// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes
+// each.
 __device__ inline uint4 load_pack(const void* from) {
   uint4 bits;
   asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %4; ld.global.v4.u32 {%0, %1, %2, %3}, [at]; }"
