@@ -1,20 +1,23 @@
 """Calls the kernels of ``gluon_syncbn/csrc/cuda`` without MXNet, as the operator does: for benchmarks and tests.
 
 `Passes` needs a device: something that makes arrays and launches kernels, a GPU through CuPy (gpu.py) or the CPU
-standing in for one (tests/stand_in.py). What a kernel is given as its grid is asked of the package's own library.
+standing in for one (tests/stand_in). What a kernel is given as its grid is asked of the operator's own code.
 """
 
 import ctypes
 import runpy
+import sys
 from pathlib import Path
 from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import standalone  # noqa: E402
+
 CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
 # The package itself cannot be imported where there is no MXNet.
 SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_source"]()
-LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
 KERNELS = [
@@ -46,7 +49,7 @@ def options(dtype: str, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
 def default_tuning() -> Tuple[int, int]:
     """Threads and unroll that the operator takes."""
     numbers = (ctypes.c_int64 * 2)()
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_default_tuning(numbers)
+    standalone.library().gluon_syncbn_default_tuning(numbers)
     return tuple(numbers)
 
 
@@ -65,7 +68,7 @@ def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, tuning
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     tuned = (ctypes.c_int64 * 3)(*tuning) if tuning else None
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
+    standalone.library().gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
     rows, aligned, *rest = numbers
     return Launch(bool(rows), bool(aligned), tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
 

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cpu/float16.h"
+#include "exported.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -202,3 +203,12 @@ void fill(DType dtype, void* values, int64_t size, double value) {
 const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }
 
 }  // namespace gluon_syncbn
+
+// What Python calls (base/library.py): null if the environment variable has an impossible value.
+EXPORTED const char* gluon_syncbn_instruction_set() {
+  try {
+    return gluon_syncbn::instruction_set();
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  }
+}

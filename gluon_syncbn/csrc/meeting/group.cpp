@@ -222,9 +222,4 @@ void drop_group(int64_t id) {
   groups().erase(found);
 }
 
-int64_t count_groups() {
-  std::lock_guard<std::mutex> lock(groups_mutex());
-  return static_cast<int64_t>(groups().size());
-}
-
 }  // namespace gluon_syncbn

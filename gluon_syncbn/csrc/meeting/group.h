@@ -159,6 +159,4 @@ std::shared_ptr<Group> find_group(int64_t id);
 // Calls that are under way keep the group until they are done.
 void drop_group(int64_t id);
 
-int64_t count_groups();
-
 }  // namespace gluon_syncbn

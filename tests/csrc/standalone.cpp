@@ -1,11 +1,10 @@
-// Kernels and rendezvous as plain C functions, without MXNet: for tests, benchmarks and `python -m gluon_syncbn`.
+// Kernels, rendezvous and launches as plain C functions, without MXNet, for tests and benchmarks (standalone.py).
 // dtypes are MXNet's type flags; tensors are (outer, channels, inner); vectors are float64 of length `channels`.
 
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "cuda/launch.h"
 #include "exported.h"
 #include "meeting/rendezvous.h"
+#include "meeting/waiting.h"
 
 using namespace gluon_syncbn;
 
@@ -35,15 +35,6 @@ Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64
 }
 
 }  // namespace
-
-// Null if the environment variable that limits it has an impossible value.
-EXPORTED const char* gluon_syncbn_instruction_set() {
-  try {
-    return instruction_set();
-  } catch (const std::invalid_argument&) {
-    return nullptr;
-  }
-}
 
 EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
                                    int threads, double* mean, double* m2) {
@@ -87,6 +78,7 @@ EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* values, const v
 }
 
 EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, double timeout_seconds) {
+  waiting_times() = {Seconds(2), Seconds(0.1)};  // which in the product come from Python
   std::vector<std::string> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back("rank " + std::to_string(rank));
   return new std::shared_ptr<Rendezvous>(std::make_shared<Rendezvous>(what, ranks, timeout_seconds, ""));
