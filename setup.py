@@ -23,7 +23,7 @@ EXAMPLES = [
     "tqdm",
 ]
 SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
+HEADERS = sorted(str(path) for name in ("*.h", "*.cuh") for path in Path("gluon_syncbn/csrc").rglob(name))
 # For those who develop (Makefile): another compiler's new warnings must not cost a user the compiled core.
 STRICT = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("GLUON_SYNCBN_STRICT") else []
 

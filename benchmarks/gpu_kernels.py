@@ -5,10 +5,11 @@ standing in for one (tests/stand_in). What a kernel is given as its grid is aske
 """
 
 import ctypes
+import re
 import runpy
 import sys
 from pathlib import Path
-from typing import NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -20,15 +21,33 @@ CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
 SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_source"]()
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
-KERNELS = [
-    f"{kernel}_{layout}"
-    for kernel in (
-        "moments",
-        *(kernel + skip for kernel in ("normalize", "gradient_sums", "input_gradient") for skip in ("", "_skip")),
-    )
-    for layout in ("rows", "columns")
-]
+
+
+def _read_kernels() -> Dict[str, List[Tuple[str, str]]]:
+    """By the name of each kernel, type and name of what it takes; of arrays the type is "array".
+
+    They are the lists of arguments.cuh.
+    """
+    text = (CSRC / "cuda" / "kernels" / "arguments.cuh").read_text(encoding="utf-8").replace("\\\n", " ")
+    lists = dict(re.findall(r"#define (\w+)\([A-Z, ]*\) +(.*)", text))
+
+    def arguments_of(name):
+        for macro, first, second in re.findall(r"(READ|WRITE|NUMBER)\((\w+), (\w+)\)", expanded(name)):
+            yield ("array" if macro in ("READ", "WRITE") else first), second
+
+    def expanded(name):
+        return re.sub(r"([A-Z_]{7,})\([A-Z, ]*\)", lambda found: expanded(found[1]), lists[name])
+
+    kernels = re.findall(r"KERNEL\((\w+), \w+, (\w+), \w+\)", lists["KERNELS"])
+    found = {
+        f"{kernel}_{layout}": list(arguments_of(name)) for kernel, name in kernels for layout in ("rows", "columns")
+    }
+    return {**found, "fill_nan": list(arguments_of("FILL_NAN_ARGUMENTS"))}
+
+
+KERNELS = _read_kernels()
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
+NUMBERS = {"int": ctypes.c_int, "int64": ctypes.c_longlong, "double": ctypes.c_double}
 ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 
 
@@ -119,10 +138,8 @@ class Passes:
 
     def moments(self, x, running=None) -> None:
         """Leave mean and M2 of this device in ``received``, and the ``running`` mean and variance, if there are any."""
-        self._ticket += 1
-        vectors = (*(running or self._no_running), self.partials, self.counters, self.message)
-        numbers = ctypes.c_double(self._ticket), ctypes.c_int(running is not None)
-        self._run("moments", x, *vectors, *self._sizes(), *numbers)
+        running_mean, running_var = running or self._no_running
+        self._run("moments", x=x, running_mean=running_mean, running_var=running_var, wants_running=running is not None)
 
     def normalize(
         self,
@@ -135,49 +152,46 @@ class Passes:
         count,
         training=True,
         wants_y=True,
-        skip=None,
+        residual=None,
         renorm=False,
     ) -> None:
         """After ``send(mean, var)`` of all devices, which hold ``count`` values per channel; with ``renorm`` after
         ``send(mean, var, r, d)``."""
-        numbers = [ctypes.c_double(number) for number in (self.epsilon, self.momentum, count, 7, 0, self.slope)]
-        options = (training, self.has_scale, self.activation, self.in_place, renorm, wants_y, True)
-        flags = [ctypes.c_int(flag) for flag in options]
-        vectors = (gamma, beta, running_mean, running_var, self.saved, self.message)
-        kernel, tensors = ("normalize", (x, y)) if skip is None else ("normalize_skip", (x, skip, y))
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *flags)
+        call = {"count": count, "round_id": 7, "active_set": 0}
+        vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
+        wants = {"training": training, "renorm": renorm, "wants_y": wants_y, "wants_saved": True}
+        kernel = "normalize" if residual is None else "normalize_residual"
+        self._run(kernel, x=x, y=y, residual=residual, **vectors, **call, **wants)
 
     def gradient_sums(
-        self, x, dy, gamma, beta, d_gamma, d_beta, gamma_request=1, beta_request=1, y=None, d_skip=None, skip_request=1
+        self,
+        x,
+        dy,
+        gamma,
+        beta,
+        d_gamma,
+        d_beta,
+        gamma_request=1,
+        beta_request=1,
+        y=None,
+        d_residual=None,
+        residual_request=1,
     ) -> None:
-        """Leave S1 and S2 of this device in ``received``, and what `normalize` was told of the call behind them.
+        """Leave S1 and S2 of this device in ``received``, and what `normalize` was told of the call after them.
 
-        With y and d_skip it is the pass behind a skip.
+        With y and d_residual it is the pass where there is a residual.
         """
-        self._ticket += 1
-        vectors = (gamma, beta, self.saved, self.partials, self.counters, self.message, d_gamma, d_beta)
-        numbers = [ctypes.c_double(self._ticket), *([] if d_skip is not None else [ctypes.c_double(self.slope)])]
-        requests = (gamma_request, beta_request)
-        if d_skip is None:
-            kernel, tensors = "gradient_sums", (x, dy)
-            options = (self.has_scale, self.activation, self.in_place, *requests)
-        else:
-            kernel, tensors = "gradient_sums_skip", (x, dy, y, d_skip)
-            options = (self.has_scale, *requests, skip_request)
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
+        vectors = {"gamma": gamma, "beta": beta, "d_gamma": d_gamma, "d_beta": d_beta}
+        requests = {"gamma_request": gamma_request, "beta_request": beta_request, "residual_request": residual_request}
+        kernel = "gradient_sums" if d_residual is None else "gradient_sums_residual"
+        self._run(kernel, x=x, dy=dy, y=y, d_residual=d_residual, **vectors, **requests)
 
     def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None, is_passed=False) -> None:
-        """After ``send(S1, S2)`` of all devices. With y it is the pass behind a skip; ``is_passed`` says of dy that it
-        has been through the activation already."""
-        vectors = (gamma, beta, self.saved, self.message)
-        if y is None:
-            activation = 0 if is_passed else self.activation
-            numbers = [ctypes.c_double(self.slope)]
-            kernel, tensors, options = "input_gradient", (x, dy, dx), (self.has_scale, activation, self.in_place, add)
-        else:
-            numbers = []
-            kernel, tensors, options = "input_gradient_skip", (x, dy, y, dx), (self.has_scale, add)
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
+        """After ``send(S1, S2)`` of all devices. With y it is the pass where there is a residual;
+        ``is_passed`` says of dy that it has been through the activation already."""
+        kernel = "input_gradient" if y is None else "input_gradient_residual"
+        activation = ACTIVATIONS.index("none") if is_passed else self.activation
+        self._run(kernel, x=x, dy=dy, y=y, dx=dx, gamma=gamma, beta=beta, add=add, activation=activation)
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The two vectors that a pass has left for the host, and what is behind them."""
@@ -194,9 +208,17 @@ class Passes:
         for number, vector in enumerate(vectors):
             self.message[1 + number * channels : 1 + (number + 1) * channels] = vector
 
-    def _sizes(self):
-        return [*(ctypes.c_longlong(size) for size in self.layout), ctypes.c_int(self.launch.aligned)]
-
-    def _run(self, kernel: str, *arguments) -> None:
+    def _run(self, kernel: str, **arguments) -> None:
         name = f"{kernel}_{'rows' if self.launch.rows else 'columns'}"
-        self.device.launch(name, self.dtype, self.launch.grid, self.launch.block, arguments)
+        if ("double", "ticket") in KERNELS[name]:
+            self._ticket += 1
+        known = {
+            **dict(zip(("outer", "channels", "inner"), self.layout)),
+            **{"aligned": self.launch.aligned, "ticket": self._ticket, "has_scale": self.has_scale},
+            **{"activation": self.activation, "slope": self.slope, "in_place": self.in_place},
+            **{"partials": self.partials, "counters": self.counters, "message": self.message, "saved": self.saved},
+            **{"epsilon": self.epsilon, "momentum": self.momentum},
+            **arguments,
+        }
+        values = [known[item] if kind == "array" else NUMBERS[kind](known[item]) for kind, item in KERNELS[name]]
+        self.device.launch(name, self.dtype, self.launch.grid, self.launch.block, values)

@@ -24,6 +24,7 @@
 // order, so that results are the same bits every time; the last of those says in host memory that all is there.
 
 #include "kernels/values.cuh"
+#include "kernels/arguments.cuh"
 #include "kernels/threads.cuh"
 #include "kernels/sums.cuh"
 #include "kernels/moments.cuh"
@@ -31,4 +32,5 @@
 #include "kernels/normalize.cuh"
 #include "kernels/gradient_sums.cuh"
 #include "kernels/input_gradient.cuh"
+#include "kernels/entry_points.cuh"
 #include "kernels/fill_nan.cuh"

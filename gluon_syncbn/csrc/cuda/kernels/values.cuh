@@ -14,6 +14,18 @@ typedef long long int64;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 
+// For arguments.cuh.
+#define READ_ARRAY(type) const type*
+#define WRITE_ARRAY(type) type*
+
+// The parameters of a kernel: a comma before each, and the first comma taken away.
+#define READ_PARAMETER(type, name) , READ_ARRAY(type) name
+#define WRITE_PARAMETER(type, name) , WRITE_ARRAY(type) name
+#define NUMBER_PARAMETER(type, name) , type name
+#define PARAMETERS(LIST) WITHOUT_FIRST(LIST(READ_PARAMETER, WRITE_PARAMETER, NUMBER_PARAMETER))
+#define WITHOUT_FIRST(...) REST(__VA_ARGS__)
+#define REST(first, ...) __VA_ARGS__
+
 constexpr int kThreads = THREADS;  // in a block
 constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
