@@ -29,7 +29,7 @@ struct Buffer {
   std::unique_ptr<char[]> data;
 };
 
-// What stands behind the norm, and whether the backward passes go by the output.
+// What follows the norm, and whether the backward passes go by the output.
 struct Case {
   Activation activation;
   bool skip, in_place;

@@ -105,8 +105,8 @@ EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double
   }
 }
 
-// For benchmarks: meets `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds, as
-// pairs in `times`.
+// Meets, for benchmarks, `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds,
+// as pairs in `times`.
 EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t size, int64_t meetings, double* times) {
   const auto seconds = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

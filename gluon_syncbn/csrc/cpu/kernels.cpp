@@ -155,21 +155,21 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
   return result;
 }
 
-void normalize(DType dtype, const void* x, const void* skip, const Layout& layout, const Affine& affine, void* y,
+void normalize(DType dtype, const void* x, const void* residual, const Layout& layout, const Affine& affine, void* y,
                int threads) {
   const auto pass = passes(dtype).normalize;
   over_channels(layout, threads,
-                [&](int64_t begin, int64_t end) { pass(x, skip, layout, begin, end, view(affine), y); });
+                [&](int64_t begin, int64_t end) { pass(x, residual, layout, begin, end, view(affine), y); });
 }
 
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
-                           void* d_skip, bool add_to_skip, int threads) {
+                           void* d_residual, bool add_to_residual, int threads) {
   GradientSums sums;
   sums.dz.resize(static_cast<size_t>(layout.channels));
   sums.dz_centred.resize(static_cast<size_t>(layout.channels));
   const auto pass = passes(dtype).gradient_sums;
   over_channels(layout, threads, [&](int64_t begin, int64_t end) {
-    pass(input, layout, begin, end, view(affine), d_skip, add_to_skip, sums.dz.data(), sums.dz_centred.data());
+    pass(input, layout, begin, end, view(affine), d_residual, add_to_residual, sums.dz.data(), sums.dz_centred.data());
   });
   return sums;
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kPackBytes = 16;  // as in kernels.cu
 
-// Of columns: bytes of neighbouring channels that a block reads at a time, a cache line.
+// Bytes of neighbouring channels that a block reads at a time in columns: a cache line.
 constexpr int64_t kLine = 128;
 
 int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }

@@ -14,7 +14,7 @@
 //   4. To the GPU again, as 1. Blocks read the two numbers of each of their channels over the bus.
 //
 // The callback returns with the second kernel in the engine's hands: MXNet lets nobody read the outputs before the
-// kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
+// kernels that name them are done. MXNet synchronizes its stream after each kernel that it launches (rtc.cc), on its
 // own thread; nobody here waits for that.
 
 #include <memory>

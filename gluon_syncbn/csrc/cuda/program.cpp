@@ -35,7 +35,7 @@ int flag_of(DType values) {
 #define NUMBER_PARAMETER(type, name) {false, true, flag_of<type>(dtype)},
 #define PARAMETERS(LIST) {LIST(READ_PARAMETER, WRITE_PARAMETER, NUMBER_PARAMETER)}
 
-// As MXNet wants arguments: handles of arrays, and addresses of numbers.
+// Arguments as MXNet takes them: handles of arrays, and addresses of numbers.
 #define ARRAY_ADDRESS(type, name) arguments.name->handle(),
 #define NUMBER_ADDRESS(type, name) &arguments.name,
 #define ADDRESSES(LIST) {LIST(ARRAY_ADDRESS, ARRAY_ADDRESS, NUMBER_ADDRESS)}

@@ -25,7 +25,7 @@ using int64 = int64_t;
 // kept for good.
 class GpuProgram {
  public:
-  // From now on the text of kernels.cu.
+  // Sets the text of kernels.cu.
   static void set_source(const char* source);
 
   // Throws MXNetFailure with the compiler's log if it does not compile.

@@ -14,7 +14,7 @@
 
 namespace gluon_syncbn {
 
-// What the backward pass must know of its forward pass, besides mean and invstd, behind which it is saved. In
+// What the backward pass must know of its forward pass, besides mean and invstd, after which it is saved. In
 // prediction mode, where nobody meets, count and round are 0.
 struct ForwardCall {
   static constexpr int kSize = 3;  // as numbers
@@ -28,11 +28,11 @@ struct ForwardCall {
   void save(double* numbers) const;
 
   // Throws std::runtime_error if no forward pass has saved this: MXNet runs the backward pass of a forward pass that it
-  // has not run, because its input had failed, once someone has been told of that.
+  // has not run, because its input had failed, once the error has been thrown to someone.
   static ForwardCall load(const Group& group, const std::string& device, const double* numbers);
 };
 
-// Of the values of all devices in the active set.
+// Statistics of the values of all devices in the active set.
 struct Statistics {
   ForwardCall call;
   std::vector<double> mean;

@@ -15,7 +15,7 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
-// By type and number, so that cpu(2) comes before cpu(10).
+// Orders by type and number, so that cpu(2) comes before cpu(10).
 bool comes_before(const std::string& a, const std::string& b) {
   return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) <
          std::make_tuple(b.substr(0, b.find('(')), b.size(), b);

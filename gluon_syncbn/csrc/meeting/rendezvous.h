@@ -29,7 +29,7 @@
 // passes of a layer that is called several times per step come in any order, so their key is the number of the forward
 // round that they answer.
 //
-// A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
+// A rank that arrives after its round has failed opens a new round, and looks like one that starts the next
 // step. Whoever catches the error and goes on must let the stragglers finish first (abandon_step).
 #pragma once
 
@@ -58,7 +58,7 @@ struct Exchange {
   // Called with what all ranks have left and the round's key; returns what all processes have left, and changes the
   // number of the round to theirs. May take its time, and may throw.
   std::function<Vectors(const Vectors& contributions, uint64_t key, uint64_t& round_id)> exchange;
-  // Told why a round failed among the devices of this process, so that others need not wait for it.
+  // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
   std::function<void(const std::string& error)> fail;
   double timeout_seconds = 0;
 };
@@ -134,7 +134,7 @@ void wait_for_exchanges(Seconds most);
 // throws, and RendezvousError for an outcome with an error.
 Outcome wait_for(const std::function<void(Rendezvous::Then)>& start);
 
-// The same of a callback that is handed nothing.
+// Waits for a callback that is handed nothing.
 void wait_until_done(const std::function<void(std::function<void()>)>& start);
 
 }  // namespace gluon_syncbn

@@ -33,7 +33,7 @@ class Step {
   std::string failure() const;
   std::optional<Clock::time_point> failed_at() const;
 
-  // From 1.
+  // Counts from 1.
   uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
 
  private:

@@ -16,7 +16,7 @@ namespace {
 constexpr int kSignals[] = {SIGINT, SIGTERM};
 constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 
-// Of the steady clock; all that the handler writes.
+// Time of the last signal, by the steady clock. The handler writes nothing else.
 std::atomic<int64_t> signalled{INT64_MIN};
 
 // Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it
@@ -148,7 +148,7 @@ EXPORTED void gluon_syncbn_watch_signals(int begin) {
   }
 }
 
-// In seconds of the steady clock.
+// When the last signal was noticed, in seconds of the steady clock.
 EXPORTED double gluon_syncbn_signalled_at() {
   return std::chrono::duration<double>(gluon_syncbn::signalled_at().time_since_epoch()).count();
 }

@@ -33,7 +33,7 @@ struct WaitingTimes {
 };
 WaitingTimes& waiting_times();
 
-// From now on waits end after the grace period, "because" of this; an empty text takes it back.
+// Ends waits, from now on, after the grace period, "because" of this; an empty text takes it back.
 void cut_waits_short(std::string because);
 
 // Between these two, each called equally often, Ctrl-C and SIGTERM are noticed.

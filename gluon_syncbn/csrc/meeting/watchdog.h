@@ -42,7 +42,7 @@ class Watched {
   std::atomic<const void*> known_to_{nullptr};  // the watchdog
 };
 
-// To be called under the lock of `who` before something is opened there. Throws std::system_error if there can be no
+// Must be called under the lock of `who` before something is opened there. Throws std::system_error if there can be no
 // thread.
 void watch(const std::shared_ptr<Watched>& who);
 

@@ -23,8 +23,9 @@
 //           that is not skipped writes them, and throws if the step has failed, or the other was skipped. So the
 //           gradients have an error, and the updates that read them are skipped. Several gates wait for the heads of
 //           backward passes, so none opens after a failure in a forward pass. If a backward pass fails, some gates may
-//           be open already: the gradients behind them were complete on all devices. (Where a KVStore adds gradients
-//           up, one gate for all would cost the time in which that runs beside the backward pass: 10% of a step.)
+//           be open already: the gradients that they guard were complete on all devices. (Where a KVStore adds
+//           gradients up, one gate for all would cost the time in which that runs beside the backward pass: 10% of a
+//           step.)
 //   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer.
 //           Who reads one of them comes after all updates, and cannot make the engine forget an exception by which one
 //           is yet to be skipped.
@@ -36,7 +37,7 @@
 // since those who throw often come together; and before there is a gate, the list is given memory for many exceptions
 // (`reserve`; the engine keeps the memory when it clears the list).
 //
-// Nobody waits in any of these for another; who comes first is told to the engine by the arrays, and by tokens, arrays
+// Nobody waits in any of these for another; the engine knows who comes first by the arrays, and by tokens, arrays
 // without contents that those write who come before, and those read who come after.
 #pragma once
 
@@ -64,7 +65,7 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
   };
   const auto drop = [](void* task) { delete static_cast<Task*>(task); };
   const int context[] = {kCpu, thread};
-  // With a priority, so that it is not bundled with other operators, which would then wait with it.
+  // A priority keeps it from being bundled with other operators, which would then wait with it.
   const int priority = 1;
   // The engine drops the task, also if it refuses it.
   check_mxnet(mxnet().engine_push(run, new Task{function, std::move(object)}, drop, context, reads.data(),
@@ -77,7 +78,7 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
 void poison(void* array, const std::string& error);
 
 // Throws `error` out of an operation of the engine, when those who were here before have had the time to. An error of
-// a call of an operator is thrown twice, the second time by what MXNet runs behind the call.
+// a call of an operator is thrown twice, the second time by what MXNet runs after the call.
 [[noreturn]] void throw_in_turn(const std::string& error);
 
 // An array without contents, for the order that it gives.

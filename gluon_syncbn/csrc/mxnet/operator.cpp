@@ -5,12 +5,12 @@
 //   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and behind them
-// an order token, the `saved` of the call that must come before this one (block.py tells why); auxiliary states:
+// Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and after them
+// an order token, the `saved` of the call that must come before this one (block.py says why); auxiliary states:
 // running_mean, running_var; outputs: out, and for the backward pass `saved` (operator.h). The arrays are dense:
 // backends/native.py keeps oneDNN's layouts away from the operator.
 //
-// In the text of graphs the order token is called `after`, and whether there is one `follows`.
+// The text of graphs calls the order token `after`; the attribute `follows` says whether there is one.
 //
 // A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
 // layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
@@ -108,8 +108,8 @@ Link connect(int64_t id) {
     }
     return rows;
   };
-  const auto tell = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
-  return {exchange, tell, static_cast<size_t>(facts[1]), facts[2]};
+  const auto report = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
+  return {exchange, report, static_cast<size_t>(facts[1]), facts[2]};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -407,12 +407,11 @@ void Operator::begin_backward() const {
                            "failed, or its step was given up.");
 }
 
-void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
-  const std::string number = text_of(usable, std::scientific, 1);
+void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used) {
   const std::string text = "SyncBatchNorm '" + group.name +
-                           "': in_place=True cannot go by a gamma this near 0: channel " + std::to_string(channel) +
-                           " on " + device + " is computed with " + number +
-                           ". Train this layer with in_place=False if that matters. Said once per layer.";
+                           "': in_place=True cannot recover the input where |gamma| is this small; channel " +
+                           std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
+                           " instead. Shown once per layer.";
   // A user's hook for warnings may wait for this device, whose thread this is. So it is given a second, in which all
   // others are done.
   const auto said = std::make_shared<std::promise<void>>();
@@ -473,7 +472,7 @@ EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
   }
 }
 
-// From now on these devices meet, and no others; set 0 is everyone. No operator may be running.
+// Makes these devices meet from now on, and no others; set 0 is everyone. No operator may be running.
 EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices, int num_devices) {
   gluon_syncbn::ActiveSets& all = gluon_syncbn::active_sets();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -37,7 +37,7 @@ class Pass {
   // The second half; throws if the meeting has failed.
   virtual void finish() = 0;
 
-  // In its place, after one of them has thrown: fills what it should have written.
+  // Called after one of the two has thrown: fills what the pass should have written.
   virtual void lose() = 0;
 };
 

@@ -4,7 +4,7 @@ enum class Source : int {
   kInput,           // v = x, no activation
   kInputReLU,       // v = x
   kInputLeakyReLU,  // v = x
-  kInputAndOutput,  // v = x, and y tells what the ReLU behind a skip did
+  kInputAndOutput,  // v = x, and y shows what the ReLU after a residual did
   kOutput,          // v = y, no activation
   kOutputLeakyReLU  // v = z, from y
 };

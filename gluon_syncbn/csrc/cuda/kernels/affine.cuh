@@ -1,5 +1,5 @@
-// z = (x − shift)·scale + bias, then y = activation(z + skip). Shift is the mean as real_t, and bias makes up for the
-// rest.
+// z = (x − shift)·scale + bias, then y = activation(z + residual). Shift is the mean as real_t, and bias makes up for
+// the rest.
 
 // What follows the affine map. The numbers are those of Activation::Kind.
 struct Epilogue {
@@ -47,7 +47,7 @@ struct Affine {
   }
 };
 
-// What each channel needs, from the thread that has computed it to those that share the channel.
+// Passes what each channel needs from the thread that has computed it to those that share the channel.
 template <int S>
 __device__ inline void hand_out(real_t* shared, const Place& place, real_t* values) {
   const int me = thread_number(), first = me - place.position * place.stride;

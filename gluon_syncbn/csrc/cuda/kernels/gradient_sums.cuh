@@ -1,5 +1,6 @@
-// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. Of them S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Behind a skip
-// dz is also the skip's gradient, and y tells where its ReLU let it pass.
+// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. From these come
+// S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Where there is a residual, dz is also its gradient, and y shows where the ReLU
+// let it pass.
 
 template <int S, bool kResidual>
 struct GradientSumsPass {
@@ -26,7 +27,7 @@ struct GradientSumsPass {
     load_packs<V>(x + offset, stride, packs, values);
     load_packs<V>(dy + offset, stride, packs, gradients);
     if (kResidual) load_packs<V>(y + offset, stride, packs, outs);
-    // Chunks are added up for themselves, which keeps the sums of long channels short.
+    // Each chunk is added up on its own, which keeps the sums of long channels short.
     real_t sums[S], products[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) sums[s] = products[s] = 0;

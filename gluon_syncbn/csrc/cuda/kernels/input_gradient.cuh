@@ -14,7 +14,7 @@ struct InputGradientPass {
   real_t slope[S], constant[S];
   int add;
 
-  // Of the affine, scale is also the factor of dz.
+  // The affine map's scale is also the factor of dz.
   __device__ void prepare(const InputGradientArguments& arguments, const Place& place) {
     const Shape shape = shape_of(arguments);
     const double* const message = arguments.message;

@@ -1,4 +1,4 @@
-// y, the running statistics, and what the backward pass will want to know.
+// Computes y, the running statistics, and what the backward pass needs.
 
 template <int S, bool kResidual>
 struct NormalizePass {
