@@ -52,9 +52,11 @@ docs: .venv/installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	$(BIN)/jupytext --quiet --to ipynb --output build/docs/tutorial.ipynb docs/tutorial.md
 
+CPP := $(shell find gluon_syncbn/csrc tests/csrc tests/stand_in -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 
 # Horovod links to the MXNet of this environment, so it is built here (2 minutes on 2 cores), with an older setuptools

@@ -24,7 +24,7 @@ EXAMPLES = [
     "tqdm",
 ]
 SOURCES = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("gluon_syncbn/csrc").rglob("*.h"))
+HEADERS = sorted(str(path) for name in ("*.h", "*.cuh") for path in Path("gluon_syncbn/csrc").rglob(name))
 # Read, not imported: the package imports MXNet.
 (VERSION,) = re.findall(r'^__version__ = "(.+)"$', Path("gluon_syncbn/__init__.py").read_text(encoding="utf-8"), re.M)
 # For development only (Makefile): another compiler's new warnings must not cost a user the compiled core.
@@ -158,6 +158,7 @@ setup(
         "docs": ["furo", "jupytext", "myst-parser", "sphinx<9"],
         "test": [
             *EXAMPLES,
+            "clang-format==18.1.8",  # another version would format otherwise; it has wheels for Python 3.8
             "hypothesis",
             "mpi4py>=4",
             "mypy==1.14.*",  # the last for Python 3.8

@@ -26,7 +26,8 @@ HERE = Path(__file__).resolve().parent / "bundle"
 SITE = ["numpy==1.26.4", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools<80"]
 PLATFORMS = ["manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 LEFT_OUT = ("tests", "include", "__pycache__", "bin", "f2py", "pkg_resources")
-TESTS = ["check_kernels.py", "kernel_cases.py", "faults.py", "harness.py", "oracle.py", "test_faults.py", "gpu"]
+TESTS = ["check_kernels.py", "kernel_cases.py", "faults.py", "harness.py", "oracle.py", "standalone.py"]
+TESTS += ["test_faults.py", "gpu"]
 BENCHMARKS = ["common.py", "cupy_gpu.py", "gpu.py", "gpu_kernels.py", "gpu_rendezvous.py"]
 
 
@@ -36,6 +37,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
     ``libraries`` is a site-packages with MXNet's GPU build and CUDA's runtime.
     With ``quick`` nothing is compressed: this saves minutes, but the folder is far larger than the limit.
     """
+    import standalone
     from stand_in.libraries import build_forwarder, build_one_as_two, build_stubs
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +52,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
         for file in files:
             copy = shutil.copytree if (ROOT / name / file).is_dir() else shutil.copy
             copy(ROOT / name / file, folder / name / file)
+    shutil.copy(standalone.build(), folder / "tests" / standalone.READY_MADE.name)
     libmxnet = libraries / "mxnet" / "libmxnet.so"
     for build in (build_stubs, build_forwarder):
         build(folder / "lib", libmxnet)
@@ -58,7 +61,7 @@ def make(folder: Path, wheel: Path, libraries: Path, python: str, quick: bool) -
     (folder / "lib_last").mkdir()
     shutil.copy(next(libraries.glob("nvidia/cuda_runtime/lib/libcudart.so.*")), folder / "lib_last")
     shutil.copy(run("gcc", "-print-file-name=libgomp.so.1").strip(), folder / "lib_last")
-    for library in (folder / "lib").iterdir():
+    for library in [*(folder / "lib").iterdir(), folder / "tests" / standalone.READY_MADE.name]:
         run("strip", library)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         site = collect_site(Path(temporary), libraries, python)

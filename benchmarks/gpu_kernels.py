@@ -1,36 +1,58 @@
 """Calls the kernels of ``gluon_syncbn/csrc/cuda`` without MXNet, as the operator does: for benchmarks and tests.
 
 `Passes` needs a device that makes arrays and launches kernels: a GPU through CuPy (gpu.py), or a CPU that stands in
-for one (tests/stand_in). The package's own library chooses the grid of each kernel.
+for one (tests/stand_in). The operator's own code chooses the grid of each kernel.
 """
 
 import ctypes
+import re
 import runpy
+import sys
 from pathlib import Path
-from typing import NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import standalone  # noqa: E402
 
 CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
 # The package itself cannot be imported where there is no MXNet.
 SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_source"]()
-LIBRARY = CSRC.parent / "libgluon_syncbn.so"
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
-KERNELS = [
-    f"{kernel}_{layout}"
-    for kernel in (
-        "moments",
-        *(kernel + skip for kernel in ("normalize", "gradient_sums", "input_gradient") for skip in ("", "_skip")),
-    )
-    for layout in ("rows", "columns")
-]
+
+
+def _read_kernels() -> Dict[str, List[Tuple[str, str]]]:
+    """By the name of each kernel, type and name of what it takes; of arrays the type is "array".
+
+    They are the lists of arguments.cuh.
+    """
+    text = (CSRC / "cuda" / "kernels" / "arguments.cuh").read_text(encoding="utf-8").replace("\\\n", " ")
+    lists = dict(re.findall(r"#define (\w+)\([A-Z, ]*\) +(.*)", text))
+
+    def arguments_of(name):
+        for macro, first, second in re.findall(r"(READ|WRITE|NUMBER)\((\w+), (\w+)\)", expanded(name)):
+            yield ("array" if macro in ("READ", "WRITE") else first), second
+
+    def expanded(name):
+        return re.sub(r"([A-Z_]{7,})\([A-Z, ]*\)", lambda found: expanded(found[1]), lists[name])
+
+    kernels = re.findall(r"KERNEL\((\w+), \w+, (\w+), \w+\)", lists["KERNELS"])
+    found = {
+        f"{kernel}_{layout}": list(arguments_of(name)) for kernel, name in kernels for layout in ("rows", "columns")
+    }
+    return {**found, "fill_nan": list(arguments_of("FILL_NAN_ARGUMENTS"))}
+
+
+KERNELS = _read_kernels()
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
+NUMBERS = {"int": ctypes.c_int, "int64": ctypes.c_longlong, "double": ctypes.c_double}
 ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 
 
 class Tuning(NamedTuple):
-    """Numbers that replace the operator's; see launch.h."""
+    """Other numbers than the operator's; see launch.h."""
 
     threads: int
     unroll: int
@@ -46,7 +68,7 @@ def options(dtype: str, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
 def default_tuning() -> Tuple[int, int]:
     """Threads and unroll that the operator takes."""
     numbers = (ctypes.c_int64 * 2)()
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_default_tuning(numbers)
+    standalone.library().gluon_syncbn_default_tuning(numbers)
     return tuple(numbers)
 
 
@@ -65,7 +87,7 @@ def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, tuning
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     tuned = (ctypes.c_int64 * 3)(*tuning) if tuning else None
-    ctypes.CDLL(str(LIBRARY)).gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
+    standalone.library().gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
     rows, aligned, *rest = numbers
     return Launch(bool(rows), bool(aligned), tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
 
@@ -86,7 +108,7 @@ class Passes:
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
     activation, slope, in_place
-        What follows the norm, and whether the backward passes get y in place of x.
+        What stands behind the norm, and whether the backward passes are given y in place of x.
     """
 
     def __init__(
@@ -116,10 +138,8 @@ class Passes:
 
     def moments(self, x, running=None) -> None:
         """Leave mean and M2 of this device in ``received``, and the ``running`` mean and variance, if there are any."""
-        self._ticket += 1
-        vectors = (*(running or self._no_running), self.partials, self.counters, self.message)
-        numbers = ctypes.c_double(self._ticket), ctypes.c_int(running is not None)
-        self._run("moments", x, *vectors, *self._sizes(), *numbers)
+        running_mean, running_var = running or self._no_running
+        self._run("moments", x=x, running_mean=running_mean, running_var=running_var, wants_running=running is not None)
 
     def normalize(
         self,
@@ -132,52 +152,49 @@ class Passes:
         count,
         training=True,
         wants_y=True,
-        skip=None,
+        residual=None,
         renorm=False,
     ) -> None:
         """After ``send(mean, var)`` of all devices, which hold ``count`` values per channel; with ``renorm`` after
         ``send(mean, var, r, d)``."""
-        numbers = [ctypes.c_double(number) for number in (self.epsilon, self.momentum, count, 7, 0, self.slope)]
-        options = (training, self.has_scale, self.activation, self.in_place, renorm, wants_y, True)
-        flags = [ctypes.c_int(flag) for flag in options]
-        vectors = (gamma, beta, running_mean, running_var, self.saved, self.message)
-        kernel, tensors = ("normalize", (x, y)) if skip is None else ("normalize_skip", (x, skip, y))
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *flags)
+        call = {"count": count, "round_id": 7, "active_set": 0}
+        vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
+        wants = {"training": training, "renorm": renorm, "wants_y": wants_y, "wants_saved": True}
+        kernel = "normalize" if residual is None else "normalize_residual"
+        self._run(kernel, x=x, y=y, residual=residual, **vectors, **call, **wants)
 
     def gradient_sums(
-        self, x, dy, gamma, beta, d_gamma, d_beta, gamma_request=1, beta_request=1, y=None, d_skip=None, skip_request=1
+        self,
+        x,
+        dy,
+        gamma,
+        beta,
+        d_gamma,
+        d_beta,
+        gamma_request=1,
+        beta_request=1,
+        y=None,
+        d_residual=None,
+        residual_request=1,
     ) -> None:
         """Leave S1 and S2 of this device in ``received``, and the arguments of `normalize` after them.
 
-        With y and d_skip it is the pass after a skip.
+        With y and d_residual it is the pass where there is a residual.
         """
-        self._ticket += 1
-        vectors = (gamma, beta, self.saved, self.partials, self.counters, self.message, d_gamma, d_beta)
-        numbers = [ctypes.c_double(self._ticket), *([] if d_skip is not None else [ctypes.c_double(self.slope)])]
-        requests = (gamma_request, beta_request)
-        if d_skip is None:
-            kernel, tensors = "gradient_sums", (x, dy)
-            options = (self.has_scale, self.activation, self.in_place, *requests)
-        else:
-            kernel, tensors = "gradient_sums_skip", (x, dy, y, d_skip)
-            options = (self.has_scale, *requests, skip_request)
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
+        vectors = {"gamma": gamma, "beta": beta, "d_gamma": d_gamma, "d_beta": d_beta}
+        requests = {"gamma_request": gamma_request, "beta_request": beta_request, "residual_request": residual_request}
+        kernel = "gradient_sums" if d_residual is None else "gradient_sums_residual"
+        self._run(kernel, x=x, dy=dy, y=y, d_residual=d_residual, **vectors, **requests)
 
     def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None, is_passed=False) -> None:
-        """After ``send(S1, S2)`` of all devices. With y it is the pass after a skip; ``is_passed`` says that dy has
-        been through the activation already."""
-        vectors = (gamma, beta, self.saved, self.message)
-        if y is None:
-            activation = 0 if is_passed else self.activation
-            numbers = [ctypes.c_double(self.slope)]
-            kernel, tensors, options = "input_gradient", (x, dy, dx), (self.has_scale, activation, self.in_place, add)
-        else:
-            numbers = []
-            kernel, tensors, options = "input_gradient_skip", (x, dy, y, dx), (self.has_scale, add)
-        self._run(kernel, *tensors, *vectors, *self._sizes(), *numbers, *(ctypes.c_int(flag) for flag in options))
+        """After ``send(S1, S2)`` of all devices. With y it is the pass with a residual; ``is_passed``
+        says that dy has been through the activation already."""
+        kernel = "input_gradient" if y is None else "input_gradient_residual"
+        activation = ACTIVATIONS.index("none") if is_passed else self.activation
+        self._run(kernel, x=x, dy=dy, y=y, dx=dx, gamma=gamma, beta=beta, add=add, activation=activation)
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The two vectors that a pass has left for the host, and what follows them."""
+        """The two vectors that a pass has left for the host, and what is behind them."""
         self.device.synchronize()
         if self.message[0] != self._ticket:
             raise AssertionError(f"the kernel left ticket {self.message[0]}, not {self._ticket}")
@@ -191,9 +208,17 @@ class Passes:
         for number, vector in enumerate(vectors):
             self.message[1 + number * channels : 1 + (number + 1) * channels] = vector
 
-    def _sizes(self):
-        return [*(ctypes.c_longlong(size) for size in self.layout), ctypes.c_int(self.launch.aligned)]
-
-    def _run(self, kernel: str, *arguments) -> None:
+    def _run(self, kernel: str, **arguments) -> None:
         name = f"{kernel}_{'rows' if self.launch.rows else 'columns'}"
-        self.device.launch(name, self.dtype, self.launch.grid, self.launch.block, arguments)
+        if ("double", "ticket") in KERNELS[name]:
+            self._ticket += 1
+        known = {
+            **dict(zip(("outer", "channels", "inner"), self.layout)),
+            **{"aligned": self.launch.aligned, "ticket": self._ticket, "has_scale": self.has_scale},
+            **{"activation": self.activation, "slope": self.slope, "in_place": self.in_place},
+            **{"partials": self.partials, "counters": self.counters, "message": self.message, "saved": self.saved},
+            **{"epsilon": self.epsilon, "momentum": self.momentum},
+            **arguments,
+        }
+        values = [known[item] if kind == "array" else NUMBERS[kind](known[item]) for kind, item in KERNELS[name]]
+        self.device.launch(name, self.dtype, self.launch.grid, self.launch.block, values)

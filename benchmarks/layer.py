@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,7 +26,9 @@ from step_time import Bordered, random_images, step
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import native
-from gluon_syncbn.base import library
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import standalone  # noqa: E402
 
 TRIAD = """
 extern "C" void triad(float* a, const float* b, const float* c, float s, long n) {
@@ -67,7 +70,7 @@ def against_triad(rounds: int) -> None:
         source.write_text(TRIAD)
         subprocess.run(["g++", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", built], check=True)
         triad = ctypes.CDLL(str(built)).triad
-    core, dims = library.core, [ctypes.c_int64(number) for number in shape]
+    core, dims = standalone.library(), [ctypes.c_int64(number) for number in shape]
     arrays = [[np.random.RandomState(i).rand(size).astype("float32") for i in range(3)] for _ in range(sets)]
     vectors = [np.ones(channels) for _ in range(7)]
     turn = iter(range(10**9))
@@ -111,7 +114,7 @@ def against_triad(rounds: int) -> None:
 def rendezvous(rounds: int) -> None:
     """From the arrival of the last of 2 threads until both are released, with 4,097 float64 each."""
     size, meetings = 4097, 100 * rounds
-    new, meet = library.core.gluon_syncbn_rendezvous_new, library.core.gluon_syncbn_rendezvous_bench
+    new, meet = standalone.library().gluon_syncbn_rendezvous_new, standalone.library().gluon_syncbn_rendezvous_bench
     new.restype = ctypes.c_void_p
     place = ctypes.c_void_p(new(b"bench", 2, ctypes.c_double(60)))
     times = [np.zeros((meetings, 2)) for _ in range(2)]  # seconds of arrival and release
@@ -134,7 +137,7 @@ def rendezvous(rounds: int) -> None:
         thread.join()
     arrived, released = (np.maximum(times[0][:, i], times[1][:, i]) for i in range(2))
     micro = 1e6 * (released - arrived)
-    library.core.gluon_syncbn_rendezvous_free(place)
+    standalone.library().gluon_syncbn_rendezvous_free(place)
     print(f"\nRendezvous of 2 threads with {size} float64: last arrival to all released, {meetings} meetings")
     print(f"median {np.median(micro):.1f} µs, 90% within {np.percentile(micro, 90):.1f} µs")
 

@@ -96,7 +96,7 @@ def run_two_devices(
     for forward, x, y, skip, own in zip(forwards, xs, ys, skips, running):
         forward.send(*message)
         vectors = [item.array for item in (*affine, *own)]
-        added = {"skip": skip.array} if has_skip else {}
+        added = {"residual": skip.array} if has_skip else {}
         forward.normalize(x.array, y.array, *vectors, sum(counts), renorm=renorm is not None, **added)
 
     sums = []
@@ -107,7 +107,7 @@ def run_two_devices(
     for device, forward, v, y, dy, d_skip, own in zip(devices, forwards, values, ys, dys, d_skips, gradients):
         device.saved[:] = forward.saved
         vectors = [item.array for item in (*affine, *own)]
-        added = {"y": y.array, "d_skip": d_skip.array, "skip_request": request} if has_skip else {}
+        added = {"y": y.array, "d_residual": d_skip.array, "residual_request": request} if has_skip else {}
         device.gradient_sums(v.array, dy.array, *vectors, request, request, **added)
         sums.append(device.received())
     for device, v, y, dy, dx, d_skip in zip(devices, values, ys, dys, dxs, d_skips):

@@ -4,8 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
-
-from gluon_syncbn.base import library
+from standalone import library as core
 
 # (outer, channels, inner): rows as in NCHW, columns as in NHWC and (N, C); around the sizes at which loops change.
 LAYOUTS = [(1, 1, 1), (3, 5, 49), (2, 3, 4097), (17, 2, 63), (5, 64, 64), (130, 257, 1), (1000, 3, 1), (4, 2048, 1)]
@@ -26,10 +25,6 @@ def moments(x, layout, threads=1):
     mean, m2 = np.empty(layout[1]), np.empty(layout[1])
     core().gluon_syncbn_moments(FLAGS[x.dtype.name], pointer(x), *sizes(layout), threads, pointer(mean), pointer(m2))
     return mean, m2
-
-
-def core():
-    return library.core
 
 
 def draw(layout, dtype, seed=0, mean=1.5, std=2.0):

@@ -7,19 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from harness import HANG, LONG
-
-from gluon_syncbn.base import library
-
-_new = library.core and library.core.gluon_syncbn_rendezvous_new
-_meet = library.core and library.core.gluon_syncbn_rendezvous_meet
-_free = library.core and library.core.gluon_syncbn_rendezvous_free
+from standalone import library
 
 
 class Rendezvous:
     def __init__(self, ranks, timeout=float(LONG)):
-        _new.restype, _meet.restype = ctypes.c_void_p, ctypes.c_int64
+        new, self._meet = library().gluon_syncbn_rendezvous_new, library().gluon_syncbn_rendezvous_meet
+        new.restype, self._meet.restype = ctypes.c_void_p, ctypes.c_int64
         self.ranks = ranks
-        self._handle = ctypes.c_void_p(_new(b"here", ranks, ctypes.c_double(timeout)))
+        self._handle = ctypes.c_void_p(new(b"here", ranks, ctypes.c_double(timeout)))
         self._threads = ThreadPoolExecutor(ranks + 1)
 
     def meet(self, rank, values, key=0):
@@ -29,7 +25,7 @@ class Rendezvous:
             total, error = np.array(values, np.float64), ctypes.create_string_buffer(1000)
             address = total.ctypes.data_as(ctypes.c_void_p)
             size, place = ctypes.c_int64(total.size), ctypes.c_int64(key)
-            number = _meet(self._handle, rank, address, size, place, error, ctypes.c_int64(1000))
+            number = self._meet(self._handle, rank, address, size, place, error, ctypes.c_int64(1000))
             return (number, total.tolist()) if number else error.value.decode()
 
         return self._threads.submit(run)
@@ -50,7 +46,7 @@ def rendezvous():
     yield make
     for item in made:
         item._threads.shutdown()
-        _free(item._handle)
+        library().gluon_syncbn_rendezvous_free(item._handle)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -57,7 +57,6 @@ _PROTOTYPES = {
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),
     "make_group": (None, [c_int64, POINTER(GroupSpecStruct), _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
-    "count_groups": (c_int64, []),
     "rounds": (c_int64, [c_int64, c_int64]),
     "group_step": (c_int64, [c_int64, c_int64]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),

@@ -1,4 +1,4 @@
-// What a layer does behind the affine map: z becomes y. Where z ≤ 0, y is 0 (ReLU) or slope·z (leaky ReLU); NaN stays.
+// What a layer does after the affine map: z becomes y. Where z ≤ 0, y is 0 (ReLU) or slope·z (leaky ReLU); NaN stays.
 #pragma once
 
 namespace gluon_syncbn {

@@ -4,11 +4,11 @@
 //   z = γ·x̂ + β, y = a(z)   so   z = a⁻¹(y), and x̂ = (z − β)/γ
 //
 // which works where a is none or a leaky ReLU. z has been rounded to the type of y, by up to u·|z| (u is 2⁻²⁴ for
-// float32, 2⁻¹¹ for float16), so that x̂ comes back wrong by u·(|x̂| + |β/γ|). Where γ is nearly 0 nothing of x̂ would be
-// left. So both passes take a γ that is at least 16u·max(1, |β|) away from 0, which keeps that error below 1/16: the
-// sign is kept, y moves by less than 16u·max(1, |β|)·|x̂|, and the gradient of γ is that of the γ that is taken, so that
-// it can leave 0 again. Whoever does so must tell the user. It holds in prediction mode, too, if a backward pass may
-// follow; if not, the forward pass takes γ as it is.
+// float32, 2⁻¹¹ for float16), so that x̂ comes back wrong by u·(|x̂| + |β/γ|). Where γ is nearly 0 nothing of x̂ would
+// be left. So both passes take a γ that is at least 16u·max(1, |β|) away from 0, which keeps that error below 1/16: the
+// sign is kept, y moves by less than 16u·max(1, |β|)·|x̂|, and the gradient of γ is that of the γ that is taken, so
+// that it can leave 0 again. Whoever does so must warn the user. It holds in prediction mode, too, if a backward pass
+// may follow; if not, the forward pass takes γ as it is.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ inline double least_gamma(DType dtype) {
   }
 }
 
-// What is taken for a γ, if x̂ is to be found in the output.
-inline double usable_gamma(DType dtype, double gamma, double beta) {
+// The γ that is taken, if x̂ is to be found in the output.
+inline double clamp_gamma(DType dtype, double gamma, double beta) {
   const double least = least_gamma(dtype) * std::max(1.0, std::abs(beta));
   return std::abs(gamma) < least ? std::copysign(least, gamma) : gamma;
 }

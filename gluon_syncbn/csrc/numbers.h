@@ -10,7 +10,7 @@
 
 namespace gluon_syncbn {
 
-// With so many digits behind the point (std::fixed, std::scientific), or in all (std::defaultfloat).
+// Writes so many digits after the point (std::fixed, std::scientific), or in all (std::defaultfloat).
 inline std::string text_of(double number, std::ios_base& (*format)(std::ios_base&), int digits) {
   std::ostringstream text;
   text.imbue(std::locale::classic());

@@ -32,7 +32,7 @@ struct Plain<Result (*)(Arguments...)> {
   using type = Result (*)(typename Plain<Arguments>::type...);
 };
 
-#define SAME(ours_type, theirs)                                                                                \
+#define SAME(ours_type, theirs) \
   static_assert(std::is_same<ours_type, typename Plain<typename std::decay<theirs>::type>::type>::value, #theirs)
 #define SAME_FUNCTION(member, theirs) SAME(decltype(ours::MXNetFunctions::member), decltype(theirs))
 
@@ -81,7 +81,8 @@ static_assert(sizeof(ours::OnComplete) == sizeof(Complete), "");
 static_assert(offsetof(ours::OnComplete, callback) == offsetof(Complete, callback_), "");
 static_assert(offsetof(ours::OnComplete, engine) == offsetof(Complete, engine_), "");
 static_assert(offsetof(ours::OnComplete, operation) == offsetof(Complete, param_), "");
-static_assert(std::is_same<decltype(Complete::callback_), void (*)(mxnet::Engine*, void*, const dmlc::Error*)>::value, "");
+static_assert(std::is_same<decltype(Complete::callback_), void (*)(mxnet::Engine*, void*, const dmlc::Error*)>::value,
+              "");
 static_assert(sizeof(mxnet::Context) == 2 * sizeof(int), "");
 static_assert(ours::kCpu == mxnet::Context::kCPU, "");
 static_assert(ours::kGpu == mxnet::Context::kGPU && ours::kPinned == mxnet::Context::kCPUPinned, "");

@@ -1,6 +1,6 @@
 // Every pass over every dtype and layout, on buffers that end where the tensor ends, for AddressSanitizer and
-// UndefinedBehaviorSanitizer; with 1 and 3 threads, whose results must have the same bits. And the same by several devices'
-// threads at once, for ThreadSanitizer. Usage: exercise_kernels [devices]
+// UndefinedBehaviorSanitizer; with 1 and 3 threads, whose results must have the same bits. And the same by several
+// devices' threads at once, for ThreadSanitizer. Usage: exercise_kernels [devices]
 
 #include <atomic>
 #include <cmath>
@@ -24,14 +24,12 @@ struct Buffer {
   Buffer(DType dtype, int64_t size) : bytes(static_cast<size_t>(size) * width(dtype)), data(new char[bytes]) {
     fill(dtype, data.get(), size, 0);
   }
-  static size_t width(DType dtype) {
-    return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-  }
+  static size_t width(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
   size_t bytes;
   std::unique_ptr<char[]> data;
 };
 
-// What stands behind the norm, and whether the backward passes go by the output.
+// What follows the norm, and whether the backward passes go by the output.
 struct Case {
   Activation activation;
   bool skip, in_place;
@@ -51,9 +49,8 @@ void exercise(DType dtype, const Layout& layout, const Case& what) {
   for (const int threads : {1, 3}) {
     const Moments local = moments(dtype, x.data.get(), layout, threads);
     const Moments all = merge({local.pack(), local.pack()});
-    const Affine affine =
-        Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7), std::vector<double>(channels, 0.1),
-                        what.activation);
+    const Affine affine = Affine::rounded(dtype, all.mean, std::vector<double>(channels, 0.7),
+                                          std::vector<double>(channels, 0.1), what.activation);
     Buffer y(dtype, size), dx(dtype, size), d_skip(dtype, size);
     normalize(dtype, x.data.get(), what.skip ? dy.data.get() : nullptr, layout, affine, y.data.get(), threads);
     const BackwardInput input{what.in_place ? y.data.get() : x.data.get(), dy.data.get(),
@@ -90,10 +87,10 @@ int exercise_all() {
   int count = 0;
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     for (const Layout& layout : layouts) {
-      for (const Case& what : {Case{{}, false, false}, Case{{Activation::kReLU, 0}, false, false},
-                               Case{{Activation::kLeakyReLU, 0.1}, false, false},
-                               Case{{Activation::kReLU, 0}, true, false}, Case{{}, false, true},
-                               Case{{Activation::kLeakyReLU, 0.1}, false, true}}) {
+      for (const Case& what :
+           {Case{{}, false, false}, Case{{Activation::kReLU, 0}, false, false},
+            Case{{Activation::kLeakyReLU, 0.1}, false, false}, Case{{Activation::kReLU, 0}, true, false},
+            Case{{}, false, true}, Case{{Activation::kLeakyReLU, 0.1}, false, true}}) {
         exercise(dtype, layout, what);
         count += 1;
       }

@@ -1,8 +1,8 @@
-// Rounds that nobody waits for: 4 ranks arrive on threads of their own and are called back. Of every rendezvous the last
-// reference that is not a round's goes at some point in it. Now and then a rank does not come, comes twice, or brings a
-// vector of another length; with other processes the exchange may throw, or take longer than it may. Every callback must
-// be called exactly once, all of a round with the same outcome, and nothing may be left. Run under ThreadSanitizer and
-// AddressSanitizer. Usage: stress_rounds [rounds]
+// Rounds that nobody waits for: 4 ranks arrive on threads of their own and are called back. Of every rendezvous the
+// last reference that is not a round's goes at some point in it. Now and then a rank does not come, comes twice, or
+// brings a vector of another length; with other processes the exchange may throw, or take longer than it may. Every
+// callback must be called exactly once, all of a round with the same outcome, and nothing may be left. Run under
+// ThreadSanitizer and AddressSanitizer. Usage: stress_rounds [rounds]
 
 #include <algorithm>
 #include <atomic>
@@ -101,7 +101,8 @@ void run(uint64_t number) {
   check(left.expired(), "the rendezvous was not freed", number);
   std::lock_guard<std::mutex> lock(seen->mutex);
   check(seen->outcomes.size() == expected, "called back " + std::to_string(seen->outcomes.size()) + " times", number);
-  static const char* const words[] = {"", "Missing: rank ", "arrived twice", "of different lengths", "is gone", "not return"};
+  static const char* const words[] = {"",        "Missing: rank ", "arrived twice", "of different lengths",
+                                      "is gone", "not return"};
   for (const Outcome& outcome : seen->outcomes) {
     // On a busy machine one may come so late that its round is another.
     check(kind == kMissing || outcome.error == seen->outcomes[0].error, "different outcomes", number);

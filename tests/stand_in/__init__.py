@@ -58,7 +58,7 @@ class StandInGpu:
 
 
 class Fenced:
-    """An array with memory around it that must not be touched: none behind it, and a known pattern before it."""
+    """An array with memory around it that must not be touched: none after it, and a known pattern before it."""
 
     _PATTERN = 0xA5
 

@@ -1,5 +1,5 @@
-// Stands in for CUDA's driver, libcuda.so.1, as far as MXNet and the package use it: several "GPUs" whose kernels run on
-// CPU threads (kernels_on_cpu.cpp). It is strict where a GPU is:
+// Stands in for CUDA's driver, libcuda.so.1, as far as MXNet and the package use it: several "GPUs" whose kernels run
+// on CPU threads (kernels_on_cpu.cpp). It is strict where a GPU is:
 //
 //   memory    What "GPU memory" is called by the host cannot be read or written there: touching it ends the process.
 //             Kernels and copies see it at another address.
@@ -9,8 +9,9 @@
 //
 // Kernels come as PTX from the real NVRTC. Their names and arguments are read from it; which type of activations they
 // are for, from its instructions. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
-// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes loading
-// fail, as on a driver that is older than the compiler; STAND_IN_LAUNCHES is after how many launches all others fail.
+// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes
+// loading fail, as on a driver that is older than the compiler; STAND_IN_LAUNCHES is after how many launches all others
+// fail.
 
 #include "driver.h"
 
@@ -333,7 +334,9 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**)
   return 0;
 }
 
-int cuModuleLoadData(void** module, const void* image) { return cuModuleLoadDataEx(module, image, 0, nullptr, nullptr); }
+int cuModuleLoadData(void** module, const void* image) {
+  return cuModuleLoadDataEx(module, image, 0, nullptr, nullptr);
+}
 
 int cuModuleUnload(void*) { return 0; }
 

@@ -6,11 +6,11 @@
 
 #define BETWEEN __attribute__((visibility("default")))
 
-BETWEEN int stand_in_begin();            // before each use; an error if a process was forked by one that has used it
+BETWEEN int stand_in_begin();  // before each use; an error if a process was forked by one that has used it
 BETWEEN int stand_in_count();
-BETWEEN int stand_in_current();          // device of this thread's context, or -1
-BETWEEN int stand_in_bind(int device);   // gives this thread the primary context of a device
-// Of runtime.cpp, if that is loaded: the context decides, not the last cudaSetDevice.
+BETWEEN int stand_in_current();         // device of this thread's context, or -1
+BETWEEN int stand_in_bind(int device);  // gives this thread the primary context of a device
+// Defined by runtime.cpp, if that is loaded: the context decides, not the last cudaSetDevice.
 BETWEEN __attribute__((weak)) void stand_in_forget_device();
 BETWEEN void* stand_in_allocate(size_t size);
 BETWEEN int stand_in_release(void* address);

@@ -39,22 +39,12 @@ Launcher launcher(void (*kernel)(Arguments...)) {
 }
 
 const std::map<std::string, Launcher>& kernels() {
-  static const std::map<std::string, Launcher> all{
-      {"moments_rows", launcher(moments_rows)},
-      {"moments_columns", launcher(moments_columns)},
-      {"normalize_rows", launcher(normalize_rows)},
-      {"normalize_skip_rows", launcher(normalize_skip_rows)},
-      {"normalize_columns", launcher(normalize_columns)},
-      {"normalize_skip_columns", launcher(normalize_skip_columns)},
-      {"gradient_sums_rows", launcher(gradient_sums_rows)},
-      {"gradient_sums_skip_rows", launcher(gradient_sums_skip_rows)},
-      {"gradient_sums_columns", launcher(gradient_sums_columns)},
-      {"gradient_sums_skip_columns", launcher(gradient_sums_skip_columns)},
-      {"input_gradient_rows", launcher(input_gradient_rows)},
-      {"input_gradient_skip_rows", launcher(input_gradient_skip_rows)},
-      {"input_gradient_columns", launcher(input_gradient_columns)},
-      {"input_gradient_skip_columns", launcher(input_gradient_skip_columns)},
-      {"fill_nan", launcher(fill_nan)},
+  static const std::map<std::string, Launcher> all {
+#define LAUNCHERS(kernel, ...) \
+  {#kernel "_rows", launcher(kernel##_rows)}, {#kernel "_columns", launcher(kernel##_columns)},
+    KERNELS(LAUNCHERS)
+#undef LAUNCHERS
+        {"fill_nan", launcher(fill_nan)},
   };
   return all;
 }

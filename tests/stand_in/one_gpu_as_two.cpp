@@ -33,7 +33,7 @@ Find real_dlsym() {
   return found;
 }
 
-// Of the library that MXNet has loaded, which is not where RTLD_NEXT looks.
+// Finds a function in the library that MXNet has loaded, which is not where RTLD_NEXT looks.
 template <typename Function>
 Function* real(const char* name, const char* library = "libcudart.so.11.0") {
   return reinterpret_cast<Function*>(real_dlsym()(dlopen(library, RTLD_NOW | RTLD_NOLOAD), name));

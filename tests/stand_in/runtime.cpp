@@ -1,6 +1,6 @@
 // Stands in for CUDA's runtime, libcudart.so.11.0, on top of driver.cpp: what MXNet calls to allocate, to copy and to
-// wait. Kernels that were compiled into MXNet cannot run: they are refused by name, but for three that nets can hardly do
-// without, which are written here anew.
+// wait. Kernels that were compiled into MXNet cannot run: they are refused by name, but for three that nets can hardly
+// do without, which are written here anew.
 //
 // As before CUDA 12, cudaSetDevice gives a thread no context; the next call that needs one does.
 

@@ -267,6 +267,7 @@ class _AllReduceProp(mx.operator.CustomOpProp):
             self._problem = problem
         self._has_order_token = follows == "1"
 
+    @_reporting_errors()
     def list_arguments(self):
         if self._problem is not None:
             raise self._problem

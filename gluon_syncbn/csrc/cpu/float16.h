@@ -37,7 +37,7 @@ static inline float half_to_float(uint16_t half) {
 
 static inline uint16_t float_to_half(float value) {
   const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
-  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);  // NaN
+  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);   // NaN
   if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more: infinity
   if (rest < 0x38800000u) {
     // Subnormal: adding 0.5 aligns the last bit of the half with the last bit of the float, which rounds.

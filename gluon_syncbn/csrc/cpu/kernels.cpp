@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cpu/float16.h"
+#include "exported.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -149,27 +150,26 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
   result.mean.resize(static_cast<size_t>(layout.channels));
   result.m2.resize(static_cast<size_t>(layout.channels));
   const auto pass = passes(dtype).moments;
-  over_channels(layout, threads, [&](int64_t begin, int64_t end) {
-    pass(x, layout, begin, end, result.mean.data(), result.m2.data());
-  });
+  over_channels(layout, threads,
+                [&](int64_t begin, int64_t end) { pass(x, layout, begin, end, result.mean.data(), result.m2.data()); });
   return result;
 }
 
-void normalize(DType dtype, const void* x, const void* skip, const Layout& layout, const Affine& affine, void* y,
+void normalize(DType dtype, const void* x, const void* residual, const Layout& layout, const Affine& affine, void* y,
                int threads) {
   const auto pass = passes(dtype).normalize;
   over_channels(layout, threads,
-                [&](int64_t begin, int64_t end) { pass(x, skip, layout, begin, end, view(affine), y); });
+                [&](int64_t begin, int64_t end) { pass(x, residual, layout, begin, end, view(affine), y); });
 }
 
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
-                           void* d_skip, bool add_to_skip, int threads) {
+                           void* d_residual, bool add_to_residual, int threads) {
   GradientSums sums;
   sums.dz.resize(static_cast<size_t>(layout.channels));
   sums.dz_centred.resize(static_cast<size_t>(layout.channels));
   const auto pass = passes(dtype).gradient_sums;
   over_channels(layout, threads, [&](int64_t begin, int64_t end) {
-    pass(input, layout, begin, end, view(affine), d_skip, add_to_skip, sums.dz.data(), sums.dz_centred.data());
+    pass(input, layout, begin, end, view(affine), d_residual, add_to_residual, sums.dz.data(), sums.dz_centred.data());
   });
   return sums;
 }
@@ -203,3 +203,12 @@ void fill(DType dtype, void* values, int64_t size, double value) {
 const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }
 
 }  // namespace gluon_syncbn
+
+// What Python calls (base/library.py): null if the environment variable has an impossible value.
+EXPORTED const char* gluon_syncbn_instruction_set() {
+  try {
+    return gluon_syncbn::instruction_set();
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  }
+}

@@ -4,8 +4,9 @@
 // (outer, channels, inner): NCHW is (N, C, H·W), channel-last is (N·H·W, C, 1), plain (N, C) is (N, C, 1).
 //
 // Passes over memory: forward reads x once for the moments and once to normalize; backward reads x and dy once for
-// the sums and once for dx. What stands behind the norm (a skip that is added, an activation) is done in the same passes. Each pass is compiled for AVX-512, AVX2 and the platform's baseline, and the best that the
-// processor has is taken at run time. All round the same way: the bits of the results do not depend on the processor.
+// the sums and once for dx. What follows the norm (a residual that is added, an activation) is done in the same
+// passes. Each pass is compiled for AVX-512, AVX2 and the platform's baseline, and the best that the processor has is
+// taken at run time. All round the same way: the bits of the results do not depend on the processor.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +18,9 @@
 
 namespace gluon_syncbn {
 
-// z = (x − shift)·scale + bias per channel, then y = activation(z). The three are rounded to float32 (float64 for float64
-// tensors) by `Affine::rounded`, which moves the rounding error of shift into bias: a mean that is large against the
-// deviation costs no digits.
+// z = (x − shift)·scale + bias per channel, then y = activation(z). The three are rounded to float32 (float64 for
+// float64 tensors) by `Affine::rounded`, which moves the rounding error of shift into bias: a mean that is large
+// against the deviation costs no digits.
 struct Affine {
   std::vector<double> shift;
   std::vector<double> scale;
@@ -32,17 +33,17 @@ struct Affine {
 
 Moments moments(DType dtype, const void* x, const Layout& layout, int threads);
 
-// With a `skip`, y = activation(z + skip); null is none. Each step is rounded to the type of x, as if it were an operator
-// of its own.
-void normalize(DType dtype, const void* x, const void* skip, const Layout& layout, const Affine& affine, void* y,
+// With a `residual`, y = activation(z + residual); null is none. Each step is rounded to the type of x, as if it were
+// an operator of its own.
+void normalize(DType dtype, const void* x, const void* residual, const Layout& layout, const Affine& affine, void* y,
                int threads);
 
-// What the backward passes read. They see v and dz, the gradient behind the activation.
+// What the backward passes read. They see v and dz, the gradient of z.
 //
-//   usually     v = x. Whether z was positive, and dz = dy, is computed from x once more.
-//   after skip  v = x. `out` is y, which tells whether z + skip was positive; the activation must be a ReLU.
-//   in place    v = z, found in `values`, which is y, by undoing the activation: it must not be a ReLU. The shift of
-//               `affine` is then β, so that v − shift = γ·x̂.
+//   usually    v = x. Whether z was positive, and dz = dy, is computed from x once more.
+//   residual   v = x. `out` is y, which shows whether z + residual was positive; the activation must be a ReLU.
+//   in place   v = z, found in `values`, which is y, by undoing the activation: it must not be a ReLU. The shift of
+//              `affine` is then β, so that v − shift = γ·x̂.
 struct BackwardInput {
   const void* values;
   const void* d_out;
@@ -50,14 +51,14 @@ struct BackwardInput {
   bool in_place = false;
 };
 
-// Σ dz and Σ dz·(v − shift) per channel. The gradient of a skip is dz: written to `d_skip` if it is not null, or added to
-// what is there.
+// Σ dz and Σ dz·(v − shift) per channel. The gradient of a residual is dz: written to `d_residual` if it is not null,
+// or added to what is there.
 struct GradientSums {
   std::vector<double> dz;
   std::vector<double> dz_centred;
 };
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
-                           void* d_skip, bool add_to_skip, int threads);
+                           void* d_residual, bool add_to_residual, int threads);
 
 // dx = factor·dz + slope·(v − shift) + constant per channel; added to what is there if `add`.
 struct InputGradient {

@@ -5,8 +5,8 @@
 // Sums run over 16 or more lanes in the tensor's own precision for at most a block of values, and from block to block
 // in float64. The order depends on shapes alone, never on the number of threads.
 //
-// Each pass is there for rows (a row per channel) and for columns (channels side by side, where inner is 1), and takes the
-// channels [c_begin, c_end).
+// Each pass is there for rows (a row per channel) and for columns (channels side by side, where inner is 1), and takes
+// the channels [c_begin, c_end).
 
 #include "cpu/kernels/values.h"
 #include "cpu/kernels/affine.h"
@@ -18,8 +18,7 @@
 
 template <typename T>
 constexpr Passes passes_for() {
-  return {moments_of<T>, normalize_of<T>, gradient_sums_of<T>, input_gradient_of<T, false>,
-          input_gradient_of<T, true>};
+  return {moments_of<T>, normalize_of<T>, gradient_sums_of<T>, input_gradient_of<T, false>, input_gradient_of<T, true>};
 }
 
 inline Passes passes(DType dtype) {

@@ -45,7 +45,7 @@ void write_vector(DType dtype, const Array& array, const std::vector<double>& va
 
 // What both passes of a call go by, per channel.
 struct Parameters {
-  std::vector<double> gamma;  // of the whole affine map: with r of Batch Renormalization, and as usable_gamma has it
+  std::vector<double> gamma;  // of the whole affine map: with r of Batch Renormalization, and as clamp_gamma has it
   std::vector<double> beta;   // with d of Batch Renormalization
   std::vector<double> scale;  // gamma·invstd
 };
@@ -144,9 +144,7 @@ class CpuOperator : public Operator {
     }
 
    private:
-    double* saved() const {
-      return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved));
-    }
+    double* saved() const { return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved)); }
 
     const std::shared_ptr<const ForwardArrays> arrays_;
     const ForwardRequests requests_;
@@ -168,21 +166,20 @@ class CpuOperator : public Operator {
       parameters_ = op_->parameters_of(arrays_->gamma, arrays_->beta, then_);
       const bool in_place = call_.in_place;
       center_ = in_place ? parameters_.beta : then_.mean;
-      per_ = then_.invstd;
+      xhat_scale_ = then_.invstd;
       if (in_place) {
-        for (size_t c = 0; c < channels; ++c) per_[c] = 1 / parameters_.gamma[c];
+        for (size_t c = 0; c < channels; ++c) xhat_scale_[c] = 1 / parameters_.gamma[c];
       }
       affine_ = Affine::rounded(call_.dtype, center_, parameters_.scale, parameters_.beta, call_.activation);
       input_ = {in_place ? arrays_->out.data() : arrays_->data.data(), arrays_->d_out.data(),
                 call_.has.skip ? arrays_->out.data() : nullptr, in_place};
       const bool add_to_skip = requests_.skip == Request::kAdd;
       void* d_skip = requests_.skip == Request::kNull ? nullptr : arrays_->d_skip.data();
-      GradientSums sums =
-          gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
+      GradientSums sums = gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
       s1_ = std::move(sums.dz);
       s2_.resize(channels);
       for (size_t c = 0; c < channels; ++c) {
-        s2_[c] = per_[c] * (sums.dz_centred[c] - (center_[c] - affine_.shift[c]) * s1_[c]);
+        s2_[c] = xhat_scale_[c] * (sums.dz_centred[c] - (center_[c] - affine_.shift[c]) * s1_[c]);
       }
       if (!forward_call_.is_training()) return done();  // the statistics did not depend on x
       std::vector<double> message(s1_);
@@ -197,9 +194,8 @@ class CpuOperator : public Operator {
         const std::vector<double> total = meeting_.sums();
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / forward_call_.count, mean_s2 = total[channels + c] / forward_call_.count;
-          gradient.slope[c] = -gradient.factor[c] * per_[c] * mean_s2;
-          gradient.constant[c] =
-              -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
+          gradient.slope[c] = -gradient.factor[c] * xhat_scale_[c] * mean_s2;
+          gradient.constant[c] = -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
         }
       }
       if (requests_.data != Request::kNull) {
@@ -234,7 +230,7 @@ class CpuOperator : public Operator {
     ForwardCall forward_call_;
     Saved then_;  // what the forward pass has saved
     Parameters parameters_;
-    std::vector<double> center_, per_;  // v − center is x̂ times per
+    std::vector<double> center_, xhat_scale_;  // (v − center)·xhat_scale is x̂
     Affine affine_;
     BackwardInput input_{};
     std::vector<double> s1_, s2_;  // this device's Σ dz and Σ dz·x̂
@@ -284,33 +280,33 @@ class CpuOperator : public Operator {
     return variance;
   }
 
-  // The same in both passes of a call.
+  // Gives the same in both passes of a call.
   Parameters parameters_of(const Array& gamma, const Array& beta, const Saved& saved) const {
     Parameters all{read_gamma(gamma), read(beta), saved.invstd};
     for (size_t c = 0; c < all.gamma.size(); ++c) {
       all.beta[c] += all.gamma[c] * saved.d[c];
       all.gamma[c] *= saved.r[c];
-      if (call_.in_place) all.gamma[c] = usable(all.gamma[c], all.beta[c], c);
+      if (call_.in_place) all.gamma[c] = clamped(all.gamma[c], all.beta[c], c);
       all.scale[c] *= all.gamma[c];
     }
     return all;
   }
 
-  // `usable_gamma`, and the user is told of it.
-  double usable(double gamma, double beta, size_t channel) const {
-    const double taken = usable_gamma(call_.dtype, gamma, beta);
+  // `clamp_gamma`, and the user is warned of it.
+  double clamped(double gamma, double beta, size_t channel) const {
+    const double taken = clamp_gamma(call_.dtype, gamma, beta);
     if (taken != gamma && call_.group->is_first_warning()) {
       warn_of_gamma(*call_.group, call_.device, static_cast<int64_t>(channel), taken);
     }
     return taken;
   }
 
-  // In prediction mode every step is rounded as in MXNet's own BatchNorm, which computes in float32 here.
+  // Rounds every step of prediction mode as in MXNet's own BatchNorm, which computes in float32 here.
   Affine prediction_affine(const ForwardArrays& arrays, bool in_place) const {
     Affine affine{read(arrays.running_mean), read_gamma(arrays.gamma), read(arrays.beta), call_.activation};
     const std::vector<double> variance = read(arrays.running_var);
     for (size_t c = 0; c < variance.size(); ++c) {
-      if (in_place) affine.scale[c] = usable(affine.scale[c], affine.bias[c], c);
+      if (in_place) affine.scale[c] = clamped(affine.scale[c], affine.bias[c], c);
       if (call_.group->dtype == DType::kFloat64) {
         affine.scale[c] /= std::sqrt(variance[c] + call_.group->epsilon);
       } else {

@@ -1,6 +1,6 @@
 // The CUDA context that a thread works in. MXNet loads compiled kernels with CUDA's driver interface, which wants a
-// current context, on whatever thread launches them first; but cudaSetDevice, by which MXNet names the device, gives the
-// thread one only from CUDA 12 on. On the threads that call custom operators there is none before.
+// current context, on whatever thread launches them first; but cudaSetDevice, by which MXNet names the device, gives
+// the thread one only from CUDA 12 on. On the threads that call custom operators there is none before.
 #pragma once
 
 namespace gluon_syncbn {

@@ -1,6 +1,6 @@
-// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for the compiler that MXNet has at run time (NVRTC, from
-// CUDA 10.1 on, which needs --std=c++11). No header is included, because there may be none. Compiled once per type of
-// the activations:
+// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for the compiler that MXNet has at run time (NVRTC,
+// from CUDA 10.1 on, which needs --std=c++11). No header is included, because there may be none. Compiled once per type
+// of the activations:
 //
 //   VALUE_TYPE  0 float32, 1 float64, 2 float16 (MXNet's type flags)
 //   THREADS     in a block
@@ -24,6 +24,7 @@
 // order, so that results are the same bits every time; the last of those says in host memory that all is there.
 
 #include "kernels/values.cuh"
+#include "kernels/arguments.cuh"
 #include "kernels/threads.cuh"
 #include "kernels/sums.cuh"
 #include "kernels/moments.cuh"
@@ -31,4 +32,5 @@
 #include "kernels/normalize.cuh"
 #include "kernels/gradient_sums.cuh"
 #include "kernels/input_gradient.cuh"
+#include "kernels/entry_points.cuh"
 #include "kernels/fill_nan.cuh"

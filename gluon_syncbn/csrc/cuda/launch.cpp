@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kPackBytes = 16;  // as in kernels.cu
 
-// Of columns: bytes of neighbouring channels that a block reads at a time, a cache line.
+// Bytes of neighbouring channels that a block reads at a time in columns: a cache line.
 constexpr int64_t kLine = 128;
 
 int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
@@ -25,8 +25,7 @@ int64_t power_of_two_for(int64_t size, int64_t most) {
 
 }  // namespace
 
-Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
-                  const Tuning& tuning) {
+Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses, const Tuning& tuning) {
   const int64_t bytes = bytes_of(dtype), pack = kPackBytes / bytes;
   const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes; };
   const bool alike = std::all_of(addresses.begin(), addresses.end(),
@@ -38,7 +37,8 @@ Launch launch_for(DType dtype, const Layout& layout, const std::vector<const voi
     // Single values in front of the first whole pack make up for any offset that all tensors share.
     launch.aligned = alike && layout.inner >= pack;
     const int64_t width = launch.aligned ? pack : 1;
-    // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per thread.
+    // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per
+    // thread.
     const bool whole = layout.inner % pack == 0 && offset(addresses.front()) == 0;
     const int64_t singles = launch.aligned && !whole ? pack - 1 : 1;
     x = power_of_two_for(std::max(divide_up(layout.inner, width), singles), tuning.threads);

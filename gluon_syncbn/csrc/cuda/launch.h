@@ -1,5 +1,5 @@
-// How many threads a kernel of kernels.cu is given, and how they lie over a tensor. Plain functions of the shape and the
-// addresses: no GPU is needed to test them.
+// How many threads a kernel of kernels.cu is given, and how they lie over a tensor. Plain functions of the shape and
+// the addresses: no GPU is needed to test them.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Launch {
   int64_t counters() const { return static_cast<int64_t>(grid_x) + 1; }
 };
 
-// What may be tuned; only a GPU can tell what is best.
+// What may be tuned; only measurements on a GPU show what is best.
 struct Tuning {
   int64_t threads = 256;  // in a block
   int64_t unroll = 4;     // packs of 16 bytes that a thread has under way
@@ -30,8 +30,8 @@ struct Tuning {
   int64_t blocks = 1024;
 };
 
-// For activations of `dtype` at these addresses. Throws std::invalid_argument where the grid would be larger than CUDA
-// allows, which takes 2^31 channels.
+// Chooses the launch for activations of `dtype` at these addresses. Throws std::invalid_argument where the grid would
+// be larger than CUDA allows, which takes 2^31 channels.
 Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
                   const Tuning& tuning = {});
 

@@ -14,7 +14,7 @@
 //   4. To the GPU again, as 1. Blocks read the two numbers of each of their channels over the bus.
 //
 // The callback returns with the second kernel in the engine's hands: MXNet lets nobody read the outputs before the
-// kernels that name them are done. MXNet synchronizes its stream behind each kernel that it launches (rtc.cc), on its
+// kernels that name them are done. MXNet synchronizes its stream after each kernel that it launches (rtc.cc), on its
 // own thread; nobody here waits for that.
 
 #include <memory>
@@ -106,41 +106,53 @@ class GpuOperator : public Operator {
     begin_backward();
     Meeting meeting(*call_.group, call_.device, false);
     meeting.begin_pass();
-    const bool has_skip = call_.has.skip, in_place = call_.in_place;
+    const bool has_residual = call_.has.skip, in_place = call_.in_place;
     const Array& values = in_place ? arrays.out : arrays.data;
     const Array& d_data = is_requested(requests.data) ? arrays.d_data : values;
-    const Array& d_skip = is_requested(requests.skip) ? arrays.d_skip : d_data;
-    const void *v = values.data(), *out = has_skip ? arrays.out.data() : v;
+    const Array& d_residual = is_requested(requests.skip) ? arrays.d_skip : d_data;
+    const void *v = values.data(), *out = has_residual ? arrays.out.data() : v;
     const Launch launch =
-        launch_for(call_.dtype, call_.layout, {v, arrays.d_out.data(), d_data.data(), out, d_skip.data()});
+        launch_for(call_.dtype, call_.layout, {v, arrays.d_out.data(), d_data.data(), out, d_residual.data()});
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
     const double ticket = Scratch::next_ticket();
-    Arguments arguments;
-    arguments.array(values).array(arrays.d_out);
-    if (has_skip) arguments.array(arrays.out).array(d_skip);
-    arguments.array(arrays.gamma).array(arrays.beta).array(arrays.saved);
-    arguments.array(scratch->partials).array(scratch->counters).array(scratch->message);
-    arguments.array(arrays.d_gamma).array(arrays.d_beta).layout(call_.layout).integer(launch.aligned).real(ticket);
-    if (!has_skip) arguments.real(call_.activation.slope);
-    arguments.integer(call_.group->scale);
-    if (!has_skip) arguments.integer(call_.activation.kind).integer(in_place);
-    arguments.integer(number(requests.gamma)).integer(number(requests.beta));
-    if (has_skip) arguments.integer(number(requests.skip));
-    program_.launch(has_skip ? "gradient_sums_skip" : "gradient_sums", device_, launch, arguments);
+    GradientSumsArguments arguments{};
+    arguments.x = &values;
+    arguments.dy = &arrays.d_out;
+    arguments.gamma = &arrays.gamma;
+    arguments.beta = &arrays.beta;
+    arguments.saved = &arrays.saved;
+    arguments.partials = &scratch->partials;
+    arguments.counters = &scratch->counters;
+    arguments.message = &scratch->message;
+    arguments.d_gamma = &arrays.d_gamma;
+    arguments.d_beta = &arrays.d_beta;
+    arguments.ticket = ticket;
+    arguments.has_scale = call_.group->scale;
+    arguments.gamma_request = number(requests.gamma);
+    arguments.beta_request = number(requests.beta);
+    if (has_residual) {
+      arguments.y = &arrays.out;
+      arguments.d_residual = &d_residual;
+      arguments.residual_request = number(requests.skip);
+      program_.gradient_sums_residual(device_, launch, call_.layout, arguments);
+    } else {
+      set_epilogue(arguments, call_.activation.kind);
+      program_.gradient_sums(device_, launch, call_.layout, arguments);
+    }
     const double* numbers = scratch->wait(ticket);
-    const double* behind = numbers + 2 * channels();
-    const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, behind);
-    if (in_place) warn_of_moved_gamma(behind + ForwardCall::kSize);
+    const double* rest = numbers + 2 * channels();
+    const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, rest);
+    if (in_place) warn_of_moved_gamma(rest + ForwardCall::kSize);
     if (forward_call.is_training()) {  // else the statistics did not depend on x
-      const std::vector<double> local(numbers, behind);
+      const std::vector<double> local(numbers, rest);
       wait_until_done([&](Meeting::Done done) { meeting.bring_sums(local, forward_call, std::move(done)); });
       const std::vector<double> total = meeting.sums();
       scratch->put({&total});
     }
     if (is_requested(requests.data)) {
-      const bool is_there = has_skip && requests.skip != Request::kNull && requests.skip != Request::kAdd;
-      input_gradient(arrays, values, is_there ? arrays.d_skip : arrays.d_out, has_skip && !is_there, launch, *scratch,
-                     requests.data);
+      const bool is_there = has_residual && requests.skip != Request::kNull && requests.skip != Request::kAdd;
+      input_gradient(arrays, values, is_there ? arrays.d_skip : arrays.d_out, has_residual && !is_there, launch,
+                     *scratch, requests.data);
     }
     Scratch::give_back(scratch);
   }
@@ -184,34 +196,62 @@ class GpuOperator : public Operator {
 
   void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, const Scratch& scratch,
                  const ForwardCall& forward_call, bool renorm) {
-    Arguments arguments;
-    arguments.array(arrays.data);
-    if (call_.has.skip) arguments.array(arrays.skip);
-    arguments.array(arrays.out).array(arrays.gamma).array(arrays.beta);
-    arguments.array(arrays.running_mean).array(arrays.running_var).array(arrays.saved).array(scratch.message);
-    arguments.layout(call_.layout).integer(launch.aligned);
-    arguments.real(call_.group->epsilon).real(call_.group->momentum).real(forward_call.count);
-    arguments.real(static_cast<double>(forward_call.round_id)).real(static_cast<double>(forward_call.active_set));
-    arguments.real(call_.activation.slope);
-    arguments.integer(forward_call.is_training()).integer(call_.group->scale).integer(call_.activation.kind);
-    arguments.integer(call_.in_place).integer(renorm);
-    arguments.integer(is_requested(requests.out)).integer(is_requested(requests.saved));
-    program_.launch(call_.has.skip ? "normalize_skip" : "normalize", device_, launch, arguments);
+    NormalizeArguments arguments{};
+    arguments.x = &arrays.data;
+    arguments.y = &arrays.out;
+    arguments.gamma = &arrays.gamma;
+    arguments.beta = &arrays.beta;
+    arguments.running_mean = &arrays.running_mean;
+    arguments.running_var = &arrays.running_var;
+    arguments.saved = &arrays.saved;
+    arguments.message = &scratch.message;
+    arguments.epsilon = call_.group->epsilon;
+    arguments.momentum = call_.group->momentum;
+    arguments.count = forward_call.count;
+    arguments.round_id = static_cast<double>(forward_call.round_id);
+    arguments.active_set = static_cast<double>(forward_call.active_set);
+    set_epilogue(arguments, call_.activation.kind);
+    arguments.training = forward_call.is_training();
+    arguments.has_scale = call_.group->scale;
+    arguments.renorm = renorm;
+    arguments.wants_y = is_requested(requests.out);
+    arguments.wants_saved = is_requested(requests.saved);
+    arguments.residual = &arrays.skip;
+    if (call_.has.skip) {
+      program_.normalize_residual(device_, launch, call_.layout, arguments);
+    } else {
+      program_.normalize(device_, launch, call_.layout, arguments);
+    }
   }
 
-  // With `masks`, d_out has yet to pass the ReLU behind a skip; without, behind a skip, it has passed.
+  // With `masks`, d_out has yet to pass the ReLU after the residual; without, it has passed it where there is a
+  // residual.
   void input_gradient(const BackwardArrays& arrays, const Array& values, const Array& d_out, bool masks,
                       const Launch& launch, const Scratch& scratch, Request request) {
-    Arguments arguments;
-    arguments.array(values).array(d_out);
-    if (masks) arguments.array(arrays.out);
-    arguments.array(arrays.d_data).array(arrays.gamma).array(arrays.beta);
-    arguments.array(arrays.saved).array(scratch.message).layout(call_.layout).integer(launch.aligned);
-    if (!masks) arguments.real(call_.activation.slope);
-    arguments.integer(call_.group->scale);
-    if (!masks) arguments.integer(call_.has.skip ? Activation::kNone : call_.activation.kind).integer(call_.in_place);
-    arguments.integer(request == Request::kAdd);
-    program_.launch(masks ? "input_gradient_skip" : "input_gradient", device_, launch, arguments);
+    InputGradientArguments arguments{};
+    arguments.x = &values;
+    arguments.dy = &d_out;
+    arguments.dx = &arrays.d_data;
+    arguments.gamma = &arrays.gamma;
+    arguments.beta = &arrays.beta;
+    arguments.saved = &arrays.saved;
+    arguments.message = &scratch.message;
+    arguments.has_scale = call_.group->scale;
+    arguments.add = request == Request::kAdd;
+    if (masks) {
+      arguments.y = &arrays.out;
+      program_.input_gradient_residual(device_, launch, call_.layout, arguments);
+    } else {
+      set_epilogue(arguments, call_.has.skip ? Activation::kNone : call_.activation.kind);
+      program_.input_gradient(device_, launch, call_.layout, arguments);
+    }
+  }
+
+  template <typename Arguments>
+  void set_epilogue(Arguments& arguments, Activation::Kind activation) const {
+    arguments.activation = activation;
+    arguments.slope = call_.activation.slope;
+    arguments.in_place = call_.in_place;
   }
 
   int64_t channels() const { return call_.layout.channels; }

@@ -2,60 +2,43 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "cuda/context.h"
 
 namespace gluon_syncbn {
 namespace {
 
-// What kernels of kernels.cu take, a letter each. Arrays, in capitals if the kernel writes them: v of activations, r of
-// parameters and statistics, d float64, i int32. Numbers behind the bar: l int64, n int32, f float64.
-const std::map<std::string, std::string>& signatures() {
-  static const std::map<std::string, std::string> all{
-      {"moments", "vrrDID|lllnfn"},
-      {"normalize", "vVrrRRDd|lllnffffffnnnnnnn"},
-      {"normalize_skip", "vvVrrRRDd|lllnffffffnnnnnnn"},
-      {"gradient_sums", "vvrrdDIDRR|lllnffnnnnn"},
-      {"gradient_sums_skip", "vvvVrrdDIDRR|lllnfnnnn"},
-      {"input_gradient", "vvVrrdd|lllnfnnnn"},
-      {"input_gradient_skip", "vvvVrrdd|lllnnn"},
-  };
-  return all;
+// The types of arrays of which each program has its own.
+struct value_t;
+struct real_t;
+
+// MXNet's flag for a type in arguments.cuh, in the program for activations of type `values`.
+template <typename Type>
+int flag_of(DType values) {
+  if constexpr (std::is_same_v<Type, value_t>) {
+    return static_cast<int>(values);
+  } else if constexpr (std::is_same_v<Type, real_t>) {
+    return static_cast<int>(values == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
+  } else if constexpr (std::is_same_v<Type, int>) {
+    return kInt32;
+  } else if constexpr (std::is_same_v<Type, int64>) {
+    return kInt64;
+  } else {
+    static_assert(std::is_same_v<Type, double>);
+    return static_cast<int>(DType::kFloat64);
+  }
 }
 
-struct Signature {
-  Signature(const std::string& letters, DType values) {
-    bool arrays = true;
-    for (const char letter : letters) {
-      if (letter == '|') {
-        arrays = false;
-        continue;
-      }
-      const bool written = letter >= 'A' && letter <= 'Z';
-      is_array.push_back(arrays);
-      is_const.push_back(!written);
-      dtypes.push_back(dtype_of_letter(written ? static_cast<char>(letter - 'A' + 'a') : letter, values));
-    }
-  }
+#define READ_PARAMETER(type, name) {true, true, flag_of<type>(dtype)},
+#define WRITE_PARAMETER(type, name) {true, false, flag_of<type>(dtype)},
+#define NUMBER_PARAMETER(type, name) {false, true, flag_of<type>(dtype)},
+#define PARAMETERS(LIST) {LIST(READ_PARAMETER, WRITE_PARAMETER, NUMBER_PARAMETER)}
 
-  static int dtype_of_letter(char letter, DType values) {
-    switch (letter) {
-      case 'v':
-        return static_cast<int>(values);
-      case 'r':
-        return static_cast<int>(values == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32);
-      case 'i':
-      case 'n':
-        return kInt32;
-      case 'l':
-        return kInt64;
-      default:
-        return static_cast<int>(DType::kFloat64);
-    }
-  }
-
-  std::vector<int> is_array, is_const, dtypes;
-};
+// Arguments as MXNet takes them: handles of arrays, and addresses of numbers.
+#define ARRAY_ADDRESS(type, name) arguments.name->handle(),
+#define NUMBER_ADDRESS(type, name) &arguments.name,
+#define ADDRESSES(LIST) {LIST(ARRAY_ADDRESS, ARRAY_ADDRESS, NUMBER_ADDRESS)}
 
 std::string& source() {
   static auto* text = new std::string;
@@ -63,29 +46,6 @@ std::string& source() {
 }
 
 }  // namespace
-
-Arguments& Arguments::array(const Array& array) {
-  pointers_.push_back(array.handle());
-  return *this;
-}
-Arguments& Arguments::integer(int value) {
-  numbers_.emplace_back().integer = value;
-  pointers_.push_back(&numbers_.back());
-  return *this;
-}
-Arguments& Arguments::integer64(int64_t value) {
-  numbers_.emplace_back().integer64 = value;
-  pointers_.push_back(&numbers_.back());
-  return *this;
-}
-Arguments& Arguments::real(double value) {
-  numbers_.emplace_back().real = value;
-  pointers_.push_back(&numbers_.back());
-  return *this;
-}
-Arguments& Arguments::layout(const Layout& layout) {
-  return integer64(layout.outer).integer64(layout.channels).integer64(layout.inner);
-}
 
 void GpuProgram::set_source(const char* text) { source() = text; }
 
@@ -108,50 +68,73 @@ GpuProgram::GpuProgram(DType dtype) {
   void* program = nullptr;
   check_mxnet(mxnet().program_create(source().c_str(), 4, options, 0, nullptr, &program),
               "the CUDA kernels could not be compiled at run time");
-  const auto create = [&](const std::string& name, const std::string& letters) {
-    Signature signature(letters, dtype);
-    void*& kernel = kernels_[name];
-    check_mxnet(mxnet().kernel_create(program, name.c_str(), static_cast<int>(signature.dtypes.size()),
-                                      signature.is_array.data(), signature.is_const.data(), signature.dtypes.data(),
-                                      &kernel),
-                "CUDA kernel " + name + " was not made");
-  };
-  for (const auto& entry : signatures()) {
-    create(entry.first + "_rows", entry.second);
-    create(entry.first + "_columns", entry.second);
-  }
-  create("fill_nan", "V|l");
+#define CREATE(kernel, Arguments, LIST, has_residual) \
+  create(program, #kernel "_rows", PARAMETERS(LIST)); \
+  create(program, #kernel "_columns", PARAMETERS(LIST));
+  KERNELS(CREATE)
+#undef CREATE
+  create(program, "fill_nan", PARAMETERS(FILL_NAN_ARGUMENTS));
 }
 
-void GpuProgram::launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments) {
-  const unsigned grid[] = {launch.grid_x, launch.grid_y}, block[] = {launch.block_x, launch.block_y};
-  call(name + (launch.rows ? "_rows" : "_columns"), device, grid, block, arguments);
+void GpuProgram::create(void* program, const std::string& kernel, const std::vector<Parameter>& parameters) {
+  std::vector<int> is_array, is_const, dtypes;
+  for (const Parameter& parameter : parameters) {
+    is_array.push_back(parameter.is_array);
+    is_const.push_back(parameter.is_const);
+    dtypes.push_back(parameter.dtype);
+  }
+  check_mxnet(mxnet().kernel_create(program, kernel.c_str(), static_cast<int>(parameters.size()), is_array.data(),
+                                    is_const.data(), dtypes.data(), &kernels_[kernel]),
+              "CUDA kernel " + kernel + " was not made");
 }
+
+#define DEFINE(kernel, Arguments, LIST, has_residual)                                                    \
+  void GpuProgram::kernel(int device, const Launch& launch, const Layout& layout, Arguments arguments) { \
+    arguments.outer = layout.outer;                                                                      \
+    arguments.channels = layout.channels;                                                                \
+    arguments.inner = layout.inner;                                                                      \
+    arguments.aligned = launch.aligned;                                                                  \
+    const unsigned grid[] = {launch.grid_x, launch.grid_y}, block[] = {launch.block_x, launch.block_y};  \
+    void* addresses[] = ADDRESSES(LIST);                                                                 \
+    call(launch.rows ? #kernel "_rows" : #kernel "_columns", device, grid, block, addresses);            \
+  }
+KERNELS(DEFINE)
+#undef DEFINE
 
 void GpuProgram::fill_nan(int device, const Array& values, int64_t size) {
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(1024, (size + 1023) / 1024));
   const unsigned grid[] = {blocks, 1}, block[] = {256, 1};
-  call("fill_nan", device, grid, block, Arguments().array(values).integer64(size));
+  struct {
+    const Array* values;
+    int64 size;
+  } arguments{&values, size};
+  void* addresses[] = ADDRESSES(FILL_NAN_ARGUMENTS);
+  call("fill_nan", device, grid, block, addresses);
 }
 
 void GpuProgram::call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block,
-                      const Arguments& arguments) {
+                      void** arguments) {
   const GpuContext context(device);
   std::lock_guard<std::mutex> lock(mutex_);
-  check_mxnet(mxnet().kernel_call(kernels_.at(kernel), device, const_cast<void**>(arguments.pointers_.data()), grid[0],
-                                  grid[1], 1, block[0], block[1], 1, 0),
-              "CUDA kernel " + kernel + " could not be launched on gpu(" + std::to_string(device) + ")");
+  check_mxnet(
+      mxnet().kernel_call(kernels_.at(kernel), device, arguments, grid[0], grid[1], 1, block[0], block[1], 1, 0),
+      "CUDA kernel " + kernel + " could not be launched on gpu(" + std::to_string(device) + ")");
 }
 
 const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
                            const Array& running_mean, const Array& running_var, bool wants_running,
                            const Scratch& scratch) {
   const double ticket = Scratch::next_ticket();
-  Arguments arguments;
-  arguments.array(x).array(running_mean).array(running_var);
-  arguments.array(scratch.partials).array(scratch.counters).array(scratch.message);
-  arguments.layout(layout).integer(launch.aligned).real(ticket).integer(wants_running);
-  program.launch("moments", device, launch, arguments);
+  MomentsArguments arguments{};
+  arguments.x = &x;
+  arguments.running_mean = &running_mean;
+  arguments.running_var = &running_var;
+  arguments.partials = &scratch.partials;
+  arguments.counters = &scratch.counters;
+  arguments.message = &scratch.message;
+  arguments.ticket = ticket;
+  arguments.wants_running = wants_running;
+  program.moments(device, launch, layout, arguments);
   return scratch.wait(ticket);
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -16,47 +15,40 @@
 
 namespace gluon_syncbn {
 
-// Of one call of a kernel, in order. The arrays must live until `GpuProgram::launch` has returned, no longer.
-class Arguments {
- public:
-  Arguments& array(const Array& array);
-  Arguments& layout(const Layout& layout);
-  Arguments& integer(int value);
-  Arguments& integer64(int64_t value);
-  Arguments& real(double value);
-
- private:
-  friend class GpuProgram;
-  union Number {
-    int32_t integer;
-    int64_t integer64;
-    double real;
-  };
-  std::deque<Number> numbers_;  // does not move them
-  std::vector<void*> pointers_;
-};
+// The arguments of the kernels, by name. The arrays must live until the launch has returned, no longer.
+#define READ_ARRAY(type) const Array*
+#define WRITE_ARRAY(type) const Array*
+using int64 = int64_t;
+#include "cuda/kernels/arguments.cuh"
 
 // The kernels for one type of activations. Compiled at first use, loaded onto each GPU at its first launch there, and
 // kept for good.
 class GpuProgram {
  public:
-  // From now on the text of kernels.cu.
+  // Sets the text of kernels.cu.
   static void set_source(const char* source);
 
   // Throws MXNetFailure with the compiler's log if it does not compile.
   static GpuProgram& of(DType dtype);
 
-  // `name` without _rows or _columns. The engine runs it when what wrote its arrays is done; errors of the launch itself
-  // are thrown where an array that it writes is read. Throws MXNetFailure if the kernel cannot be loaded.
-  void launch(const std::string& name, int device, const Launch& launch, const Arguments& arguments);
+  // A function for each kernel of arguments.cuh, which has all arguments but those of the shape. The engine runs the
+  // kernel when what wrote its arrays is done; errors of the launch itself are thrown where an array that it writes is
+  // read. Throw MXNetFailure if the kernel cannot be loaded.
+#define DECLARE(kernel, Arguments, LIST, has_residual) \
+  void kernel(int device, const Launch& launch, const Layout& layout, Arguments arguments);
+  KERNELS(DECLARE)
+#undef DECLARE
 
   // NaN everywhere in `values`.
   void fill_nan(int device, const Array& values, int64_t size);
 
  private:
   explicit GpuProgram(DType dtype);
-  void call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block,
-            const Arguments& arguments);
+  struct Parameter {
+    int is_array, is_const, dtype;
+  };
+  void create(void* program, const std::string& kernel, const std::vector<Parameter>& parameters);
+  void call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block, void** arguments);
 
   std::mutex mutex_;  // MXNet's own tables of loaded kernels have none
   std::map<std::string, void*> kernels_;

@@ -13,8 +13,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// To wait through the engine takes a hand-over to one of MXNet's CPU threads, which may have other work. Kernels of this
-// length are worth watching for.
+// Waiting through the engine takes a hand-over to one of MXNet's CPU threads, which may have other work. Kernels of
+// this length are worth watching for.
 constexpr std::chrono::microseconds kWatch{500};
 
 void* new_counters(int device, int64_t size) {

@@ -1,13 +1,13 @@
 // The memory beside activations that a call on a GPU needs: what blocks leave for each other, and a few numbers that
 // GPU and host share. Lent for the time of a callback and lent again; nothing is allocated in a training step.
 //
-// `message` lies in pinned host memory, where kernels write and read it without a copy being asked for. Its first number
-// is a ticket: the last block of a kernel leaves the one that it was given when all else is written, so a host thread
-// sees that from memory, without the engine's help (wait). Behind it are up to 4C + 3 numbers.
+// `message` lies in pinned host memory, where kernels write and read it without a copy being asked for. Its first
+// number is a ticket: the last block of a kernel leaves the one that it was given when all else is written, so a host
+// thread sees that from memory, without the engine's help (wait). After it come up to 4C + 3 numbers.
 //
-// A scratch may be lent again while the kernels of the last holder have not all run: they name its arrays, so the engine
-// runs those of the next holder behind them; and a host thread only touches the numbers between its own ticket and its
-// own next launch.
+// A scratch may be lent again while the kernels of the last holder have not all run: they name its arrays, so the
+// engine runs those of the next holder after them; and a host thread only touches the numbers between its own ticket
+// and its own next launch.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class Scratch {
   // failed.
   const double* wait(double ticket) const;
 
-  // For the kernel that is launched next: up to four vectors of C numbers, one behind the other.
+  // Leaves for the kernel that is launched next up to four vectors of C numbers, one after the other.
   void put(std::initializer_list<const std::vector<double>*> vectors) const;
 
   const Array partials, counters, message;

@@ -14,8 +14,8 @@
 
 namespace gluon_syncbn {
 
-// What the backward pass must know of its forward pass, besides mean and invstd, behind which it is saved. In prediction
-// mode, where nobody meets, count and round are 0.
+// What the backward pass must know of its forward pass, besides mean and invstd, after which it is saved. In
+// prediction mode, where nobody meets, count and round are 0.
 struct ForwardCall {
   static constexpr int kSize = 3;  // as numbers
   static constexpr int64_t kPrediction = -1;
@@ -28,11 +28,11 @@ struct ForwardCall {
   void save(double* numbers) const;
 
   // Throws std::runtime_error if no forward pass has saved this: MXNet runs the backward pass of a forward pass that it
-  // has not run, because its input had failed, once someone has been told of that.
+  // has not run, because its input had failed, once the error has been thrown to someone.
   static ForwardCall load(const Group& group, const std::string& device, const double* numbers);
 };
 
-// Of the values of all devices in the active set.
+// Statistics of the values of all devices in the active set.
 struct Statistics {
   ForwardCall call;
   std::vector<double> mean;
@@ -40,8 +40,8 @@ struct Statistics {
   RenormLimits renorm = {};      // of this step
 };
 
-// One pass of one device through its layer's rendezvous: it brings a message, and when `done` is called, once and on any
-// thread, it can be asked for the result. It must stay where it is until then. If `bring_...` throws, `done` is not
+// One pass of one device through its layer's rendezvous: it brings a message, and when `done` is called, once and on
+// any thread, it can be asked for the result. It must stay where it is until then. If `bring_...` throws, `done` is not
 // called.
 class Meeting {
  public:
@@ -65,7 +65,8 @@ class Meeting {
   std::vector<double> sums() const;
 
  private:
-  void bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key, Done done);
+  void bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key,
+             Done done);
   const Vectors& brought() const;
 
   Group& group_;

@@ -15,9 +15,10 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
-// By type and number, so that cpu(2) comes before cpu(10).
+// Orders by type and number, so that cpu(2) comes before cpu(10).
 bool comes_before(const std::string& a, const std::string& b) {
-  return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) < std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
+  return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) <
+         std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
 }
 
 // Never destroyed, because operators may still run while the process exits.
@@ -49,8 +50,8 @@ bool ActiveSets::includes(const std::string& device, int64_t id) {
   return id == 0 || (found != members.end() && found->second.count(device) > 0);
 }
 
-Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice,
-             std::function<Link()> connect, std::function<void()> drop)
+Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, std::function<Link()> connect,
+             std::function<void()> drop)
     : name(spec.name),
       momentum(spec.momentum),
       epsilon(spec.epsilon),
@@ -74,7 +75,8 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
 void Group::connect() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (num_devices_ == 0) {
-    throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph does not say on how many devices it trains. "
+    throw std::invalid_argument("SyncBatchNorm '" + name +
+                                "': its graph does not say on how many devices it trains. "
                                 "Give num_devices where the layer is made, or call hybridize() again after "
                                 "initialize().");
   }
@@ -172,9 +174,8 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
     }
   }
   for (const auto& [number, names] : neighbours) {
-    const auto subgroup =
-        std::make_shared<Subgroup>(name, names, timeout_, advice_, exchange_of(true, number, active_set),
-                                   exchange_of(false, number, active_set));
+    const auto subgroup = std::make_shared<Subgroup>(
+        name, names, timeout_, advice_, exchange_of(true, number, active_set), exchange_of(false, number, active_set));
     for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, subgroup};
   }
 }
@@ -182,8 +183,8 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
 Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
   if (!link_->exchange) return {};
   // The round keeps the group only as long as it waits, and it may have been given up when the exchange returns.
-  const auto exchange = [group = weak_from_this(), is_forward, subgroup, active_set](
-                            const Vectors& contributions, uint64_t key, uint64_t& round_id) {
+  const auto exchange = [group = weak_from_this(), is_forward, subgroup, active_set](const Vectors& contributions,
+                                                                                     uint64_t key, uint64_t& round_id) {
     const std::shared_ptr<const Group> alive = group.lock();
     if (!alive) throw RendezvousError("its layer was dropped.");
     uint64_t number = is_forward ? 0 : key;
@@ -219,11 +220,6 @@ void drop_group(int64_t id) {
   if (found == groups().end()) return;
   last = std::move(found->second);
   groups().erase(found);
-}
-
-int64_t count_groups() {
-  std::lock_guard<std::mutex> lock(groups_mutex());
-  return static_cast<int64_t>(groups().size());
 }
 
 }  // namespace gluon_syncbn

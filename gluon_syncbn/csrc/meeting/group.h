@@ -19,7 +19,7 @@
 
 namespace gluon_syncbn {
 
-// What Python tells of a group (meeting/spec.py); the layout is that of GroupSpecStruct in base/library.py.
+// The attributes of a group, from Python (meeting/spec.py); the layout is that of GroupSpecStruct in base/library.py.
 struct GroupSpec {
   const char* name;  // the layer's
   int num_devices;
@@ -27,8 +27,8 @@ struct GroupSpec {
   double timeout_seconds;
   double momentum;
   double epsilon;
-  int scale;  // whether there is a gamma
-  int dtype;  // of parameters and statistics, as MXNet's type flag
+  int scale;              // whether there is a gamma
+  int dtype;              // of parameters and statistics, as MXNet's type flag
   int num_renorm_points;  // 0 without Batch Renormalization
   const RenormPoint* renorm_points;
 };
@@ -66,8 +66,8 @@ struct Membership {
 
 // How a group reaches the other processes of a job.
 struct Link {
-  // Of one vector per process: brings ours, and returns those of all that meet in this subgroup, in rank order. Of
-  // forward passes it sets the number of the round, which backward passes give. Throws RendezvousError.
+  // Exchanges one vector per process: brings ours, and returns those of all that meet in this subgroup, in rank order.
+  // Of forward passes it sets the number of the round, which backward passes give. Throws RendezvousError.
   std::function<Vectors(bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
                         const std::vector<double>& vector)>
       exchange;
@@ -78,9 +78,9 @@ struct Link {
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // Of `devices`; or, if there are none, open to the first `spec.num_devices` that come. `advice` ends errors about
-  // missing devices. `connect` is called once, before the first device trains, and makes the link to other
-  // processes, which is empty if there are none; it may throw. `drop` is called when the group is gone.
+  // Makes the group of `devices`; or, if there are none, one open to the first `spec.num_devices` that come. `advice`
+  // ends errors about missing devices. `connect` is called once, before the first device trains, and makes the link to
+  // other processes, which is empty if there are none; it may throw. `drop` is called when the group is gone.
   Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, std::function<Link()> connect,
         std::function<void()> drop);
   ~Group() { drop_(); }
@@ -93,7 +93,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const bool scale;
   const DType dtype;
 
-  // To be called before a pass in training, by a thread that may wait; may throw.
+  // Must be called before a pass in training, by a thread that may wait; may throw.
   void connect();
 
   // Calls back when it is known which devices the group has: at once, or, in the first round of an open group, when as
@@ -114,13 +114,13 @@ class Group : public std::enable_shared_from_this<Group> {
   // step is given up.
   int64_t step_of(const std::string& device);
 
-  // From `least` on, if no device is further; returns the latest of all. No operator may be running.
+  // Goes on from `least`, if no device is further; returns the latest of all. No operator may be running.
   int64_t go_to_step(int64_t least);
 
   // What holds at `step`, which `device` has now had.
   RenormLimits renorm(const std::string& device, int64_t step);
 
-  // True once: the first call is to tell the user.
+  // True once: the caller is to warn the user.
   bool is_first_warning() { return !has_warned_.exchange(true); }
 
  private:
@@ -130,7 +130,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
-  // Of what the devices of this process brought, merged to one vector.
+  // Makes the exchange of what the devices of this process brought, merged to one vector.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
   const std::vector<RenormPoint> renorm_;
@@ -138,8 +138,8 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t common_step_ = 0;               // the next of the others
   uint64_t occasion_ = 0;                 // on which all went on together
   std::atomic<bool> has_warned_{false};
-  std::vector<std::string> devices_;       // of an open group in the order in which they came
-  std::shared_ptr<Rendezvous> opening_;    // where they meet, as long as it is open
+  std::vector<std::string> devices_;     // of an open group in the order in which they came
+  std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open
   const size_t num_devices_;
   const size_t group_size_;
   const double timeout_;
@@ -158,7 +158,5 @@ std::shared_ptr<Group> find_group(int64_t id);
 
 // Calls that are under way keep the group until they are done.
 void drop_group(int64_t id);
-
-int64_t count_groups();
 
 }  // namespace gluon_syncbn

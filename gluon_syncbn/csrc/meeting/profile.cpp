@@ -69,8 +69,8 @@ EXPORTED void gluon_syncbn_start_profile() {
   gluon_syncbn::is_on = true;
 }
 
-// Stops looking. A line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when it
-// started, arrived, left and ended, in seconds. The text stays until the next call.
+// Stops looking. A line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
+// it started, arrived, left and ended, in seconds. The text stays until the next call.
 EXPORTED const char* gluon_syncbn_stop_profile() {
   gluon_syncbn::is_on = false;
   gluon_syncbn::Records& records = gluon_syncbn::records();

@@ -4,31 +4,32 @@
 //
 // The protocol
 // ------------
-// Every device ("rank") arrives once per round. Each direction of each layer has a rendezvous of its own, and a round of
-// it has a key. A round is in one of three states, and whoever takes it out of one calls nobody before it is in the next:
+// Every device ("rank") arrives once per round. Each direction of each layer has a rendezvous of its own, and a round
+// of it has a key. A round is in one of three states, and whoever takes it out of one calls nobody before it is in the
+// next:
 //
-//   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes twice,
-//               vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h).
+//   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes
+//               twice, vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h).
 //   exchanging  Only where there are other processes: all ranks of this one are there, and a thread that was made for
 //               this round exchanges what they have left (Exchange). It ends with the exchange, or when that has not
 //               returned after its own timeout and two grace periods.
 //   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
 //               everywhere), or with the error. The next arrival with this key opens a new round.
 //
-// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread that
-// ends the round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
+// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread
+// that ends the round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
 //
-// Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the call
-// that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is dropped lives
-// until its open rounds are over, which the watchdog sees to. A round that is open when the process ends is forgotten
-// with it, and none is open when Python forks (step/exits.py).
+// Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the
+// call that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is
+// dropped lives until its open rounds are over, which the watchdog sees to. A round that is open when the process ends
+// is forgotten with it, and none is open when Python forks (step/exits.py).
 //
 // Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
 // running statistics), so all of them share key 0, and the n-th round holds the n-th call of every device. Backward
 // passes of a layer that is called several times per step come in any order, so their key is the number of the forward
 // round that they answer.
 //
-// A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
+// A rank that arrives after its round has failed opens a new round, and looks like one that starts the next
 // step. Whoever catches the error and goes on must let the stragglers finish first (abandon_step).
 #pragma once
 
@@ -57,7 +58,7 @@ struct Exchange {
   // Called with what all ranks have left and the round's key; returns what all processes have left, and changes the
   // number of the round to theirs. May take its time, and may throw.
   std::function<Vectors(const Vectors& contributions, uint64_t key, uint64_t& round_id)> exchange;
-  // Told why a round failed among the devices of this process, so that others need not wait for it.
+  // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
   std::function<void(const std::string& error)> fail;
   double timeout_seconds = 0;
 };
@@ -133,7 +134,7 @@ void wait_for_exchanges(Seconds most);
 // throws, and RendezvousError for an outcome with an error.
 Outcome wait_for(const std::function<void(Rendezvous::Then)>& start);
 
-// The same of a callback that is handed nothing.
+// Waits for a callback that is handed nothing.
 void wait_until_done(const std::function<void(std::function<void()>)>& start);
 
 }  // namespace gluon_syncbn

@@ -51,7 +51,7 @@ EXPORTED const char* gluon_syncbn_step_failure() {
   return text.c_str();
 }
 
-// In seconds of the steady clock; 0 if it has not failed.
+// When the step failed, in seconds of the steady clock; 0 if it has not.
 EXPORTED double gluon_syncbn_step_failed_at() {
   const auto at = gluon_syncbn::step().failed_at();
   return at ? std::chrono::duration<double>(at->time_since_epoch()).count() : 0;

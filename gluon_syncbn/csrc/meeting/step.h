@@ -1,8 +1,8 @@
 // The step that this process is in: open, or failed.
 //
 //   open    Layers compute, and updates of weights pass.
-//   failed  Something in the step has failed: a pass of a layer has thrown, or MXNet has skipped operators because of an
-//           error before them (mxnet/engine.h notices that). From then on no pass of a layer that starts computes or
+//   failed  Something in the step has failed: a pass of a layer has thrown, or MXNet has skipped operators because of
+//           an error before them (mxnet/engine.h notices that). From then on no pass of a layer that starts computes or
 //           writes running statistics: it throws. Devices that wait in a layer wait for a grace period more. No update
 //           of a weight passes its gate.
 //
@@ -33,7 +33,7 @@ class Step {
   std::string failure() const;
   std::optional<Clock::time_point> failed_at() const;
 
-  // From 1.
+  // Counts from 1.
   uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
 
  private:

@@ -16,11 +16,11 @@ namespace {
 constexpr int kSignals[] = {SIGINT, SIGTERM};
 constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 
-// Of the steady clock; all that the handler writes.
+// Time of the last signal, by the steady clock. The handler writes nothing else.
 std::atomic<int64_t> signalled{INT64_MIN};
 
-// Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it reads
-// is not changed: another action gets memory of its own, which is never freed, as actions do not change often.
+// Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it
+// reads is not changed: another action gets memory of its own, which is never freed, as actions do not change often.
 std::atomic<const struct sigaction*> before[kNumSignals];
 
 void on_signal(int number, siginfo_t* information, void* context) {
@@ -108,8 +108,7 @@ void cut_waits_short(std::string because) {
 std::string Waited::text(const std::string& whom) const {
   const std::string duration =
       because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
-  return "waited " + duration + " s for " + whom +
-         (because.empty() ? "" : ", and no longer because " + because);
+  return "waited " + duration + " s for " + whom + (because.empty() ? "" : ", and no longer because " + because);
 }
 
 std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds) {
@@ -149,7 +148,7 @@ EXPORTED void gluon_syncbn_watch_signals(int begin) {
   }
 }
 
-// In seconds of the steady clock.
+// When the last signal was noticed, in seconds of the steady clock.
 EXPORTED double gluon_syncbn_signalled_at() {
   return std::chrono::duration<double>(gluon_syncbn::signalled_at().time_since_epoch()).count();
 }

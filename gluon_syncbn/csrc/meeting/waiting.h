@@ -7,8 +7,8 @@
 //
 //   Ctrl-C, or a SIGTERM that the program handles. Python runs its handlers on the main thread and between two of its
 //   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: while
-//   something has waited for longer than the poll interval there is a handler before the one that was found, which notes
-//   the time and calls that one. It ends the waits that had begun by then.
+//   something has waited for longer than the poll interval there is a handler before the one that was found, which
+//   notes the time and calls that one. It ends the waits that had begun by then.
 //   A signal that is ignored, or ends the process anyway, is left alone.
 //
 //   The step has failed (step.h): who has not come by now will hardly come.
@@ -33,7 +33,7 @@ struct WaitingTimes {
 };
 WaitingTimes& waiting_times();
 
-// From now on waits end after the grace period, "because" of this; an empty text takes it back.
+// Ends waits, from now on, after the grace period, "because" of this; an empty text takes it back.
 void cut_waits_short(std::string because);
 
 // Between these two, each called equally often, Ctrl-C and SIGTERM are noticed.

@@ -2,14 +2,14 @@
 // to end earlier (waiting.h).
 //
 // It looks at everything that has ever had something open, once per poll interval, or at the earliest deadline, as long
-// as something is open or has been opened since the last look. Otherwise it sleeps, and the next `watch` wakes it. So in
-// training an open round costs some atomic operations, and the thread wakes ten times per second.
+// as something is open or has been opened since the last look. Otherwise it sleeps, and the next `watch` wakes it. So
+// in training an open round costs some atomic operations, and the thread wakes ten times per second.
 //
 // While something has been open for longer than the poll interval, Ctrl-C and SIGTERM are noticed (SignalWatch).
 //
-// A fork takes no thread along, but the locks that threads hold. So Python has the watchdog stand still between two looks
-// before it forks (`gluon_syncbn_before_fork`), and the child gets another with the next `watch`. At exit it is left
-// alone: what it needs is never destroyed.
+// A fork takes no thread along, but the locks that threads hold. So Python has the watchdog stand still between two
+// looks before it forks (`gluon_syncbn_before_fork`), and the child gets another with the next `watch`. At exit it is
+// left alone: what it needs is never destroyed.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ class Watched {
   std::atomic<const void*> known_to_{nullptr};  // the watchdog
 };
 
-// To be called under the lock of `who` before something is opened there. Throws std::system_error if there can be no
+// Must be called under the lock of `who` before something is opened there. Throws std::system_error if there can be no
 // thread.
 void watch(const std::shared_ptr<Watched>& who);
 

@@ -78,8 +78,8 @@ struct ForwardArrays {
   const Array running_mean, running_var;
 };
 
-// What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states. Of inputs and
-// outputs only those are there on which the operator has said that it depends.
+// What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states. Of inputs
+// and outputs only those are there on which the operator has said that it depends.
 struct BackwardArrays {
   BackwardArrays(Handles handles, OptionalInputs has)
       : d_out(handles.next()),

@@ -25,17 +25,14 @@ const MXNetFunctions& mxnet() { return functions; }
 EXPORTED int gluon_syncbn_connect(void* libmxnet) {
   using gluon_syncbn::find;
   MXNetFunctions& f = gluon_syncbn::functions;
-  const bool found = find(libmxnet, "MXCustomOpRegister", f.custom_op_register) &&
-                     find(libmxnet, "MXNDArrayGetData", f.array_data) &&
-                     find(libmxnet, "MXNDArrayFree", f.array_free) &&
-                     find(libmxnet, "MXGetLastError", f.last_error) &&
-                     find(libmxnet, "MXNDArrayCreateEx", f.array_create) &&
-                     find(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
-                     find(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
-                     find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
-                     find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
-                     find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&
-                     find(libmxnet, "MXRtcCudaKernelCreate", f.kernel_create) &&
-                     find(libmxnet, "MXRtcCudaKernelCall", f.kernel_call);
+  const bool found =
+      find(libmxnet, "MXCustomOpRegister", f.custom_op_register) && find(libmxnet, "MXNDArrayGetData", f.array_data) &&
+      find(libmxnet, "MXNDArrayFree", f.array_free) && find(libmxnet, "MXGetLastError", f.last_error) &&
+      find(libmxnet, "MXNDArrayCreateEx", f.array_create) && find(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
+      find(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
+      find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
+      find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
+      find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&
+      find(libmxnet, "MXRtcCudaKernelCreate", f.kernel_create) && find(libmxnet, "MXRtcCudaKernelCall", f.kernel_call);
   return found ? 0 : 1;
 }

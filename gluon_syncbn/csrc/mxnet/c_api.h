@@ -1,6 +1,6 @@
 // The few declarations of MXNet's C interface that the operator needs, by hand: no MXNet header is used, and nothing is
-// linked. They are the same from MXNet 1.5.1 to 1.9.1 (include/mxnet/c_api.h). The functions are looked up in the libmxnet
-// that Python has loaded, whose handle it hands over.
+// linked. They are the same from MXNet 1.5.1 to 1.9.1 (include/mxnet/c_api.h). The functions are looked up in the
+// libmxnet that Python has loaded, whose handle it hands over.
 #pragma once
 
 #include <cstddef>
@@ -113,8 +113,8 @@ constexpr int kInt64 = 6;
 // that runs all the same.
 enum class EngineProperty : int { kOrdinary = 0, kNoSkip = 7 };
 
-// CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. MXNet deletes what belongs to
-// the operation while it runs.
+// CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. MXNet deletes what belongs
+// to the operation while it runs.
 struct OnComplete {
   void (*callback)(void* engine, void* operation, const void* error);
   void* engine;

@@ -151,9 +151,9 @@ EXPORTED int gluon_syncbn_poison(void* array, const char* error) {
   }
 }
 
-// Watches `arrays` of one device, and protects the running `statistics` that the same call writes, from the device's own
-// `thread`. `error` is that of the step if something was skipped. Gates wait for those that are `heads` of a backward
-// pass. No handle may stand twice in `statistics`.
+// Watches `arrays` of one device, and protects the running `statistics` that the same call writes, from the device's
+// own `thread`. `error` is that of the step if something was skipped. Gates wait for those that are `heads` of a
+// backward pass. No handle may stand twice in `statistics`.
 EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics, int num_statistics, int are_heads,
                                 int thread, const char* error) {
   try {
@@ -179,8 +179,8 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
   }
 }
 
-// Gates before the updates that read these gradients: `counts[i]` of them, on all devices, at gate i of `num_gates`, one
-// after the other. Gives the number of the first gate in `first`; those of the others follow.
+// Gates before the updates that read these gradients: `counts[i]` of them, on all devices, at gate i of `num_gates`,
+// one after the other. Gives the number of the first gate in `first`; those of the others follow.
 EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gates, const char* skipped_text,
                                const char* advice, int64_t* first) {
   try {
@@ -203,8 +203,8 @@ EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gate
   }
 }
 
-// Whoever reads one of `arrays` from now on comes after all that has been asked for with any of them. No handle may stand
-// twice in it.
+// Whoever reads one of `arrays` from now on comes after all that has been asked for with any of them. No handle may
+// stand twice in it.
 EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays) {
   try {
     push(do_nothing, std::make_shared<Nothing>(), EngineProperty::kNoSkip, kGateThread, {},

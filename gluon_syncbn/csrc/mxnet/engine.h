@@ -5,37 +5,39 @@
 // When an operator has failed, the engine skips everything after it: an operator that reads or writes an array with an
 // error is not run, and hands the error on to what it would have written. But all of these arrays share one exception
 // object, and it is forgotten for all of them when it is first thrown to the user, by whoever reads one of them
-// (ThreadedEngine::ThrowException). What has not been reached by then runs after all, on memory that no one has written:
-// backward passes, then the optimizer. So errors cannot be left to the engine alone.
+// (ThreadedEngine::ThrowException). What has not been reached by then runs after all, on memory that no one has
+// written: backward passes, then the optimizer. So errors cannot be left to the engine alone.
 //
 // An operation is asked for with MXEnginePushSyncND: a C function, the arrays that it reads, and those that it writes.
-// There are two kinds. An ordinary one is skipped like an operator. One with the property "no skip" runs although what it
-// reads or writes has an error; it leaves the error as it is, or throws one of its own in its place.
+// There are two kinds. An ordinary one is skipped like an operator. One with the property "no skip" runs although what
+// it reads or writes has an error; it leaves the error as it is, or throws one of its own in its place.
 //
-//   watch   After a call of a net, and before a backward pass: an ordinary operation reads each output and counts itself;
-//           one that is not skipped, which writes the output, then looks at the count. If someone is missing, the engine
-//           has skipped something: the step has failed (meeting/step.h). Who reads the output comes after both, so the
-//           failure is known before its exception can be forgotten. After a call, one more operation writes the running
-//           statistics that the call writes, and throws if the step has failed: so they have an exception of their own,
-//           and nothing writes them any more (a backward pass of MXNet's own BatchNorm would, on a CPU).
-//   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one that is
-//           not skipped writes them, and throws if the step has failed, or the other was skipped. So the gradients have an
-//           error, and the updates that read them are skipped. Several gates wait for the heads of backward passes, so none
-//           opens after a failure in a forward pass. If a backward pass fails, some gates may be open already: the
-//           gradients behind them were complete on all devices. (Where a KVStore adds gradients up, one gate for all would
-//           cost the time in which that runs beside the backward pass: 10% of a step.)
-//   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer. Who
-//           reads one of them comes after all updates, and cannot make the engine forget an exception by which one is yet
-//           to be skipped.
+//   watch   After a call of a net, and before a backward pass: an ordinary operation reads each output and counts
+//           itself; one that is not skipped, which writes the output, then looks at the count. If someone is missing,
+//           the engine has skipped something: the step has failed (meeting/step.h). Who reads the output comes after
+//           both, so the failure is known before its exception can be forgotten. After a call, one more operation
+//           writes the running statistics that the call writes, and throws if the step has failed: so they have an
+//           exception of their own, and nothing writes them any more (a backward pass of MXNet's own BatchNorm would,
+//           on a CPU).
+//   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one
+//           that is not skipped writes them, and throws if the step has failed, or the other was skipped. So the
+//           gradients have an error, and the updates that read them are skipped. Several gates wait for the heads of
+//           backward passes, so none opens after a failure in a forward pass. If a backward pass fails, some gates may
+//           be open already: the gradients that they guard were complete on all devices. (Where a KVStore adds
+//           gradients up, one gate for all would cost the time in which that runs beside the backward pass: 10% of a
+//           step.)
+//   seal    After an optimizer: an operation, not skipped, writes all gradients, weights and states of the optimizer.
+//           Who reads one of them comes after all updates, and cannot make the engine forget an exception by which one
+//           is yet to be skipped.
 //   poison  Gives an array an error.
 //
-// The engine also has a list of all exceptions, to which each thread of it adds what is thrown there, without a lock. Two
-// that add in the same instant, or one that adds while the list moves to more memory and another looks something up,
-// corrupt it: a crash, there or much later ("double free or corruption"). So what throws here waits for its turn, since those
-// who throw often come together; and before there is a gate, the list is given memory for many exceptions (`reserve`; the
-// engine keeps the memory when it clears the list).
+// The engine also has a list of all exceptions, to which each thread of it adds what is thrown there, without a lock.
+// Two that add in the same instant, or one that adds while the list moves to more memory and another looks something
+// up, corrupt it: a crash, there or much later ("double free or corruption"). So what throws here waits for its turn,
+// since those who throw often come together; and before there is a gate, the list is given memory for many exceptions
+// (`reserve`; the engine keeps the memory when it clears the list).
 //
-// Nobody waits in any of these for another; who comes first is told to the engine by the arrays, and by tokens, arrays
+// Nobody waits in any of these for another; the engine knows who comes first by the arrays, and by tokens, arrays
 // without contents that those write who come before, and those read who come after.
 #pragma once
 
@@ -63,7 +65,7 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
   };
   const auto drop = [](void* task) { delete static_cast<Task*>(task); };
   const int context[] = {kCpu, thread};
-  // With a priority, so that it is not bundled with other operators, which would then wait with it.
+  // A priority keeps it from being bundled with other operators, which would then wait with it.
   const int priority = 1;
   // The engine drops the task, also if it refuses it.
   check_mxnet(mxnet().engine_push(run, new Task{function, std::move(object)}, drop, context, reads.data(),
@@ -76,7 +78,7 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
 void poison(void* array, const std::string& error);
 
 // Throws `error` out of an operation of the engine, when those who were here before have had the time to. An error of
-// a call of an operator is thrown twice, the second time by what MXNet runs behind the call.
+// a call of an operator is thrown twice, the second time by what MXNet runs after the call.
 [[noreturn]] void throw_in_turn(const std::string& error);
 
 // An array without contents, for the order that it gives.

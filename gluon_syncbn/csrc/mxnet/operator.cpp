@@ -5,21 +5,21 @@
 //   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
-// Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and behind them an
-// order token, the `saved` of the call that must come before this one (block.py tells why); auxiliary states:
+// Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and after them
+// an order token, the `saved` of the call that must come before this one (block.py says why); auxiliary states:
 // running_mean, running_var; outputs: out, and for the backward pass `saved` (operator.h). The arrays are dense:
 // backends/native.py keeps oneDNN's layouts away from the operator.
 //
-// In the text of graphs the order token is called `after`, and whether there is one `follows`.
+// The text of graphs calls the order token `after`; the attribute `follows` says whether there is one.
 //
 // A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
 // layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
 // the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
 // many devices there are, and takes in those that come.
 //
-// Threads: MXNet runs forward and backward on threads that it adds on demand, one per callback that has not returned. On a CPU
-// they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are shared by
-// layer, graph and calls, and freed with the last.
+// Threads: MXNet runs forward and backward on threads that it adds on demand, one per callback that has not returned.
+// On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
+// shared by layer, graph and calls, and freed with the last.
 
 #include <algorithm>
 #include <chrono>
@@ -108,8 +108,8 @@ Link connect(int64_t id) {
     }
     return rows;
   };
-  const auto tell = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
-  return {exchange, tell, static_cast<size_t>(facts[1]), facts[2]};
+  const auto report = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
+  return {exchange, report, static_cast<size_t>(facts[1]), facts[2]};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ int infer_type(int num, int* dtypes, void* state) {
   });
 }
 
-int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps,
-                                int** deps, void* state) {
+int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
+                                void* state) {
   const auto* property = static_cast<const Property*>(state);
   const int data = property->data();
   const bool needs_out = property->in_place || property->has.skip;
@@ -267,9 +267,9 @@ int delete_operator(void* state) {
   return 1;
 }
 
-// Runs a pass of an operator. What it throws is not returned to MXNet, which keeps the failures of custom operators in one
-// slot per process, and can lose one of two that come in the same instant. It is given to `array` instead, one of those
-// that MXNet has handed over: MXNet looks at all of them when the call is complete.
+// Runs a pass of an operator. What it throws is not returned to MXNet, which keeps the failures of custom operators in
+// one slot per process, and can lose one of two that come in the same instant. It is given to `array` instead, one of
+// those that MXNet has handed over: MXNet looks at all of them when the call is complete.
 template <typename Pass>
 int or_poison(const Array& array, const Pass& pass) {
   return or_error([&] {
@@ -356,11 +356,10 @@ int delete_property(void* state) {
 }
 
 int create_property(const char*, int num_arguments, const char** keys, const char** values, MXCallbackList* ret) {
-  static AnyCallback callbacks[kPropertyCallbacks] = {
-      any(delete_property), any(list_arguments),
-      any(list_outputs),    any(list_states),
-      any(infer_shape),     any(declare_backward_dependency),
-      any(create_operator), any(infer_type)};
+  static AnyCallback callbacks[kPropertyCallbacks] = {any(delete_property), any(list_arguments),
+                                                      any(list_outputs),    any(list_states),
+                                                      any(infer_shape),     any(declare_backward_dependency),
+                                                      any(create_operator), any(infer_type)};
   // MXNet calls the first of them, which deletes, even if no property could be made.
   static void* no_contexts[kPropertyCallbacks] = {};
   ret->num_callbacks = kPropertyCallbacks;
@@ -380,7 +379,8 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
                            : kind == Activation::kReLU && property->in_place) {
       const std::string name = property->group->name;
       delete property;
-      throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph asks for what cannot be computed in one pass.");
+      throw std::invalid_argument("SyncBatchNorm '" + name +
+                                  "': its graph asks for what cannot be computed in one pass.");
     }
     for (void*& context : property->contexts) context = property;
     ret->contexts = property->contexts;
@@ -402,15 +402,16 @@ void Operator::begin_backward() const {
   if (!has_failed && forward_generation == step().generation()) return;
   const std::string where = "SyncBatchNorm '" + call_.group->name + "': the backward pass on " + call_.device;
   if (has_failed) throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
-  throw std::runtime_error(where + " cannot be run: its forward pass never ran, because an operator before it had "
+  throw std::runtime_error(where +
+                           " cannot be run: its forward pass never ran, because an operator before it had "
                            "failed, or its step was given up.");
 }
 
-void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable) {
-  const std::string number = text_of(usable, std::scientific, 1);
-  const std::string text = "SyncBatchNorm '" + group.name + "': in_place=True cannot go by a gamma this near 0: channel " +
-                           std::to_string(channel) + " on " + device + " is computed with " + number +
-                           ". Train this layer with in_place=False if that matters. Said once per layer.";
+void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used) {
+  const std::string text = "SyncBatchNorm '" + group.name +
+                           "': in_place=True cannot recover the input where |gamma| is this small; channel " +
+                           std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
+                           " instead. Shown once per layer.";
   // A user's hook for warnings may wait for this device, whose thread this is. So it is given a second, in which all
   // others are done.
   const auto said = std::make_shared<std::promise<void>>();
@@ -456,9 +457,6 @@ EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec*
 // Forgets a group; calls that are under way keep it until they are done.
 EXPORTED void gluon_syncbn_drop_group(int64_t id) { gluon_syncbn::drop_group(id); }
 
-// Groups that are alive; for tests.
-EXPORTED int64_t gluon_syncbn_count_groups() { return gluon_syncbn::count_groups(); }
-
 // Forward rounds of a group with exactly this active set.
 EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
   return gluon_syncbn::find_group(id)->rounds(active_set);
@@ -474,7 +472,7 @@ EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
   }
 }
 
-// From now on these devices meet, and no others; set 0 is everyone. No operator may be running.
+// Makes these devices meet from now on, and no others; set 0 is everyone. No operator may be running.
 EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices, int num_devices) {
   gluon_syncbn::ActiveSets& all = gluon_syncbn::active_sets();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -1,4 +1,5 @@
-// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have their own.
+// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have
+// their own.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@ struct Call {
 // How many numbers `saved` has: mean, invstd, and r and d of Batch Renormalization per channel, and ForwardCall.
 inline int64_t saved_size(int64_t channels) { return 4 * channels + ForwardCall::kSize; }
 
-// Tells the user that a layer which works in place takes another γ than its own; see in_place.h.
-void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double usable);
+// Warns the user that a layer which works in place has taken another γ than its own (in_place.h).
+void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used);
 
 // MXNet owns it from `keep` until `let_go`; so does a pass that is under way.
 class Operator : public std::enable_shared_from_this<Operator> {
@@ -51,7 +52,7 @@ class Operator : public std::enable_shared_from_this<Operator> {
 
   void* contexts[3] = {this, this, this};  // of the three callbacks
 
-  // Of the step in which the last forward pass was completed; 0 if none was.
+  // Generation of the step in which the last forward pass was completed; 0 if none was.
   uint64_t forward_generation = 0;
 
  protected:

@@ -1,21 +1,22 @@
-// A pass of a layer on a CPU device as MXNet's engine runs it: in two operations, between which the devices meet, so that
-// no thread waits.
+// A pass of a layer on a CPU device as MXNet's engine runs it: in two operations, between which the devices meet, so
+// that no thread waits.
 //
-// MXNet calls a custom operator back on a thread of a pool of its own, one per call that is under way; to have them wait
-// for each other there costs more than all else, as they and the engine's threads queue for the cores. So the callback
-// hands two operations to the engine, for the device's own thread, and returns:
+// MXNet calls a custom operator back on a thread of a pool of its own, one per call that is under way; to have them
+// wait for each other there costs more than all else, as they and the engine's threads queue for the cores. So the
+// callback hands two operations to the engine, for the device's own thread, and returns:
 //
 //   bring    asynchronous. Computes what the device brings to the meeting, leaves it at the rendezvous together with
 //            what completes the operation, and returns. The operation is complete when the round is over.
 //   finish   starts when `bring` is complete: the rest of the pass; or, if something has failed until then, fills what
 //            the pass should have written, and throws. The error reaches the outputs of this call, with its own text.
 //
-// What orders them: both write one of the arrays that the callback was handed (`token`). Those are copies with variables
-// of their own, and MXNet takes the call for complete when the callback has returned and nothing is pending on any of
-// them (src/operator/custom/custom-inl.h, CustomOperatorWait).
+// What orders them: both write one of the arrays that the callback was handed (`token`). Those are copies with
+// variables of their own, and MXNet takes the call for complete when the callback has returned and nothing is pending
+// on any of them (src/operator/custom/custom-inl.h, CustomOperatorWait).
 //
-// Who owns what: the two operations own the pass, and the engine the operations, until each is complete; the rendezvous'
-// callback owns it, too, as long as the round is open. The pass owns the arrays that it was handed, and its operator.
+// Who owns what: the two operations own the pass, and the engine the operations, until each is complete; the
+// rendezvous' callback owns it, too, as long as the round is open. The pass owns the arrays that it was handed, and its
+// operator.
 //
 // With the NaiveEngine, which waits for each operation where it is asked for, and where a CallbackOnComplete is not as
 // OnComplete has it, the same halves run on the callback's thread, which waits between them.
@@ -36,12 +37,13 @@ class Pass {
   // The second half; throws if the meeting has failed.
   virtual void finish() = 0;
 
-  // In its place, after one of them has thrown: fills what it should have written.
+  // Called after one of the two has thrown: fills what the pass should have written.
   virtual void lose() = 0;
 };
 
-// Runs a pass in training on CPU device number `device`. Its errors fail the step, and reach whoever reads what the call
-// writes; where there is only the callback's thread they are thrown here. `token`: the handle of an array of the call.
+// Runs a pass in training on CPU device number `device`. Its errors fail the step, and reach whoever reads what the
+// call writes; where there is only the callback's thread they are thrown here. `token`: the handle of an array of the
+// call.
 void run(std::shared_ptr<Pass> pass, int device, void* token);
 
 }  // namespace gluon_syncbn

@@ -1,17 +1,17 @@
 // Wraps a custom operator that is written in Python, for three things that MXNet's own wrapping lacks.
 //
-// Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet then
-// throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and where that
-// returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
+// Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet
+// then throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and
+// where that returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
 //
-// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread (off_main_thread.h), and
-// as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can do there is to keep some
-// hundred bytes from being freed.)
+// Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread
+// (off_main_thread.h), and as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can
+// do there is to keep some hundred bytes from being freed.)
 //
 // Exits are clean. MXNet counts an operator as done before it has dropped it, so a thread of its engine may call
-// Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++ answers
-// with "terminate called". gluon_syncbn_stop_calling_python, at exit, waits for the delete callbacks that are under way;
-// from then on none is made.
+// Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++
+// answers with "terminate called". gluon_syncbn_stop_calling_python, at exit, waits for the delete callbacks that are
+// under way; from then on none is made.
 //
 // Who owns what: MXNet owns the list of callbacks that create_property fills in, and calls its delete callback once,
 // which deletes the wrapper after Python's own; the same for the list that the property's create callback fills in.
@@ -106,20 +106,18 @@ int remove(void* state) {
 }
 
 int forward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
-  return or_error(
-      Wrapper::call<CustomOpRun>(state, kOperatorForward, size, arrays, tags, requests, is_train));
+  return or_error(Wrapper::call<CustomOpRun>(state, kOperatorForward, size, arrays, tags, requests, is_train));
 }
 
 int backward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
-  return or_error(
-      Wrapper::call<CustomOpRun>(state, kOperatorBackward, size, arrays, tags, requests, is_train));
+  return or_error(Wrapper::call<CustomOpRun>(state, kOperatorBackward, size, arrays, tags, requests, is_train));
 }
 
 int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
   call_off_main_thread([&] {
-    return or_error(Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims,
-                                                  dtypes, ret));
+    return or_error(
+        Wrapper::call<CustomOpCreate>(state, kPropertyCreateOperator, device, num_inputs, shapes, ndims, dtypes, ret));
   });
   auto* wrapper = new Wrapper(*ret);
   wrapper->replace(kOperatorDelete, remove<Wrapper>);
@@ -161,8 +159,7 @@ int infer_type(int num, int* dtypes, void* state) {
 
 int nothing_to_delete(void*) { return 1; }
 
-int create_property(const char*, int num_arguments, const char** keys, const char** values,
-                    MXCallbackList* ret) {
+int create_property(const char*, int num_arguments, const char** keys, const char** values, MXCallbackList* ret) {
   // MXNet calls the first callback, which deletes, even if no property could be made.
   static AnyCallback no_callbacks[] = {any(nothing_to_delete)};
   static void* no_contexts[] = {nullptr};

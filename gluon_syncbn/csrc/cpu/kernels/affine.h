@@ -13,7 +13,7 @@ inline Channel<A> channel_of(const AffineView& affine, int64_t c) {
           static_cast<A>(affine.activation.slope)};
 }
 
-// The same for channels that lie side by side.
+// What channels that lie side by side are normalized with.
 template <typename A>
 struct Columns {
   A shift[kChannelBlock], scale[kChannelBlock], bias[kChannelBlock], slope;

@@ -4,7 +4,7 @@ enum class Source : int {
   kInput,           // v = x, no activation
   kInputReLU,       // v = x
   kInputLeakyReLU,  // v = x
-  kInputAndOutput,  // v = x, and y tells what the ReLU behind a skip did
+  kInputAndOutput,  // v = x, and y shows what the ReLU after a residual did
   kOutput,          // v = y, no activation
   kOutputLeakyReLU  // v = z, from y
 };
@@ -46,5 +46,6 @@ struct Inputs {
       : values(static_cast<const T*>(input.values)),
         out(static_cast<const T*>(input.out ? input.out : input.values)),
         d_out(static_cast<const T*>(input.d_out)) {}
-  Inputs(const Inputs& all, int64_t start) : values(all.values + start), out(all.out + start), d_out(all.d_out + start) {}
+  Inputs(const Inputs& all, int64_t start)
+      : values(all.values + start), out(all.out + start), d_out(all.d_out + start) {}
 };

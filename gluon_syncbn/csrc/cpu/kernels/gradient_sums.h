@@ -1,17 +1,17 @@
-// Σ dz and Σ dz·(v − shift), and the gradient of a skip.
+// Σ dz and Σ dz·(v − shift), and the gradient of a residual.
 
-enum class SkipGradient : int { kNone, kWrite, kAdd };
+enum class ResidualGradient : int { kNone, kWrite, kAdd };
 
-// Where the gradient of a skip goes.
-template <typename T, SkipGradient kSkip>
-inline void give_skip(T* to, typename Storage<T>::Compute gradient) {
-  if constexpr (kSkip == SkipGradient::kWrite) *to = Storage<T>::store(gradient);
-  if constexpr (kSkip == SkipGradient::kAdd) *to = Storage<T>::store(Storage<T>::load(*to) + gradient);
+// Where the gradient of a residual goes.
+template <typename T, ResidualGradient kResidual>
+inline void store_residual_gradient(T* to, typename Storage<T>::Compute gradient) {
+  if constexpr (kResidual == ResidualGradient::kWrite) *to = Storage<T>::store(gradient);
+  if constexpr (kResidual == ResidualGradient::kAdd) *to = Storage<T>::store(Storage<T>::load(*to) + gradient);
 }
 
-template <typename T, Source kSource, SkipGradient kSkip>
+template <typename T, Source kSource, ResidualGradient kResidual>
 void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end, const AffineView& affine,
-                        T* d_skip, double* sums, double* centred) {
+                        T* d_residual, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
   using Read = Reader<T, kSource>;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
@@ -22,14 +22,14 @@ void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, in
         const int64_t size = layout.inner - begin < kBlock ? layout.inner - begin : kBlock;
         const int64_t start = (o * layout.channels + c) * layout.inner + begin;
         const Inputs<T> input(all, start);
-        T* to = kSkip == SkipGradient::kNone ? nullptr : d_skip + start;
+        T* to = kResidual == ResidualGradient::kNone ? nullptr : d_residual + start;
         A s[kLanes] = {}, p[kLanes] = {};
         int64_t i = 0;
         for (; i + kLanes <= size; i += kLanes) {
           for (int l = 0; l < kLanes; ++l) {
             const A value = Read::value(channel, input.values[i + l]);
             const A gradient = Read::gradient(channel, value, input.out[i + l], input.d_out[i + l]);
-            give_skip<T, kSkip>(to + i + l, gradient);
+            store_residual_gradient<T, kResidual>(to + i + l, gradient);
             s[l] += gradient;
             p[l] += gradient * (value - channel.shift);
           }
@@ -37,7 +37,7 @@ void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, in
         for (int l = 0; i < size; ++i, ++l) {
           const A value = Read::value(channel, input.values[i]);
           const A gradient = Read::gradient(channel, value, input.out[i], input.d_out[i]);
-          give_skip<T, kSkip>(to + i, gradient);
+          store_residual_gradient<T, kResidual>(to + i, gradient);
           s[l] += gradient;
           p[l] += gradient * (value - channel.shift);
         }
@@ -53,9 +53,9 @@ void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, in
   }
 }
 
-template <typename T, Source kSource, SkipGradient kSkip>
+template <typename T, Source kSource, ResidualGradient kResidual>
 void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end,
-                           const AffineView& affine, T* d_skip, double* sums, double* centred) {
+                           const AffineView& affine, T* d_residual, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
   using Read = Reader<T, kSource>;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
@@ -69,12 +69,12 @@ void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin,
       for (int64_t o = o0; o < o0 + rows; ++o) {
         const int64_t start = o * layout.channels + c0;
         const Inputs<T> input(all, start);
-        T* to = kSkip == SkipGradient::kNone ? nullptr : d_skip + start;
+        T* to = kResidual == ResidualGradient::kNone ? nullptr : d_residual + start;
         for (int64_t c = 0; c < width; ++c) {
           const Channel<A> channel = columns[c];
           const A value = Read::value(channel, input.values[c]);
           const A gradient = Read::gradient(channel, value, input.out[c], input.d_out[c]);
-          give_skip<T, kSkip>(to + c, gradient);
+          store_residual_gradient<T, kResidual>(to + c, gradient);
           s[c] += gradient;
           p[c] += gradient * (value - channel.shift);
         }
@@ -87,17 +87,18 @@ void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin,
   }
 }
 
-template <typename T, Source kSource, SkipGradient kSkip>
+template <typename T, Source kSource, ResidualGradient kResidual>
 void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
-                      const AffineView& affine, void* d_skip, double* sums, double* centred) {
-  const auto pass = layout.inner == 1 ? gradient_sums_columns<T, kSource, kSkip> : gradient_sums_rows<T, kSource, kSkip>;
-  pass(Inputs<T>(input), layout, c_begin, c_end, affine, static_cast<T*>(d_skip), sums, centred);
+                      const AffineView& affine, void* d_residual, double* sums, double* centred) {
+  const auto pass =
+      layout.inner == 1 ? gradient_sums_columns<T, kSource, kResidual> : gradient_sums_rows<T, kSource, kResidual>;
+  pass(Inputs<T>(input), layout, c_begin, c_end, affine, static_cast<T*>(d_residual), sums, centred);
 }
 
 template <typename T>
 void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
-                      const AffineView& affine, void* d_skip, bool add_to_skip, double* sums, double* centred) {
-  constexpr auto kNone = SkipGradient::kNone;
+                      const AffineView& affine, void* d_residual, bool add_to_residual, double* sums, double* centred) {
+  constexpr auto kNone = ResidualGradient::kNone;
   auto pass = gradient_sums_as<T, Source::kInput, kNone>;
   switch (source_of(input, affine.activation.kind)) {
     case Source::kInputReLU:
@@ -107,9 +108,9 @@ void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin
       pass = gradient_sums_as<T, Source::kInputLeakyReLU, kNone>;
       break;
     case Source::kInputAndOutput:
-      pass = !d_skip       ? gradient_sums_as<T, Source::kInputAndOutput, kNone>
-             : add_to_skip ? gradient_sums_as<T, Source::kInputAndOutput, SkipGradient::kAdd>
-                           : gradient_sums_as<T, Source::kInputAndOutput, SkipGradient::kWrite>;
+      pass = !d_residual       ? gradient_sums_as<T, Source::kInputAndOutput, kNone>
+             : add_to_residual ? gradient_sums_as<T, Source::kInputAndOutput, ResidualGradient::kAdd>
+                               : gradient_sums_as<T, Source::kInputAndOutput, ResidualGradient::kWrite>;
       break;
     case Source::kOutputLeakyReLU:
       pass = gradient_sums_as<T, Source::kOutputLeakyReLU, kNone>;
@@ -118,5 +119,5 @@ void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin
     case Source::kOutput:  // the same, of other values
       break;
   }
-  pass(input, layout, c_begin, c_end, affine, d_skip, sums, centred);
+  pass(input, layout, c_begin, c_end, affine, d_residual, sums, centred);
 }

@@ -69,7 +69,8 @@ void input_gradient_columns(const Inputs<T>& all, Layout layout, int64_t c_begin
 template <typename T, Source kSource, bool kAdd>
 void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
                        const AffineView& affine, const GradientView& vectors, void* dx) {
-  const auto pass = layout.inner == 1 ? input_gradient_columns<T, kSource, kAdd> : input_gradient_rows<T, kSource, kAdd>;
+  const auto pass =
+      layout.inner == 1 ? input_gradient_columns<T, kSource, kAdd> : input_gradient_rows<T, kSource, kAdd>;
   pass(Inputs<T>(input), layout, c_begin, c_end, affine, vectors, static_cast<T*>(dx));
 }
 

@@ -23,6 +23,6 @@ struct Storage<BFloat16> {
 };
 
 constexpr int kLanes = 64;
-constexpr int64_t kBlock = 4096;       // values of one row between two additions in float64
-constexpr int64_t kChannelBlock = 256; // channel-last: channels at a time, so that their sums stay in the L1 cache
-constexpr int64_t kRowBlock = 128;     // channel-last: rows between two additions in float64
+constexpr int64_t kBlock = 4096;        // values of one row between two additions in float64
+constexpr int64_t kChannelBlock = 256;  // channel-last: channels at a time, so that their sums stay in the L1 cache
+constexpr int64_t kRowBlock = 128;      // channel-last: rows between two additions in float64

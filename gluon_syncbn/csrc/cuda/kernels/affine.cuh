@@ -1,7 +1,8 @@
-// z = (x − shift)·scale + bias, then y = activation(z + skip). Shift is the mean as real_t, and bias makes up for the rest.
+// z = (x − shift)·scale + bias, then y = activation(z + residual). Shift is the mean as real_t, and bias makes up for
+// the rest.
 
-// What stands behind the affine map; the numbers are those of Activation::Kind.
-struct Behind {
+// What follows the affine map. The numbers are those of Activation::Kind.
+struct Epilogue {
   int activation;  // 0 none, 1 ReLU, 2 leaky ReLU
   real_t slope;
   int in_place;  // backward passes find z in y
@@ -19,10 +20,16 @@ struct Behind {
   }
 };
 
+template <typename Arguments>
+__device__ inline Epilogue epilogue_of(const Arguments& arguments) {
+  const Epilogue epilogue = {arguments.activation, static_cast<real_t>(arguments.slope), arguments.in_place};
+  return epilogue;
+}
+
 template <int S>
 struct Affine {
   real_t shift[S], scale[S], bias[S];
-  Behind behind;
+  Epilogue epilogue;
 
   __device__ void set(int s, double center, double times, double beta) {
     shift[s] = static_cast<real_t>(center);
@@ -34,13 +41,13 @@ struct Affine {
 
   // The gradient of z. Where z was NaN that of y is kept, which must not be lost.
   __device__ real_t passed(int s, real_t v, real_t dy) const {
-    if (behind.activation == 0) return dy;
-    const bool negative = (behind.in_place ? v : apply(s, v)) <= 0;
-    return negative ? (behind.activation == 1 ? real_t(0) : behind.slope * dy) : dy;
+    if (epilogue.activation == 0) return dy;
+    const bool negative = (epilogue.in_place ? v : apply(s, v)) <= 0;
+    return negative ? (epilogue.activation == 1 ? real_t(0) : epilogue.slope * dy) : dy;
   }
 };
 
-// What each channel needs, from the thread that has computed it to those that share the channel.
+// Passes what each channel needs from the thread that has computed it to those that share the channel.
 template <int S>
 __device__ inline void hand_out(real_t* shared, const Place& place, real_t* values) {
   const int me = thread_number(), first = me - place.position * place.stride;
@@ -61,8 +68,8 @@ __device__ inline void hand_out(real_t* shared, const Place& place, Affine<S>& a
   hand_out<S>(shared, place, affine.bias);
 }
 
-// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True if
-// another γ was taken for that.
+// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True
+// if another γ was taken for that.
 __device__ inline bool effective(int in_place, double r, double d, double& gamma, double& beta) {
   beta += gamma * d;
   gamma *= r;
@@ -73,37 +80,42 @@ __device__ inline bool effective(int in_place, double r, double d, double& gamma
   return true;
 }
 
-// What the backward passes know of a channel: (v − center)·per is x̂.
+// What the backward passes know of a channel: (v − center)·xhat_scale is x̂.
 struct Saved {
-  double center, per, invstd, gamma, beta, r, d;
+  double center, xhat_scale, invstd, gamma, beta, r, d;
   bool moved;  // whether another γ was taken
 
-  __device__ Saved(const Shape& shape, const double* saved, const real_t* own_gamma, const real_t* own_beta,
-                   int has_scale, int in_place, int64 c) {
-    invstd = saved[shape.channels + c];
-    r = saved[2 * shape.channels + c];
-    d = saved[3 * shape.channels + c];
-    gamma = has_scale ? own_gamma[c] : 1;
-    beta = own_beta[c];
+  template <typename Arguments>
+  __device__ Saved(const Arguments& arguments, int64 c) {
+    const int64 channels = arguments.channels;
+    const double* const saved = arguments.saved;
+    const int in_place = arguments.in_place;
+    invstd = saved[channels + c];
+    r = saved[2 * channels + c];
+    d = saved[3 * channels + c];
+    gamma = arguments.has_scale ? arguments.gamma[c] : 1;
+    beta = arguments.beta[c];
     moved = effective(in_place, r, d, gamma, beta);
     center = in_place ? beta : saved[c];
-    per = in_place ? 1 / gamma : invstd;
+    xhat_scale = in_place ? 1 / gamma : invstd;
   }
 };
 
-// Behind the four vectors of `saved`: count, round_id, active_set.
-__device__ inline const double* call_of(const Shape& shape, const double* saved) { return saved + 4 * shape.channels; }
+// After the four vectors of `saved`: count, round_id, active_set.
+template <typename Arguments>
+__device__ inline const double* call_of(const Arguments& arguments) {
+  return arguments.saved + 4 * arguments.channels;
+}
 
 // The same in both passes of the backward direction.
-template <int S>
-__device__ inline void affine_from_saved(const Shape& shape, const Place& place, const double* saved,
-                                         const real_t* gamma, const real_t* beta, int has_scale, Affine<S>& affine) {
+template <typename Arguments, int S>
+__device__ inline void affine_from_saved(const Arguments& arguments, const Place& place, Affine<S>& affine) {
   if (place.position != 0) return;
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 c = place.channel + s;
-    if (c >= shape.channels) continue;
-    const Saved then(shape, saved, gamma, beta, has_scale, affine.behind.in_place, c);
+    if (c >= arguments.channels) continue;
+    const Saved then(arguments, c);
     affine.set(s, then.center, then.gamma * then.invstd, then.beta);
   }
 }

@@ -1,6 +1,6 @@
 // NaN everywhere: what remains of an output whose devices did not meet.
 
-KERNEL fill_nan(value_t* values, int64 size) {
+KERNEL fill_nan(PARAMETERS(FILL_NAN_ARGUMENTS)) {
   const real_t nan = sqrt(real_t(-1));
   for (int64 i = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x; i < size;
        i += static_cast<int64>(gridDim.x) * blockDim.x) {

@@ -51,18 +51,16 @@ struct MomentsPass {
   }
 };
 
-// The running statistics, which the host wants for Batch Renormalization; null if it does not.
-struct Running {
-  const real_t *mean, *variance;
-};
-
-// `pass` on every thread of the block → the message: mean[C] and M2[C], perhaps running mean[C] and variance[C].
+// `pass` on every thread of the block → the message: mean[C] and M2[C], and if they are wanted, for Batch
+// Renormalization, the running mean[C] and variance[C].
 template <int S>
-__device__ inline void finish_moments(const Shape& shape, const Place& place, MomentsPass<S>& pass,
-                                      const Running& running, double* partials, int* counters, double* message,
-                                      double ticket) {
+__device__ inline void finish_moments(const MomentsArguments& arguments, const Place& place,
+                                      const MomentsPass<S>& pass) {
   __shared__ double shared[S * kThreads];
   real_t* real_shared = reinterpret_cast<real_t*>(shared);
+  const Shape shape = shape_of(arguments);
+  double* const partials = arguments.partials;
+  double* const message = arguments.message;
   const bool leads = place.position == 0;
   const int parts = static_cast<int>(gridDim.y);
 
@@ -86,7 +84,7 @@ __device__ inline void finish_moments(const Shape& shape, const Place& place, Mo
       partials[partial_at(shape, 2, blockIdx.y, channel)] = m2[s];
     }
   }
-  if (!is_last_of_tile(counters)) return;
+  if (!is_last_of_tile(arguments.counters)) return;
 
   const volatile double* left = partials;
   double total[1] = {0}, sums[S];
@@ -116,8 +114,8 @@ __device__ inline void finish_moments(const Shape& shape, const Place& place, Mo
       const int64 channel = place.channel + s;
       if (channel < shape.channels) {
         const double distance = left[partial_at(shape, 1, part, channel)] - sums[s];
-        squares[s] += left[partial_at(shape, 2, part, channel)] +
-                      left[partial_at(shape, 0, part, channel)] * distance * distance;
+        squares[s] +=
+            left[partial_at(shape, 2, part, channel)] + left[partial_at(shape, 0, part, channel)] * distance * distance;
       }
     }
   }
@@ -128,13 +126,13 @@ __device__ inline void finish_moments(const Shape& shape, const Place& place, Mo
     if (leads && channel < shape.channels) {
       message[1 + channel] = pass.origin[s] + sums[s];
       message[1 + shape.channels + channel] = squares[s];
-      if (running.mean) {
-        message[1 + 2 * shape.channels + channel] = running.mean[channel];
-        message[1 + 3 * shape.channels + channel] = running.variance[channel];
+      if (arguments.wants_running) {
+        message[1 + 2 * shape.channels + channel] = arguments.running_mean[channel];
+        message[1 + 3 * shape.channels + channel] = arguments.running_var[channel];
       }
     }
   }
-  finish_tile(counters, message, ticket);
+  finish_tile(arguments.counters, message, arguments.ticket);
 }
 
 template <int S>
@@ -151,34 +149,11 @@ __device__ inline MomentsPass<S> start_moments(const Shape& shape, const Place& 
   return pass;
 }
 
-KERNEL moments_rows(const value_t* x, const real_t* running_mean, const real_t* running_var, double* partials,
-                    int* counters, double* message, int64 outer, int64 channels, int64 inner, int aligned,
-                    double ticket, int wants_running) {
-  const Shape shape = {outer, channels, inner};
-  const Place place = place_in_rows();
-  MomentsPass<1> pass = start_moments<1>(shape, place, x);
-  over_rows(shape, x, aligned, place, pass);
-  const Running running = {wants_running ? running_mean : 0, running_var};
-  finish_moments<1>(shape, place, pass, running, partials, counters, message, ticket);
-}
-
-template <int V>
-__device__ inline void moments_columns_by(const value_t* x, const Running& running, double* partials, int* counters,
-                                          double* message, const Shape& shape, double ticket) {
-  const Place place = place_in_columns<V>();
-  MomentsPass<V> pass = start_moments<V>(shape, place, x);
-  over_columns<V>(shape, place, pass);
-  finish_moments<V>(shape, place, pass, running, partials, counters, message, ticket);
-}
-
-KERNEL moments_columns(const value_t* x, const real_t* running_mean, const real_t* running_var, double* partials,
-                       int* counters, double* message, int64 outer, int64 channels, int64 inner, int aligned,
-                       double ticket, int wants_running) {
-  const Shape shape = {outer, channels, inner};
-  const Running running = {wants_running ? running_mean : 0, running_var};
-  if (aligned) {
-    moments_columns_by<kPack>(x, running, partials, counters, message, shape, ticket);
-  } else {
-    moments_columns_by<1>(x, running, partials, counters, message, shape, ticket);
-  }
+template <typename Threads, bool kResidual>
+__device__ inline void run(const MomentsArguments& arguments) {
+  const Shape shape = shape_of(arguments);
+  const Place place = Threads::place();
+  MomentsPass<Threads::kChannels> pass = start_moments<Threads::kChannels>(shape, place, arguments.x);
+  Threads::walk(shape, arguments.x, arguments.aligned, place, pass);
+  finish_moments(arguments, place, pass);
 }

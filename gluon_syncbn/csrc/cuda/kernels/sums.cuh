@@ -21,7 +21,7 @@ __device__ inline void add_up(T* shared, const Place& place, T* values) {
   for (int s = 0; s < S; ++s) values[s] = shared[s * kThreads + first];
 }
 
-// Behind what its blocks have left in global memory: true on all threads of the last block of this tile.
+// After the blocks of a tile have left their sums in global memory: true on all threads of the last block of this tile.
 __device__ inline bool is_last_of_tile(int* counters) {
   __shared__ int last;
   __threadfence();
@@ -34,8 +34,8 @@ __device__ inline bool is_last_of_tile(int* counters) {
   return last != 0;
 }
 
-// By the last block of each tile, behind its part of the message: the last of all leaves `ticket` in front of it, for
-// the host to see. Counters are back at 0 then, for the next launch.
+// Called by the last block of each tile, after its part of the message: the last of all leaves `ticket` before the
+// message, for the host to see. Counters are back at 0 then, for the next launch.
 __device__ inline void finish_tile(int* counters, double* message, double ticket) {
   __threadfence_system();
   __syncthreads();

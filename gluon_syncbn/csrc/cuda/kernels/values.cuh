@@ -14,6 +14,18 @@ typedef long long int64;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
 
+// For arguments.cuh.
+#define READ_ARRAY(type) const type*
+#define WRITE_ARRAY(type) type*
+
+// The parameters of a kernel: a comma before each, and the first comma taken away.
+#define READ_PARAMETER(type, name) , READ_ARRAY(type) name
+#define WRITE_PARAMETER(type, name) , WRITE_ARRAY(type) name
+#define NUMBER_PARAMETER(type, name) , type name
+#define PARAMETERS(LIST) WITHOUT_FIRST(LIST(READ_PARAMETER, WRITE_PARAMETER, NUMBER_PARAMETER))
+#define WITHOUT_FIRST(...) REST(__VA_ARGS__)
+#define REST(first, ...) __VA_ARGS__
+
 constexpr int kThreads = THREADS;  // in a block
 constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
@@ -40,7 +52,8 @@ __device__ inline unsigned short float_to_half(float value) {
   return half;
 }
 
-// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes each.
+// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes
+// each.
 __device__ inline uint4 load_pack(const void* from) {
   uint4 bits;
   asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %4; ld.global.v4.u32 {%0, %1, %2, %3}, [at]; }"

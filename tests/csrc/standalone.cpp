@@ -1,11 +1,10 @@
-// Kernels and rendezvous as plain C functions, without MXNet: for tests, benchmarks and `python -m gluon_syncbn`.
+// Kernels, rendezvous and launches as plain C functions, without MXNet, for tests and benchmarks (standalone.py).
 // dtypes are MXNet's type flags; tensors are (outer, channels, inner); vectors are float64 of length `channels`.
 
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "cuda/launch.h"
 #include "exported.h"
 #include "meeting/rendezvous.h"
+#include "meeting/waiting.h"
 
 using namespace gluon_syncbn;
 
@@ -36,15 +36,6 @@ Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64
 
 }  // namespace
 
-// Null if the environment variable that limits it has an impossible value.
-EXPORTED const char* gluon_syncbn_instruction_set() {
-  try {
-    return instruction_set();
-  } catch (const std::invalid_argument&) {
-    return nullptr;
-  }
-}
-
 EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
                                    int threads, double* mean, double* m2) {
   const Moments result = moments(dtype_of(dtype), x, {outer, channels, inner}, threads);
@@ -60,15 +51,16 @@ EXPORTED void gluon_syncbn_normalize(int dtype, const void* x, const void* skip,
             affine_of(dtype, channels, mean, scale, beta, activation, slope), y, threads);
 }
 
-// Σ dz and Σ dz·(v − mean), mean rounded to the tensor's precision; see BackwardInput. Null is no `out`, and no `d_skip`.
-EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* values, const void* d_out, const void* out, int in_place,
-                                         int64_t outer, int64_t channels, int64_t inner, const double* mean,
-                                         const double* scale, const double* beta, int activation, double slope,
-                                         void* d_skip, int add_to_skip, int threads, double* sums, double* centred) {
-  const GradientSums result = gradient_sums(dtype_of(dtype), {values, d_out, out, in_place != 0},
-                                            {outer, channels, inner},
-                                            affine_of(dtype, channels, mean, scale, beta, activation, slope), d_skip,
-                                            add_to_skip != 0, threads);
+// Σ dz and Σ dz·(v − mean), mean rounded to the tensor's precision; see BackwardInput. Null is no `out`, and no
+// `d_skip`.
+EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* values, const void* d_out, const void* out,
+                                         int in_place, int64_t outer, int64_t channels, int64_t inner,
+                                         const double* mean, const double* scale, const double* beta, int activation,
+                                         double slope, void* d_skip, int add_to_skip, int threads, double* sums,
+                                         double* centred) {
+  const GradientSums result = gradient_sums(
+      dtype_of(dtype), {values, d_out, out, in_place != 0}, {outer, channels, inner},
+      affine_of(dtype, channels, mean, scale, beta, activation, slope), d_skip, add_to_skip != 0, threads);
   std::memcpy(sums, result.dz.data(), result.dz.size() * sizeof(double));
   std::memcpy(centred, result.dz_centred.data(), result.dz_centred.size() * sizeof(double));
 }
@@ -79,14 +71,14 @@ EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* values, const v
                                           const double* mean, const double* scale, const double* beta, int activation,
                                           double activation_slope, const double* factor, const double* slope,
                                           const double* constant, void* dx, int add, int threads) {
-  const InputGradient gradient{vector_of(factor, channels), vector_of(slope, channels),
-                               vector_of(constant, channels)};
+  const InputGradient gradient{vector_of(factor, channels), vector_of(slope, channels), vector_of(constant, channels)};
   input_gradient(dtype_of(dtype), {values, d_out, out, in_place != 0}, {outer, channels, inner},
                  affine_of(dtype, channels, mean, scale, beta, activation, activation_slope), gradient, dx, add != 0,
                  threads);
 }
 
 EXPORTED void* gluon_syncbn_rendezvous_new(const char* what, int num_ranks, double timeout_seconds) {
+  waiting_times() = {Seconds(2), Seconds(0.1)};  // which in the product come from Python
   std::vector<std::string> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) ranks.push_back("rank " + std::to_string(rank));
   return new std::shared_ptr<Rendezvous>(std::make_shared<Rendezvous>(what, ranks, timeout_seconds, ""));
@@ -113,10 +105,9 @@ EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double
   }
 }
 
-// For benchmarks: meets `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds, as
-// pairs in `times`.
-EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t size, int64_t meetings,
-                                            double* times) {
+// Meets, for benchmarks, `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds,
+// as pairs in `times`.
+EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t size, int64_t meetings, double* times) {
   const auto seconds = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
@@ -134,14 +125,15 @@ EXPORTED void gluon_syncbn_default_tuning(int64_t* numbers) {
   numbers[1] = Tuning().unroll;
 }
 
-// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, grid (2), block (2), and
-// the sizes of partials and counters. `tuning` is threads, unroll and blocks, or null for what the operator takes.
+// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, grid (2), block
+// (2), and the sizes of partials and counters. `tuning` is threads, unroll and blocks, or null for what the operator
+// takes.
 EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner,
-                                      const void* const* addresses, int count, const int64_t* tuning,
-                                      int64_t* launch) {
+                                      const void* const* addresses, int count, const int64_t* tuning, int64_t* launch) {
   const Layout layout{outer, channels, inner};
   const Tuning tuned = tuning ? Tuning{tuning[0], tuning[1], tuning[2]} : Tuning{};
-  const Launch chosen = launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), tuned);
+  const Launch chosen =
+      launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), tuned);
   const int64_t numbers[] = {chosen.rows,    chosen.aligned, chosen.grid_x,           chosen.grid_y,
                              chosen.block_x, chosen.block_y, chosen.partials(layout), chosen.counters()};
   std::memcpy(launch, numbers, sizeof numbers);
