@@ -33,7 +33,7 @@ is large against the deviation.
 """
 
 import contextlib
-from typing import List, Optional
+from typing import Optional
 
 import mxnet as mx
 import numpy as np
