@@ -33,8 +33,8 @@ processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
 
 # Lint, and the tests that start no process: for every edit.
-QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels native_rendezvous numpy_interface oracle \
-	rendezvous statistics symbol_block threads transport unfinished_step
+QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels numpy_interface oracle \
+	kvstore rendezvous statistics symbol_block threads unfinished_step
 check: lint
 	$(BIN)/python -m pytest $(SPREAD) $(QUICK:%=tests/test_%.py)
 

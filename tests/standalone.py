@@ -1,4 +1,4 @@
-"""The compiled core without MXNet: kernels, rendezvous and launches as plain C functions (csrc/standalone.cpp).
+"""The compiled core without MXNet: kernels, rendezvous and launches as plain C functions (tests/csrc/standalone.cpp).
 
 Symbols of the package's own library are hidden, so these are in a library of their own, made of the same sources or,
 where they are up to date, the same objects. It is compiled at first use and kept in build/standalone, under a name that
@@ -9,8 +9,10 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,11 +54,13 @@ def build() -> Path:
 
 def _flags():
     """For the compiler and the linker, as setup.py has them: the same bits as the package's own library."""
-    import setuptools
-
-    setup = setuptools.distutils.core.run_setup(str(ROOT / "setup.py"), stop_after="init")
-    (extension,) = setup.ext_modules
-    return extension.extra_compile_args, extension.extra_link_args
+    code = """
+import json, setuptools
+(extension,) = setuptools.distutils.core.run_setup("setup.py", stop_after="init").ext_modules
+print(json.dumps([extension.extra_compile_args, extension.extra_link_args]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _object_of(source: Path, shared):

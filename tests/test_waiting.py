@@ -3,42 +3,21 @@
 test_faults.py has the cases that a net meets; here is what must not change beside them."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from harness import HANG, LONG, run_python
-from test_native_rendezvous import Rendezvous as NativeRendezvous
+from harness import HANG, run_python
+from meeting_points import KINDS
 
-from gluon_syncbn.backends.portable.rendezvous import Rendezvous
-from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.waiting import GRACE_SECONDS
 
 
-class PortableRendezvous:
-    """The interface of NativeRendezvous: futures of the round's number and the sum, or of an error's text."""
-
-    def __init__(self, ranks, timeout):
-        names = [f"rank {rank}" for rank in range(ranks)]
-        self._rendezvous = Rendezvous("here", names, timeout, lambda parts: np.sum(parts, axis=0).tolist())
-        self._threads = ThreadPoolExecutor(ranks)
-
-    def meet(self, rank, values):
-        def run():
-            try:
-                outcome = self._rendezvous.all_reduce(rank, np.array(values))
-            except SyncBatchNormError as error:
-                return str(error)
-            return outcome.round_id, outcome.result
-
-        return self._threads.submit(run)
-
-
-@pytest.fixture(params=[NativeRendezvous, PortableRendezvous], ids=["native", "portable"])
+@pytest.fixture(params=list(KINDS))
 def rendezvous(request):
-    yield request.param(2, float(LONG))
+    place = KINDS[request.param](2)
+    yield place
     waiting.cut_short_from_now_on("")
+    place.close()
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
@@ -179,7 +158,7 @@ def test_in_a_process_of_its_own(backend, case):
 
 def test_a_limit_of_one_thread_is_not_lifted_by_another():
     """Two threads abandon a step; the one that is ready first leaves the other its limit."""
-    layer = PortableRendezvous(2, float(LONG))
+    layer = KINDS["portable"](2)
     with waiting.cut_short("of a reason"):
         with waiting.cut_short("of another reason"):
             pass

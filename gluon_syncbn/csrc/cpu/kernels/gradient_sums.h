@@ -17,7 +17,7 @@ void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, in
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
   for (int64_t o = 0; o < layout.outer; ++o) {
     for (int64_t c = c_begin; c < c_end; ++c) {
-      const Channel<A> channel = channel_of<A>(affine, c);
+      const Channel<A> channel(affine, c);
       for (int64_t begin = 0; begin < layout.inner; begin += kBlock) {
         const int64_t size = layout.inner - begin < kBlock ? layout.inner - begin : kBlock;
         const int64_t start = (o * layout.channels + c) * layout.inner + begin;

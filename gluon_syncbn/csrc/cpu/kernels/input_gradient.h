@@ -1,77 +1,62 @@
 // dx = factor·dz + slope·(v − shift) + constant.
 
-template <typename A>
-struct Correction {
-  A factor, slope, constant;
-
-  inline A apply(const Channel<A>& channel, A value, A gradient) const {
-    return factor * gradient + (slope * (value - channel.shift) + constant);
-  }
+struct InputGradientView {
+  const AffineView& affine;
+  const GradientView& gradient;
 };
 
 template <typename A>
-inline Correction<A> correction_of(const GradientView& gradient, int64_t c) {
-  return {static_cast<A>(gradient.factor[c]), static_cast<A>(gradient.slope[c]), static_cast<A>(gradient.constant[c])};
-}
+struct Correction {
+  Channel<A> channel;
+  A factor, slope, constant;
 
-template <typename T, Source kSource, bool kAdd>
-void input_gradient_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end, const AffineView& affine,
-                         const GradientView& vectors, T* dx) {
-  using A = typename Storage<T>::Compute;
-  using Read = Reader<T, kSource>;
-  for (int64_t o = 0; o < layout.outer; ++o) {
-    for (int64_t c = c_begin; c < c_end; ++c) {
-      const Channel<A> channel = channel_of<A>(affine, c);
-      const Correction<A> correction = correction_of<A>(vectors, c);
-      const int64_t start = (o * layout.channels + c) * layout.inner;
-      const Inputs<T> input(all, start);
-      T* to = dx + start;
-      for (int64_t i = 0; i < layout.inner; ++i) {
-        const A value = Read::value(channel, input.values[i]);
-        const A gradient = Read::gradient(channel, value, input.out[i], input.d_out[i]);
-        const A result = correction.apply(channel, value, gradient);
-        to[i] = Storage<T>::store(kAdd ? Storage<T>::load(to[i]) + result : result);
-      }
-    }
-  }
-}
+  inline Correction(Channel<A> channel, A factor, A slope, A constant)
+      : channel(channel), factor(factor), slope(slope), constant(constant) {}
+  inline Correction(const InputGradientView& all, int64_t c)
+      : channel(all.affine, c),
+        factor(static_cast<A>(all.gradient.factor[c])),
+        slope(static_cast<A>(all.gradient.slope[c])),
+        constant(static_cast<A>(all.gradient.constant[c])) {}
 
-template <typename T, Source kSource, bool kAdd>
-void input_gradient_columns(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end,
-                            const AffineView& affine, const GradientView& vectors, T* dx) {
-  using A = typename Storage<T>::Compute;
-  using Read = Reader<T, kSource>;
-  for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
-    const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
-    const Columns<A> columns(affine, c0, width);
-    A factor[kChannelBlock], slope[kChannelBlock], constant[kChannelBlock];
+  inline A apply(A value, A gradient) const { return factor * gradient + (slope * (value - channel.shift) + constant); }
+};
+
+template <typename A>
+struct Corrections {
+  Columns<A> columns;
+  A factor[kChannelBlock], slope[kChannelBlock], constant[kChannelBlock];
+
+  Corrections(const InputGradientView& all, int64_t first, int64_t width) : columns(all.affine, first, width) {
     for (int64_t c = 0; c < width; ++c) {
-      const Correction<A> correction = correction_of<A>(vectors, c0 + c);
+      const Correction<A> correction(all, first + c);
       factor[c] = correction.factor;
       slope[c] = correction.slope;
       constant[c] = correction.constant;
     }
-    for (int64_t o = 0; o < layout.outer; ++o) {
-      const int64_t start = o * layout.channels + c0;
-      const Inputs<T> input(all, start);
-      T* to = dx + start;
-      for (int64_t c = 0; c < width; ++c) {
-        const Channel<A> channel = columns[c];
-        const A value = Read::value(channel, input.values[c]);
-        const A gradient = Read::gradient(channel, value, input.out[c], input.d_out[c]);
-        const A result = Correction<A>{factor[c], slope[c], constant[c]}.apply(channel, value, gradient);
-        to[c] = Storage<T>::store(kAdd ? Storage<T>::load(to[c]) + result : result);
-      }
-    }
   }
-}
+
+  inline Correction<A> operator[](int64_t c) const { return {columns[c], factor[c], slope[c], constant[c]}; }
+};
 
 template <typename T, Source kSource, bool kAdd>
 void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
-                       const AffineView& affine, const GradientView& vectors, void* dx) {
-  const auto pass =
-      layout.inner == 1 ? input_gradient_columns<T, kSource, kAdd> : input_gradient_rows<T, kSource, kAdd>;
-  pass(Inputs<T>(input), layout, c_begin, c_end, affine, vectors, static_cast<T*>(dx));
+                       const AffineView& affine, const GradientView& gradient, void* dx) {
+  using A = typename Storage<T>::Compute;
+  using Read = Reader<T, kSource>;
+  const Inputs<T> all(input);
+  over_runs<Correction<A>, Corrections<A>>(
+      layout, c_begin, c_end, InputGradientView{affine, gradient},
+      [=](int64_t start, int64_t size, const auto& corrections) {
+        const Inputs<T> input(all, start);
+        T* to = static_cast<T*>(dx) + start;
+        for (int64_t i = 0; i < size; ++i) {
+          const Correction<A> correction = corrections[i];
+          const A value = Read::value(correction.channel, input.values[i]);
+          const A dz = Read::gradient(correction.channel, value, input.out[i], input.d_out[i]);
+          const A result = correction.apply(value, dz);
+          to[i] = Storage<T>::store(kAdd ? Storage<T>::load(to[i]) + result : result);
+        }
+      });
 }
 
 template <typename T, bool kAdd>

@@ -1,0 +1,62 @@
+"""The rendezvous of both back ends behind one interface: futures of the round's number and the sum over ranks, or of an
+error's text."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from harness import HANG, LONG
+from standalone import library
+
+from gluon_syncbn.backends.portable.rendezvous import Rendezvous
+from gluon_syncbn.base.errors import SyncBatchNormError
+
+
+class MeetingPoint:
+    def __init__(self, ranks, timeout=float(LONG)):
+        self.ranks = ranks
+        self._open(ranks, timeout)
+        self._threads = ThreadPoolExecutor(4 * ranks)
+
+    def meet(self, rank, values, key=0):
+        return self._threads.submit(self._meet, rank, np.array(values, np.float64), key)
+
+    def all(self, values, key=0):
+        meetings = [self.meet(rank, values[rank], key) for rank in range(self.ranks)]
+        return [item.result(timeout=HANG) for item in meetings]
+
+    def close(self):
+        self._threads.shutdown()
+
+
+class Native(MeetingPoint):
+    def _open(self, ranks, timeout):
+        new, self._call = library().gluon_syncbn_rendezvous_new, library().gluon_syncbn_rendezvous_meet
+        new.restype, self._call.restype = ctypes.c_void_p, ctypes.c_int64
+        self._handle = ctypes.c_void_p(new(b"here", ranks, ctypes.c_double(timeout)))
+
+    def _meet(self, rank, total, key):
+        error = ctypes.create_string_buffer(1000)
+        address = total.ctypes.data_as(ctypes.c_void_p)
+        size, place = ctypes.c_int64(total.size), ctypes.c_int64(key)
+        number = self._call(self._handle, rank, address, size, place, error, ctypes.c_int64(1000))
+        return (number, total.tolist()) if number else error.value.decode().strip()
+
+    def close(self):
+        super().close()
+        library().gluon_syncbn_rendezvous_free(self._handle)
+
+
+class Portable(MeetingPoint):
+    def _open(self, ranks, timeout):
+        names = [f"rank {rank}" for rank in range(ranks)]
+        self._rendezvous = Rendezvous("here", names, timeout, lambda parts: np.sum(parts, axis=0).tolist())
+
+    def _meet(self, rank, values, key):
+        try:
+            return tuple(self._rendezvous.all_reduce(rank, values, key))
+        except SyncBatchNormError as error:
+            return str(error)
+
+
+KINDS = {"native": Native, "portable": Portable}
