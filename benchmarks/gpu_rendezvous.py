@@ -22,8 +22,7 @@ from mxnet import autograd
 
 import gluon_syncbn
 from gluon_syncbn.backends import native
-from gluon_syncbn.graphs.mark import Form
-from gluon_syncbn.meeting.spec import GroupSpec
+from gluon_syncbn.layer.spec import LayerSpec
 
 SHAPE = (1, 64, 2, 2)
 
@@ -31,7 +30,7 @@ SHAPE = (1, 64, 2, 2)
 def prepare(devices):
     """Both passes in both modes, as functions that return seconds."""
     backend = native.NativeBackend()
-    spec = GroupSpec("layer", len(devices), None, None, None, "float32", 0.9, 1e-5, True)
+    spec = LayerSpec.of("layer", num_devices=len(devices))
     group = backend.make_group(spec, devices)
 
     def vectors(value):
@@ -47,7 +46,7 @@ def prepare(devices):
         started = time.perf_counter()
         with autograd.record(train_mode=train_mode):
             outputs = [
-                backend.normalize(mx.nd, arrays, group.reference, Form(axis=1))[0]
+                backend.normalize(mx.nd, arrays, spec, group.reference)[0]
                 for arrays in zip(inputs, gamma, beta, mean, var)
             ]
         mx.nd.waitall()

@@ -86,7 +86,9 @@ NETS = {
 def wait_for_nobody(layer) -> None:
     """Each device of a group meets only itself, on the same path; no option does this."""
     if isinstance(layer, SyncBatchNorm):
-        layer._spec = lambda count: SyncBatchNorm._spec(layer, count)._replace(group_size=1)
+        sync = layer._sync
+        make_group = sync._group_on
+        sync._group_on = lambda spec, devices: make_group(spec.but(group_size=1), devices)
 
 
 def build(make, devices, backend=None, contrib_norm=False, fuse=True, waits=True):

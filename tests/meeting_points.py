@@ -10,6 +10,7 @@ from standalone import library
 
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.meeting import waiting
 
 
 class MeetingPoint:
@@ -54,9 +55,16 @@ class Portable(MeetingPoint):
 
     def _meet(self, rank, values, key):
         try:
-            return tuple(self._rendezvous.all_reduce(rank, values, key))
+            outcome = self._rendezvous.all_reduce(rank, values, key)
         except SyncBatchNormError as error:
             return str(error)
+        return outcome.round_id, outcome.result
+
+
+def cut_short(because):
+    """As `waiting.cut_short_from_now_on`, for the library of these tests, too."""
+    waiting.cut_short_from_now_on(because)
+    library().gluon_syncbn_cut_waits_short(because.encode())
 
 
 KINDS = {"native": Native, "portable": Portable}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from harness import HANG, run_python
-from meeting_points import KINDS
+from meeting_points import KINDS, cut_short
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.waiting import GRACE_SECONDS
@@ -16,14 +16,14 @@ from gluon_syncbn.meeting.waiting import GRACE_SECONDS
 def rendezvous(request):
     place = KINDS[request.param](2)
     yield place
-    waiting.cut_short_from_now_on("")
+    cut_short("")
     place.close()
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
     pending = rendezvous.meet(0, [1.0])
     time.sleep(0.5)
-    waiting.cut_short_from_now_on("of a reason")
+    cut_short("of a reason")
     started = time.monotonic()
     text = pending.result(timeout=HANG)
     assert time.monotonic() - started > GRACE_SECONDS - 0.1
@@ -32,7 +32,7 @@ def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
 
 
 def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
-    waiting.cut_short_from_now_on("of a reason")
+    cut_short("of a reason")
     time.sleep(GRACE_SECONDS)
     started = time.monotonic()
     assert "because of a reason" in rendezvous.meet(0, [1.0]).result(timeout=HANG)
@@ -40,7 +40,7 @@ def test_a_limit_ends_a_wait_that_begins_later(rendezvous):
 
 
 def test_under_a_limit_those_who_come_still_meet(rendezvous):
-    waiting.cut_short_from_now_on("of a reason")
+    cut_short("of a reason")
     first = rendezvous.meet(0, [1.0])
     time.sleep(GRACE_SECONDS / 2)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
@@ -48,9 +48,9 @@ def test_under_a_limit_those_who_come_still_meet(rendezvous):
 
 def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
     first = rendezvous.meet(0, [1.0])
-    waiting.cut_short_from_now_on("of a reason")
+    cut_short("of a reason")
     time.sleep(GRACE_SECONDS / 2)
-    waiting.cut_short_from_now_on("")
+    cut_short("")
     time.sleep(GRACE_SECONDS)
     assert [rendezvous.meet(1, [2.0]).result(timeout=HANG), first.result(timeout=HANG)] == [(1, [3.0])] * 2
 
