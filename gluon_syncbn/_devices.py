@@ -38,7 +38,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         The devices that take part.
     net : Block, optional
         Its gradients on the other devices are set to zero and count as fresh, so that one ``Trainer.step`` in the block
-        or behind it adds up what was computed, updates all devices, and does not complain of stale gradients.
+        or after it adds up what was computed, updates all devices, and does not complain of stale gradients.
         (Parameters with ``grad_req='add'`` keep what has been added up.)
 
     Raises
@@ -90,7 +90,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
 
 
 def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
-    """By group of processes: those that have devices now."""
+    """The ranks that have devices now, by process group."""
     find(None, _WHERE)  # what the environment has chosen may not have been made
     ranks = {}
     for group in groups_in_use():
@@ -135,7 +135,7 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
 
 
 def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
-    """From a device that took part to those of its group that did not."""
+    """Copy the statistics from a device that took part to those of its group that did not."""
     for members in layer._sync.groups():
         active = [device for device in members if device in chosen]
         for device in members:
@@ -145,10 +145,10 @@ def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
 
 
 def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Sequence[SyncBatchNorm]) -> None:
-    """From a process that took part to those of its group that did not, the statistics of the layers that did.
+    """Send the statistics of ``trained`` from a process that took part to those of its group that did not.
 
-    Each process tells which layers it sends. Which it has beside them counts for nothing: a net that the program has
-    dropped is there until Python's collector runs.
+    Each process says which layers it sends. Other layers that it has do not count: a net that the program has dropped
+    exists until Python's collector runs.
     """
     processes = processes_of(group)
     places = ((layer._sync.place(), layer) for layer in trained)
@@ -158,10 +158,12 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
     ]
     mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in statistics)])
     sizes = {key: layer.running_mean.shape[0] for key, layer in sent.items()}
-    told, rows = processes.catch_up(_WHERE, sizes, mine, seconds_for_processes(None))
+    all_sizes, rows = processes.catch_up(_WHERE, sizes, mine, seconds_for_processes(None))
     if group.rank in active:
         return
-    received = {(rank, key): row for rank, (sizes, row) in enumerate(zip(told, rows)) for key, row in _cut(sizes, row)}
+    received = {
+        (rank, key): row for rank, (sizes, row) in enumerate(zip(all_sizes, rows)) for key, row in _cut(sizes, row)
+    }
     for layer in steps.layers():
         place = layer._sync.place()
         if layer._sync.process_group() is not group or place is None:
@@ -178,7 +180,7 @@ def _statistics(layer: SyncBatchNorm) -> List[Parameter]:
 
 
 def _cut(sizes: Dict[str, int], row: np.ndarray) -> Iterator[Tuple[str, np.ndarray]]:
-    """Mean and variance of each layer, one behind the other in ``row``."""
+    """Mean and variance of each layer, one after the other in ``row``."""
     begin = 0
     for key, size in sizes.items():
         yield key, row[begin : begin + 2 * size]

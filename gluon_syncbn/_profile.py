@@ -62,7 +62,7 @@ class Report:
 
     @property
     def waiting_share(self) -> float:
-        """Of the time of a device, what went into waiting for others, on average over devices."""
+        """The share of a device's time that went into waiting for others, on average over devices."""
         return sum(row.waiting_share for row in self.rows)
 
     @property
@@ -159,9 +159,9 @@ def profile() -> Iterator[Report]:
     """Within the ``with`` block it is noted when each device comes to each synchronized layer.
 
     One slow GPU, or one with larger images, makes all others wait: the report says where, how long, and for whom. Put
-    it around some steps behind the first, which are slower. Entering and leaving waits for all pending work. It sees
+    it around some steps after the first, which are slower. Entering and leaving waits for all pending work. It sees
     the devices of this process; what it says of waiting includes the exchange with others. On GPUs the time of kernels
-    ends where the second one is handed over. Outside of such a block nothing is noted.
+    ends where the second one is launched. Outside of such a block nothing is noted.
 
     Yields
     ------

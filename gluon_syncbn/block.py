@@ -71,8 +71,8 @@ class SyncBatchNorm(nn.BatchNorm):
         Seconds that devices wait for one that does not come. Default: the environment variable
         ``GLUON_SYNCBN_TIMEOUT``, or 60.
     backend : {'auto', 'native', 'portable'}
-        'native' is one compiled operator, on CPUs and GPUs; 'portable' is made of MXNet's own operators and runs
-        wherever MXNet does. 'auto' takes the first that can run here; see the property ``backend``.
+        'native' is one compiled operator, on CPUs and GPUs; 'portable', the fallback, is made of MXNet's own operators,
+        for the devices of one process. 'auto' takes the first that can run here; see the property ``backend``.
     activation : {'relu'}, optional
         Return max(out, 0), computed in the same pass where the back end can.
     process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet, optional
@@ -80,19 +80,19 @@ class SyncBatchNorm(nn.BatchNorm):
         environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. ``group_size`` then counts the
         devices of all processes in rank order, and ``num_devices`` those of this process.
     in_place : bool, default False
-        Let the backward pass go by the output, so that MXNet need not keep the input: less memory for activations,
-        where no ReLU follows (a leaky one may). On the native back end, in training on several devices. See
-        docs/memory.md for what it costs in precision.
+        Recover the normalized input from the output in the backward pass, so that MXNet need not keep the input: less
+        memory for activations. No effect where a ReLU follows (a leaky one may). On the native back end, in training on
+        several devices. See docs/memory.md for what it costs in precision.
     renorm : (float, float) or list of (int, float, float), optional
         Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
         on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in
         training, on one device too.
     fuse : bool, default True
         Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own
-        passes. Only on the native back end, and where nobody else reads what lies between.
+        passes. Only on the native back end, and where nobody else reads the values in between.
     kvstore : str or mx.kv.KVStore, optional
-        For the portable back end. Carries the per-channel vectors: 'local' (default with a CPU context) or 'device'
-        (default on GPUs), or a store made with ``mx.kv.create`` that has no optimizer.
+        Takes the portable back end, and sends the per-channel vectors through this store: 'local', 'device', or one
+        made with ``mx.kv.create`` that has no optimizer. By default they are exchanged in memory.
 
     Raises
     ------
@@ -101,10 +101,9 @@ class SyncBatchNorm(nn.BatchNorm):
         first call that shows them. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
     RuntimeError
         Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or ``backend='native'`` where it cannot run.
-    MXNetError
+    SyncBatchNormError
         Where an output is read, if a device did not come. The text names the layer, the direction, who arrived and
-        who did not. (On the portable back end the operator that failed prints it as a `SyncBatchNormError`, too; and
-        only prints it where nothing is compiled.)
+        who did not. (Where nothing is compiled the text is only printed, and the error is an `MXNetError`.)
 
     Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; float32, float64
     (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.
@@ -197,7 +196,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return self._sync.choice().name
 
     def cast(self, dtype):
-        """As `nn.BatchNorm` does for float16, parameters and statistics stay in float32 for bfloat16 too."""
+        """Cast the layer; parameters and statistics stay in float32 for bfloat16, as in `nn.BatchNorm` for float16."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
 
     # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.

@@ -55,8 +55,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         ``process_group``, ``in_place``, ``renorm``.
     fuse : bool, default True
         Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum
-        and ReLU, wherever the graph has them and nobody else reads what lies between; a line of the log (INFO, logger
-        ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU behind a norm in a
+        and ReLU, wherever the graph has them and nobody else reads the values in between; a line of the log (INFO,
+        logger ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU after a norm in a
         `nn.HybridSequential`: the norm takes the activation over, and the ReLU passes its input on. That is left alone
         where it could be seen: if one of the two hangs elsewhere in the net too, or has forward hooks. A slice of the
         `nn.HybridSequential` that is cut between the two afterwards ends with the ReLU; pass False if you cut there.
@@ -184,7 +184,7 @@ def _options_so_far(layer: Block) -> Dict[str, Any]:
 
 
 def _can_convert(block: Block) -> bool:
-    """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can tell."""
+    """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can see."""
     if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm, BatchNormReLU)):
         return True
     if not isinstance(block, nn.BatchNorm):

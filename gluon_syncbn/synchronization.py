@@ -134,7 +134,7 @@ class Synchronization:
         return 0 if self._group is None else self._group[1].rounds(set_id)
 
     def _link(self) -> Optional[Link]:
-        """To the other processes, once the layer has trained."""
+        """The link to the other processes, once the layer has trained."""
         return None if self._group is None else self._group[1].link
 
     def peers(self) -> Sequence[int]:
@@ -143,12 +143,12 @@ class Synchronization:
         return [] if link is None else link.peers()
 
     def place(self) -> Optional[Place]:
-        """Where it stands in its net, once it has trained with other processes."""
+        """The layer's position in its net, once it has trained with other processes."""
         link = self._link()
         return None if link is None else link.place
 
     def take_place(self) -> None:
-        """Find out where the layer stands in the net that is being called to train, if other processes must know."""
+        """Find the layer's position in the net that is being called to train, if other processes must know it."""
         if self._group is None:  # it is on one device; its graph may have been made for a prediction
             return self._check_group_size(self.spec(), len(self.devices()))
         link = self._group[1].connect()

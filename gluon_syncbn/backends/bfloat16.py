@@ -62,12 +62,12 @@ def needs_float32(F, x, inputs: Dict[str, Any]) -> bool:
 
 
 def inferred_dtype(x: mx.sym.Symbol, inputs: Dict[str, Any]):
-    """Of a symbol with one output, as `inferred_dtypes` tells."""
+    """The dtype of a symbol with one output, by `inferred_dtypes`."""
     return inferred_dtypes(x, inputs)[x.list_outputs()[0]]
 
 
 def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any]:
-    """Of all that is computed for ``sym``; None where the graph does not tell, or knows of no bfloat16 at all.
+    """The dtypes of all that is computed for ``sym``; None where they are not known, or there is no bfloat16 at all.
 
     Parameters
     ----------
@@ -107,6 +107,6 @@ def is_bfloat16(dtype) -> bool:
 
 
 def dtype_name(dtype) -> str:
-    """MXNet's name of a dtype; it stands in for bfloat16, which NumPy does not have, with a structure of that name."""
+    """MXNet's name of a dtype. For bfloat16, which NumPy does not have, MXNet uses a structure of that name."""
     dtype = np.dtype(dtype)
     return dtype.name if dtype.names is None else dtype.names[0]

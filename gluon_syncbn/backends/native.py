@@ -6,7 +6,7 @@ compiled, so no Python runs in a training step.
 On a GPU the same operator calls the kernels of ``csrc/cuda/kernels.cu``, which MXNet's run-time compiler makes: no CUDA
 toolkit is needed, at no time.
 
-On CPU an operator stands before it and one behind it in a graph, both because of MXNet. A custom operator runs
+On CPU there is an operator before it and one after it in a graph, both because of MXNet. A custom operator runs
 asynchronously, and where an input is in a layout of oneDNN's (the output of a convolution, or its gradient), MXNet
 converts it into a copy that can die before the operator has read it: rare crashes and wrong numbers. Hence what enters
 on the way forward (``x``) and on the way back (the gradient of ``out``) first passes an operator that leaves a dense
@@ -76,7 +76,7 @@ def _make_described_group(text: bytes) -> int:
 def _try_engine() -> None:
     """Find out whether passes can go on in MXNet's engine without a thread that waits (csrc/mxnet/pass.h)."""
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
-        return  # it waits for each operation where it is asked for
+        return  # it waits for each operation where that is pushed
     if not library.core.gluon_syncbn_try_engine():
         _log.info("MXNet's engine completes no operations of others: passes on CPU devices wait in their callbacks.")
 
@@ -204,7 +204,7 @@ def unavailable_reason_on_gpu(device: int) -> str:
 
 
 class NativeGroup(LayerGroup):
-    """Held by the compiled operator, which graphs tell its id."""
+    """The group of a layer in the compiled core. Graphs name it by its id."""
 
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
         self.spec = spec

@@ -1,6 +1,6 @@
 """The compiled core (``csrc/``) and MXNet's own library, as Python calls them.
 
-The core uses no Python ABI and does not link to MXNet: it is handed the libmxnet that Python has loaded. Where it is
+The core uses no Python ABI and does not link to MXNet: Python passes it the libmxnet that it has loaded. Where it is
 missing, `core` is None, `unavailable_reason` says why, and everything runs on the portable back end.
 """
 
@@ -111,12 +111,12 @@ except (OSError, AttributeError) as problem:  # not there, or older than this fi
 
 
 def strings(texts: Sequence[str]):
-    """As ``const char* const*``."""
+    """Texts as ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
 def renorm_points(schedule: Sequence[Sequence[float]]):
-    """As ``const RenormPoint*``."""
+    """A schedule as ``const RenormPoint*``."""
     return (RenormPointStruct * len(schedule))(*(RenormPointStruct(*point) for point in schedule))
 
 

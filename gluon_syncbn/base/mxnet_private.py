@@ -1,6 +1,6 @@
 """What this package needs of MXNet that MXNet does not document, in one place. Tried with MXNet 1.6.0 to 1.9.1.
 
-The methods of MXNet's that are extended stand in `gluon_syncbn._hooks`.
+`gluon_syncbn._hooks` lists the methods of MXNet's that are extended.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def graph_of(block: HybridBlock) -> Tuple:
 
 
 def set_graph(block: HybridBlock, graph: Tuple) -> None:
-    """Of the same kind as `graph_of` returns."""
+    """Set what `graph_of` returns."""
     block._cached_graph = graph
 
 
@@ -86,7 +86,7 @@ def children(block: Block) -> List[Block]:
 
 
 def names_within(block: Block) -> List[str]:
-    """Of all parameters, by attribute: ``features.0.weight``. They do not depend on what was made before."""
+    """Names of all parameters by attribute (``features.0.weight``), which do not depend on what was made before."""
     return list(block._collect_params_with_prefix())
 
 
@@ -109,18 +109,18 @@ def is_relu(block: Block) -> bool:
 
 
 def set_name(block: Block, name: str) -> None:
-    """Also within a ``name_scope()``, whose prefix would come on top."""
+    """Set the name, also within a ``name_scope()``, whose prefix would come on top."""
     block._prefix, block._name = name + "_", name
 
 
 def set_parameter(block: Block, attribute: str, parameter: Parameter) -> None:
-    """In place of one that the block has made for itself."""
+    """Replace a parameter that the block has made for itself."""
     del block._reg_params[attribute]
     setattr(block, attribute, parameter)
 
 
 def unique_name(name: Optional[str], hint: str) -> str:
-    """As MXNet names a symbol that is made now."""
+    """The name that MXNet gives a symbol that is made now."""
     return mx.name.NameManager._current.value.get(name, hint)
 
 
@@ -144,7 +144,7 @@ def is_numpy(symbol: mx.sym.Symbol) -> bool:
 
 
 def contexts_of(parameter: Parameter) -> List[mx.Context]:
-    """In rank order; none before ``initialize``."""
+    """The contexts in rank order; none before ``initialize``."""
     initialized = parameter._data is not None or parameter._deferred_init
     return parameter.list_ctx() if initialized else []
 
@@ -181,7 +181,7 @@ def parameters_of(trainer: mx.gluon.Trainer) -> List[Parameter]:
 
 
 def optimizer_of(trainer) -> mx.optimizer.Optimizer:
-    """Of a Trainer or a Module."""
+    """The optimizer of a Trainer or a Module."""
     return trainer._optimizer
 
 
@@ -191,12 +191,12 @@ def is_first_update(trainer: mx.gluon.Trainer) -> bool:
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]]:
-    """On all devices, by the parameter's place among ``parameters``."""
+    """Gradients on all devices, by the parameter's index in ``parameters``."""
     return {i: list(parameter._grad) for i, parameter in enumerate(parameters) if has_gradient(parameter)}
 
 
 def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
-    """On all devices."""
+    """Weights on all devices."""
     return [array for parameter in parameters if parameter.grad_req != "null" for array in arrays_of(parameter)]
 
 
@@ -237,7 +237,7 @@ def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[Li
 
 
 def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
-    """On all devices, and what its optimizer keeps in arrays."""
+    """Weights on all devices, and what its optimizer keeps in arrays."""
     updater = module._kvstore._updater if module._update_on_kvstore else module._updater
     return _arrays_in(module._exec_group.param_arrays) + _arrays_in(getattr(updater, "states", {}))
 

@@ -33,7 +33,7 @@ def blocks_in(value, seen: set) -> Iterator[Block]:
 
 
 def outermost_block() -> Optional[Block]:
-    """Of the blocks that are being called now on this thread."""
+    """The outermost of the blocks that are being called now on this thread."""
     frame: Optional[FrameType] = sys._getframe()
     found = None
     while frame is not None:

@@ -38,7 +38,7 @@ _groups = _Groups()
 
 
 def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Optional[ProcessGroup]:
-    """From now on layers synchronize over the processes of a job, and not over the devices of this process alone.
+    """Synchronize layers over the processes of a job from now on, not only over the devices of this process.
 
     Call it in every process, before the net is made. For scripts that nobody edits there are `gluon_syncbn.run` and the
     environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, with the same names.
@@ -114,7 +114,7 @@ def has_groups() -> bool:
 
 
 def groups_in_use() -> List[ProcessGroup]:
-    """Of several processes each, in the order in which they were made: the same on all their processes.
+    """All groups of several processes, in the order in which they were made: the same on all their processes.
 
     They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
     """
@@ -122,13 +122,13 @@ def groups_in_use() -> List[ProcessGroup]:
 
 
 def _all_groups() -> List[ProcessGroup]:
-    """Each once: a user may have given one that a name stands for, too."""
+    """All groups, each once: a user may have passed one that has a name, too."""
     with _groups.lock:
         return list(dict.fromkeys([*_groups.named.values(), *(group for _, group in _groups.given.values())]))
 
 
 def leave_processes() -> None:
-    """This process ends: nobody is to wait for it. A child that was forked is not one of the job's."""
+    """Leave all groups: this process ends, and nobody is to wait for it. Forked children do not belong to the job."""
     if os.getpid() != _groups.process:
         return
     for group in _all_groups():

@@ -11,8 +11,8 @@ with it Horovod is shut down, on all processes, which releases them within milli
 or a step, starts again from its last checkpoint. A thread of its own waits for each operation, so that whoever called
 it can go when the wait has ended, even if Horovod is slow to notice (a process that is stopped: 30 s).
 
-Who has come, and why a process has given up, is told on a board, where the launcher keeps one (``horovodrun`` with gloo
-does). It is used by waits that last for more than a second, and by processes that fail.
+Who has come, and why a process has given up, is written to a board, where the launcher keeps one (``horovodrun`` with
+gloo does). It is used by waits that last for more than a second, and by processes that fail.
 """
 
 import atexit
@@ -138,9 +138,9 @@ class HorovodProcessGroup(ProcessGroup):
             return f"Horovod failed: {text}"
         time.sleep(_LOOK_SECONDS)  # for the reason to be on the board
         reasons = self._board.read("reason", self._ranks) or {}
-        told = "; ".join(f"process {self._ranks.index(rank)}: {reason}" for rank, reason in reasons.items())
-        if told:
-            return f"another process has ended the job. {told}"
+        texts = "; ".join(f"process {self._ranks.index(rank)}: {reason}" for rank, reason in reasons.items())
+        if texts:
+            return f"another process has ended the job. {texts}"
         return "Horovod was shut down: another process has ended, or was killed"
 
     def _subset(self, members: Tuple[int, ...]):
@@ -226,7 +226,7 @@ def _end_at_once() -> None:
 
 
 class _Board:
-    """What processes tell each other beside Horovod: texts by rank, at the launcher's. Empty where it has none."""
+    """The texts that processes exchange outside of Horovod, by rank; empty where the launcher keeps no board."""
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -242,7 +242,7 @@ class _Board:
             put_data_into_kvstore(self._address, self._port, "gluon_syncbn", quote(f"{title}.{self._rank}"), text)
 
     def read(self, title: str, ranks) -> Optional[Dict[int, str]]:
-        """By rank; None where there is no board."""
+        """The texts by rank; None where there is no board."""
         if self._address is None:
             return None
         from horovod.runner.http.http_client import read_data_from_kvstore

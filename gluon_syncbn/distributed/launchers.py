@@ -5,7 +5,8 @@ import os
 import warnings
 from typing import NamedTuple, Optional
 
-# What each launcher tells a process of how many there are. (Slurm's variables are also set where only one was started.)
+# The variables in which each launcher gives the number of processes. (Slurm's variables are also set where only one was
+# started.)
 _SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
 _has_warned = False
 
@@ -17,7 +18,7 @@ class Job(NamedTuple):
 
 @functools.lru_cache(maxsize=None)  # each imperative call of a layer may ask
 def job_of_launcher() -> Optional[Job]:
-    """The job of several processes that this one belongs to, as its launcher tells; None if it is alone."""
+    """The job of several processes that this one belongs to, as its launcher says; None if it is alone."""
     for variable, launcher in _SIZES.items():
         size = os.environ.get(variable, "")
         if size.isdigit() and int(size) > 1:

@@ -3,10 +3,10 @@
 Every process sends its vector to each of the others. Whoever waits, on whatever thread, takes in all messages that are
 there and puts them into one mailbox, by key and round, and looks whether its own round is complete. So messages may
 come in any order, no communicator is needed per layer, and who has come is known where somebody has not. MPI is only
-ever asked whether something is there, never told to wait, and so a wait ends when it is told to.
+only asked whether something is there, and never waits, so a wait can be ended at any time.
 
-A process that gives a step up tells the others. It takes part in no round until they have done so, too, and then all
-know the highest number that a round has had: rounds go on behind it, and messages of older ones are dropped. A process
+A process that gives a step up informs the others. It takes part in no round until they have done so, too, and then all
+know the highest number that a round has had: rounds go on after it, and messages of older ones are dropped. A process
 that ends says so as well.
 """
 
@@ -179,13 +179,13 @@ class MPIProcessGroup(ProcessGroup):
             time.sleep(_LONGEST_SLEEP)
 
     def _tell_all(self, *numbers: int) -> None:
-        """With the lock held."""
+        """Call with the lock held."""
         message = np.zeros(_HEADER)
         message.view(np.int64)[: len(numbers)] = numbers
         self._unfinished += [self._comm.Isend(message, rank, _TAG) for rank in range(self.size) if rank != self.rank]
 
     def _take_in(self) -> None:
-        """With the lock held: all messages that are there."""
+        """Receive all messages that are there. Call with the lock held."""
         while True:
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, self._status)
             if found is None:
@@ -202,7 +202,7 @@ class MPIProcessGroup(ProcessGroup):
         self._arriving = waiting
 
     def _take_out(self, place: Tuple[int, int]) -> Dict[int, np.ndarray]:
-        """With the lock held: the first message of each rank in a round; the others stay."""
+        """Take the first message of each rank in a round; the others stay. Call with the lock held."""
         waiting = self._mailbox.pop(place, {})
         first = {rank: messages.popleft() for rank, messages in waiting.items()}
         rest = {rank: messages for rank, messages in waiting.items() if messages}

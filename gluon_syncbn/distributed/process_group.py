@@ -27,7 +27,7 @@ class MissingProcesses(RuntimeError):
     def __init__(self, waited: Any, arrived: Optional[Sequence[int]] = None):
         super().__init__("a process did not come")
         self.waited = waited
-        self.arrived = arrived  # ranks, or None where the engine cannot tell
+        self.arrived = arrived  # ranks, or None where they are not known
 
 
 class ProcessGroup(ABC):
@@ -95,7 +95,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def resume(self, ended: Ended) -> int:
-        """Behind `abandon`, return when all processes have called it: the highest round of all.
+        """Return after `abandon`, when all processes have called it: the highest round of all.
 
         Raises
         ------

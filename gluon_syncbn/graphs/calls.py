@@ -1,12 +1,12 @@
-"""At each call of a graph: it is made anew if its layers have moved, and the engine is told what it writes.
+"""What happens at each call of a graph: it is made anew if its layers have moved, and the engine learns what it writes.
 
 On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
 there, and then the net moves (``reset_ctx``). On one device a layer is plain Batch Normalization, so a graph that
-stayed would never synchronize, and nothing would tell.
+stayed would never synchronize, and nobody would notice.
 
 MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
-before each call of a graph. After the call, its outputs are watched, and the engine is told what it has written
+before each call of a graph. After the call, its outputs are watched, and the engine learns what it has written
 (`engine.failures`).
 
 The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
@@ -53,7 +53,7 @@ class _Graph:
         self._contexts[layer] = context_list(layer.running_mean)
 
     def _layers(self) -> List[Block]:
-        """Those that have not been converted back since."""
+        """The layers that have not been converted back since."""
         return [layer for layer in list(self._contexts) if "_sync" in vars(layer)]
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
@@ -99,7 +99,7 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
 
 
 def order_tokens(trace: Optional[Trace]) -> Dict[Parameter, mx.sym.Symbol]:
-    """Those of the last calls in the static graph that is being made, by running mean; the caller adds its own.
+    """The order tokens of the last calls in the static graph that is being made, by running mean; callers add theirs.
 
     A static graph does not count what a call does to the running statistics as writing, so calls on parallel branches
     that share them (one layer, or several that have its Parameters) have no order, neither on one device nor the same
@@ -122,8 +122,8 @@ def _device_of(inputs) -> Optional[mx.Context]:
 
 
 def _make(net: Block, args) -> Optional[_Graph]:
-    """By one thread at a time: those of several devices may come for the first time together, and MXNet, which keeps
-    the names of what it makes in the blocks, does not expect that."""
+    """Make the graph, one thread at a time: threads of several devices may call it for the first time together, and
+    MXNet, which keeps the names of what it makes in the blocks, does not expect that."""
     with _making:
         graph = _graphs.get(net)
         if graph is not None and graph.is_out_of_date(net):
@@ -138,7 +138,7 @@ def _make(net: Block, args) -> Optional[_Graph]:
 
 
 def following_moves(call):
-    """The call of a graph: one whose layers have moved is made anew, and what it writes is told to the engine."""
+    """Extend the call of a graph: one whose layers have moved is made anew, and the engine learns what it writes."""
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):

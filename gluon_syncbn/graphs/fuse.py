@@ -1,11 +1,11 @@
 """What follows a synchronized layer in a graph, computed by the compiled operator in its own two passes.
 
-Three patterns (norm stands for the nodes of a layer that has no activation yet)::
+Three patterns, where ``norm`` is a layer that has no activation yet::
 
     relu(norm(x))        leaky_relu(norm(x))        relu(norm(x) + skip), in either order
 
-Each is taken only where nobody else reads what lies between: no other node, and not the user, for whom it would be an
-output. A sum must be one of equal shapes (``elemwise_add``), since the operator does not broadcast.
+Each is fused only where nobody else reads the values in between: no other node, and not the user, for whom they would
+be an output. A sum must be one of equal shapes (``elemwise_add``), since the operator does not broadcast.
 
 It is done to a copy of the graph, as late as can be: when MXNet makes something to run of it (`fusing_graphs`,
 `fusing_bind`). So whoever looks at the graph, exports it, or takes it apart finds the plain nodes. The node that
@@ -46,14 +46,14 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class _Activation(NamedTuple):
-    """Its kind, and the attributes with which the operator computes it."""
+    """The kind of an activation, and the attributes with which the operator computes it."""
 
     kind: str
     attrs: Dict[str, str]
 
 
 class _Pattern(NamedTuple):
-    """Its activation, the last node of its norm, and the other summand of a sum between them."""
+    """An activation, the last node of the norm before it, and the other summand of a sum between them."""
 
     node: Node
     activation: _Activation

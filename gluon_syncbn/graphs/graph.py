@@ -1,8 +1,8 @@
 """The graph of a symbol, to be edited: nodes, who reads them, and what takes the place of what.
 
 A symbol is edited as the JSON text that MXNet itself writes and reads, so that every other node keeps its name, its
-attributes and its place, whatever operator it is. What nobody reads any more is left out in the end: MXNet would set up
-every node of the text, also one whose layer is gone.
+attributes and its place, whatever operator it is. Nodes that nobody reads any more are left out in the end: MXNet
+would set up every node of the text, also one whose layer is gone.
 """
 
 import json
@@ -124,12 +124,12 @@ class Graph:
 
 
 def needed_for(nodes: Iterable[Node]) -> Set[Node]:
-    """These nodes, and all that must run before them."""
+    """The set of these nodes and all that must run before them."""
     return set(_in_order(nodes))
 
 
 def _in_order(nodes: Iterable[Node]) -> List[Node]:
-    """These nodes and all that must run before them, inputs first, as MXNet lists them."""
+    """List these nodes and all that must run before them, inputs first, as MXNet does."""
     done: Dict[Node, None] = {}
     for last in nodes:
         waiting = [last]

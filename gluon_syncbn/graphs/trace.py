@@ -1,7 +1,7 @@
 """Finds the graph that Gluon is making now.
 
-Gluon calls the blocks of a hybridized net with symbols, and tells them nothing of the net. What a layer must know is
-looked up on the stack: which block owns the graph, the inputs, and whether the graph is static.
+Gluon calls the blocks of a hybridized net with symbols, and gives them no information about the net. What a layer must
+know is looked up on the stack: which block owns the graph, the inputs, and whether the graph is static.
 """
 
 import sys
@@ -33,7 +33,7 @@ class Trace(NamedTuple):
         return self.inputs[0]
 
     def dtypes(self) -> Dict[str, Any]:
-        """Of the inputs, by name."""
+        """The dtypes of the inputs, by name."""
         given = [item for item in flatten(self.arguments, "input")[0] if item is not None]
         return {symbol.name: item.dtype for symbol, item in zip(self.inputs, given)}
 
@@ -51,7 +51,7 @@ def find_trace() -> Optional[Trace]:
     """The graph that is being made now; None if a user calls blocks with symbols.
 
     It is static if it is for ``static_alloc`` and ``static_shape``. The flags that count are those of the block that
-    owns the graph, and MXNet does not tell its children. They may have other flags of their own, and what is safe in a
+    owns the graph, and its children do not have them. They may have other flags of their own, and what is safe in a
     static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
     block's first call counts as not static, which is always safe.
     """

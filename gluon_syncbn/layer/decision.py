@@ -11,7 +11,7 @@ from gluon_syncbn.layer.spec import LayerSpec
 
 
 class Site(enum.Enum):
-    """Where a layer is called."""
+    """The kind of call."""
 
     ARRAYS = "arrays"
     NET = "the graph of a net, which is made anew when its layers move"
@@ -19,7 +19,7 @@ class Site(enum.Enum):
 
 
 class Way(enum.Enum):
-    """What a layer computes there."""
+    """What a layer computes in that call."""
 
     PLAIN = "`nn.BatchNorm`"
     PLAIN_FOR_NOW = "`nn.BatchNorm`, which a later conversion or a SymbolBlock may make a synchronized layer"

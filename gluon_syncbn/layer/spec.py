@@ -1,7 +1,7 @@
 """What a synchronized layer is: one record, made and checked once.
 
 The same record is in the block, in the marks and descriptions of graphs, in groups, in ``repr``, in what processes
-compare, and behind the compiled core. A new option is a field here, a line in the signatures of
+compare; the compiled core has its numbers as a struct. A new option is a field here, a line in the signatures of
 `gluon_syncbn.SyncBatchNorm` and `gluon_syncbn.symbol.SyncBatchNorm`, and the code that it is about.
 """
 
@@ -92,7 +92,7 @@ class LayerSpec:
         return self.in_place and self.activation != "relu"
 
     def checked(self) -> "LayerSpec":
-        """The same with normalized values.
+        """Return the spec with normalized values.
 
         Raises
         ------
@@ -170,7 +170,7 @@ class LayerSpec:
             )
 
     def check_names(self) -> "LayerSpec":
-        """The same, or TypeError if it has what cannot be saved in a symbol."""
+        """Return the spec, or raise TypeError if it has what cannot be saved in a symbol."""
         for option in ("kvstore", "process_group"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):

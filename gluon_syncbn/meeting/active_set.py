@@ -34,7 +34,7 @@ class ActiveSets:
         return self._sets.index(wanted)
 
     def active_ranks(self, group: ProcessGroup, set_id: int, members: Sequence[int]) -> Sequence[int]:
-        """Those of ``members`` that have devices in this set."""
+        """The ranks among ``members`` that have devices in this set."""
         chosen = dict(self._sets[set_id].ranks).get(group)
         return members if chosen is None else [rank for rank in members if rank in chosen]
 

@@ -17,7 +17,7 @@ DEFAULT_SECONDS = 600.0
 
 
 class Link:
-    """Of a group of one layer. It holds while the layer has these devices."""
+    """The link of one layer's group. It holds while the layer has these devices."""
 
     def __init__(self, group: ProcessGroup, spec: LayerSpec, go_to_step: Callable[[int], int]):
         self._processes: Processes = processes_of(group)
@@ -36,7 +36,7 @@ class Link:
 
     @property
     def size(self) -> int:
-        """In processes."""
+        """The number of processes."""
         return self._processes.group.size
 
     def exchange(
@@ -59,7 +59,7 @@ class Link:
 
     @property
     def place(self) -> Optional[Place]:
-        """Where the layer stands, once it has trained."""
+        """The layer's position in its net, once it has trained."""
         return self._place
 
     def take(self, place: Place) -> None:

@@ -58,11 +58,11 @@ _REASONS = (
 
 
 class Place(NamedTuple):
-    """Where a layer stands: the same on all processes, whatever names its layers have there.
+    """The position of a layer in its net: the same on all processes, whatever names its layers have there.
 
     ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
-    tells it from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks that
-    meet without the others, in this process or another.
+    tells it apart from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks
+    that meet without the others, in this process or another.
     """
 
     net: str
@@ -162,15 +162,15 @@ class Processes:
         self.group.abandon(text, highest)
 
     def catch_up(
-        self, what: str, told: Dict[str, int], vector: np.ndarray, seconds: float
+        self, what: str, sizes: Dict[str, int], vector: np.ndarray, seconds: float
     ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
-        """After rounds in which not all processes took part: all number alike from here on.
+        """Let all processes number rounds alike from here on, after rounds in which not all took part.
 
-        Returns what each process has told, and its vector, of any length. Raises as `gather_numbers`.
+        Returns the sizes that each process sent, and its vector, of any length. Raises as `gather_numbers`.
         """
         with self._lock:
             highest = self._highest_round()
-        text = json.dumps([highest, vector.size, told])
+        text = json.dumps([highest, vector.size, sizes])
         with self._gathering(what, seconds) as wait:
             highests, sizes, all_told = zip(*map(json.loads, self._gather_texts(what, text, wait)))
             padded = np.zeros(max(sizes))
@@ -197,7 +197,7 @@ class Processes:
 
     @contextlib.contextmanager
     def _gathering(self, what: str, seconds: float) -> Iterator[Wait]:
-        """Of all processes together, outside of layers."""
+        """The context of an exchange of all processes together, outside of layers."""
         try:
             with Wait(seconds, is_for_processes=True) as wait:
                 self._prepare(None, wait)
@@ -255,10 +255,10 @@ class Processes:
     def _compare(self, place: Place, wait: Wait) -> None:
         """The net's layers with those of the first process."""
         mine = json.dumps([socket.gethostname(), place.kind, place.name, *place.layers])
-        told = [json.loads(text) for text in self._gather_texts(f"{place.net}.layers", mine, wait)]
-        hosts, kinds, names = zip(*(item[:3] for item in told))
+        texts = [json.loads(text) for text in self._gather_texts(f"{place.net}.layers", mine, wait)]
+        hosts, kinds, names = zip(*(item[:3] for item in texts))
         self._hosts = dict(enumerate(hosts))
-        lists = [item[3:] for item in told]
+        lists = [item[3:] for item in texts]
         first = lists[0]
         for rank, layers in enumerate(lists):
             if len(layers) != len(first):
@@ -281,7 +281,7 @@ class Processes:
         self._make_subsets(place, wait)
 
     def _check_names(self, layers: Sequence[str], names: List[str]) -> None:
-        """Refuse nets that are alike and have changed places, as their names tell.
+        """Refuse nets that are alike and have changed places, as their names show.
 
         Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. But where two
         processes have trained nets of the same names, they must have done so in the same order.
@@ -341,7 +341,7 @@ class Processes:
             self._subset_order.notify_all()
 
     def _gather_texts(self, key: str, text: str, wait: Wait) -> List[str]:
-        """Of all processes, in rank order."""
+        """The texts of all processes, in rank order."""
         data = np.frombuffer(text.encode(), dtype=np.uint8)
         members = range(self.group.size)
         size = self._gather(f"{key}.size", np.array([data.size], dtype=np.float64), members, wait)[:, 0].astype(int)
@@ -399,5 +399,5 @@ def _agree(theirs: str, expected: str) -> bool:
 
 
 def _without_name(text: str) -> str:
-    """The text of a layer (`link.describe`) from behind its name on."""
+    """The text of a layer (`LayerSpec.describe`) after its name."""
     return text.split("', ", 1)[1]

@@ -31,12 +31,12 @@ class Moments(NamedTuple):
         return np.sqrt(self.var + epsilon)
 
     def pack(self) -> np.ndarray:
-        """As one vector of 2C + 1 numbers, and the step if there is one: the whole forward message of a rank."""
+        """One vector of 2C + 1 numbers, and the step if there is one: the whole forward message of a rank."""
         return np.concatenate([[self.count], self.mean, self.m2, [] if self.step is None else [self.step]])
 
     @classmethod
     def from_shifted_sums(cls, count: float, shift: np.ndarray, total: np.ndarray, squares: np.ndarray) -> "Moments":
-        """From Σ (x − shift) and Σ (x − shift)², where ``shift`` is near the mean, so that the correction is tiny."""
+        """Moments from Σ (x − shift) and Σ (x − shift)². ``shift`` is near the mean, so the correction is tiny."""
         correction = total / count
         return cls(count, shift + correction, np.maximum(squares - total * correction, 0.0))
 

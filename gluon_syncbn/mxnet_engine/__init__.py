@@ -1,1 +1,1 @@
-"""What MXNet's engine must be told."""
+"""Settings of MXNet's engine, and operations that are given to it."""

@@ -1,7 +1,7 @@
 """What several CPU contexts need from MXNet's engine, set in one place when the package is imported.
 
 All contexts ``mx.cpu(i)`` draw temporary space from one ring of ``MXNET_CPU_TEMP_COPY`` slots (4 by default). An
-operator of cpu(0) that waits *behind* a synchronized layer can hold the slot that cpu(1) needs to *reach* that layer:
+operator of cpu(0) that waits *after* a synchronized layer can hold the slot that cpu(1) needs to *reach* that layer:
 the two wait for each other until the timeout. This module makes the ring long. Two things remain to the user:
 
 Memory. Every slot keeps the largest buffer that it ever held. Operators outside a static graph take the next slot each
@@ -55,7 +55,7 @@ def set_cpu_resources() -> None:
 def may_have_gpus() -> bool:
     """Whether MXNet is built for CUDA, and GPUs are here.
 
-    CUDA is not asked: a process that has asked it and is forked afterwards has children that cannot use it.
+    CUDA is not called: after a process has called it and forked, its children cannot use it.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not mx.runtime.Features().is_enabled("CUDA"):
         return False
@@ -71,7 +71,7 @@ def settings_in_force() -> str:
 
 
 def _engine_was_running() -> bool:
-    """Start MXNet's engine and tell whether that was news to it, by the threads that it creates (Linux only)."""
+    """Start MXNet's engine, and return whether it was running already, by the threads that it creates (Linux only)."""
     threads = "/proc/self/task"
     if not os.path.isdir(threads) or os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
         return False

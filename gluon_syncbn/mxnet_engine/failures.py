@@ -177,7 +177,7 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
 
 
 def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
-    """Whoever reads one of these from now on comes after all that has been asked for with any of them."""
+    """Let every read of one of these arrays, from now on, wait for all operations on any of them."""
     if library.core is not None:
         distinct = _distinct(arrays)
         check_call(library.core.gluon_syncbn_seal(_handles(distinct), len(distinct)))

@@ -27,14 +27,15 @@ from gluon_syncbn.symbol import plain_symbol
 
 
 class _Norms:
-    """The block's nodes, and the layers that stand for them, which Gluon would take for forgotten children."""
+    """The Batch Normalizations of the block's symbol, and a layer for each that synchronizes. In an object of their
+    own, since Gluon would take layers in an attribute for children that were not registered."""
 
     def __init__(self, norms: List[Norm], layers: Dict[Tuple[str, ...], SyncBatchNorm]):
         self.norms = norms
         self.layers = layers
 
     def layer_of(self, norm: Norm) -> Optional[SyncBatchNorm]:
-        """The layer that stands for this node, if it synchronizes."""
+        """The layer for this node, if it synchronizes."""
         return self.layers.get(_key(norm))
 
 
@@ -42,7 +43,7 @@ class SynchronizedSymbolBlock(SymbolBlock):
     """What a SymbolBlock becomes; made by `synchronize`."""
 
     def hidden_blocks(self) -> List[SyncBatchNorm]:
-        """The layers that stand for the nodes, out of Gluon's sight."""
+        """The layers for the nodes that synchronize, which Gluon does not know as children."""
         return list(self._norms.layers.values())
 
     def plain_norms(self) -> List[Norm]:

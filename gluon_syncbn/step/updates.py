@@ -168,7 +168,7 @@ def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
 
 
 def clear_added_gradients() -> None:
-    """With ``grad_req='add'`` a failed step may have added anything to the gradients."""
+    """Set gradients with ``grad_req='add'`` to zero: a failed step may have added anything to them."""
     for trainer in list(steps.trainers):
         for parameter in parameters_of(trainer):
             if parameter.grad_req == "add" and has_gradient(parameter):

@@ -23,7 +23,7 @@ _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary
 
 
 class Membership(NamedTuple):
-    """Where a device meets those that it synchronizes with."""
+    """The rendezvous where a device meets those that it synchronizes with."""
 
     rank: int
     forward: Rendezvous

@@ -53,7 +53,7 @@ from gluon_syncbn.mxnet_engine import failures
 _NAME = "gluon_syncbn_all_reduce"
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _NAN = np.nan
-# All that the backward pass is handed where the forward pass was in prediction mode, and met no one.
+# What a forward pass in prediction mode, which met no one, saves for the backward pass.
 _PREDICTION = -1.0
 
 
@@ -107,7 +107,7 @@ class PortableBackend(Backend):
 
 
 def _as_rows(F, x, axis: int):
-    """``x`` as (O, C, I), whatever its rank: dimensions before the channels are merged into O, those behind into I."""
+    """``x`` as (O, C, I), whatever its rank: dimensions before the channels become O, those after them I."""
     if axis == 0:
         return F.reshape(F.expand_dims(x, axis=0), shape=(0, 0, -1))
     if axis > 0:
@@ -228,7 +228,7 @@ class _AllReduce(mx.operator.CustomOp):
         return self._host.read(vector, (self._channels,), self._group.spec.dtype)
 
     def _write_gradients(self, in_grad, req, sums, gamma, beta):
-        """Those of size and after are never asked for."""
+        """Write gradients. Those of ``size`` and ``after`` are never requested."""
         vector = (self._channels,)
         gamma = gamma if self._group.spec.scale else 0
         for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):

@@ -27,8 +27,8 @@ running statistics), so all of them share one key, and the n-th round holds the 
 passes of a layer that is called several times per step come in any order, so their key is the number of the
 forward round that they answer (``RoundResult.round_id``).
 
-A rank that arrives after its round has failed opens a new round, and cannot be told from one that starts the next
-step. Whoever catches the error and goes on must therefore let the stragglers finish first: `abandon_step`.
+A rank that arrives after its round has failed opens a new round, and cannot be distinguished from one that starts the
+next step. Whoever catches the error and goes on must therefore let the stragglers finish first: `abandon_step`.
 """
 
 import threading
