@@ -186,7 +186,7 @@ class Steps:
             return list(self._layers)
 
     def devices_in_use(self) -> Set[mx.Context]:
-        """The devices of the layers; no GPUs in a process that was forked by one that had used them: CUDA would fail."""
+        """The devices of the layers; no GPUs in a process forked by one that had used them, where CUDA fails."""
         devices = {device for layer in self.layers() for device in layer.running_mean.list_ctx()}
         gpus = {device for device in devices if device.device_type == "gpu"}
         self._used_gpus = bool(gpus)

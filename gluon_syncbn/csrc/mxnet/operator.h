@@ -22,7 +22,7 @@ struct Call {
   Layout layout;
   DType dtype;
   Activation activation;
-  bool in_place;  // whether the backward pass goes by y, and x may be gone
+  bool in_place;  // whether the backward pass recovers x̂ from y, and x may be gone
   OptionalInputs has;
 };
 
