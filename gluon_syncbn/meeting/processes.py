@@ -162,24 +162,24 @@ class Processes:
         self.group.abandon(text, highest)
 
     def catch_up(
-        self, what: str, sizes: Dict[str, int], vector: np.ndarray, seconds: float
+        self, what: str, layers: Dict[str, int], vector: np.ndarray, seconds: float
     ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
         """Let all processes number rounds alike from here on, after rounds in which not all took part.
 
-        Returns the sizes that each process sent, and its vector, of any length. Raises as `gather_numbers`.
+        ``layers`` has the channels of each layer by its key. Returns those of each process, and its vector, of any length. Raises as `gather_numbers`.
         """
         with self._lock:
             highest = self._highest_round()
-        text = json.dumps([highest, vector.size, sizes])
+        text = json.dumps([highest, vector.size, layers])
         with self._gathering(what, seconds) as wait:
-            highests, sizes, all_told = zip(*map(json.loads, self._gather_texts(what, text, wait)))
+            highests, sizes, all_layers = zip(*map(json.loads, self._gather_texts(what, text, wait)))
             padded = np.zeros(max(sizes))
             padded[: vector.size] = vector
             rows = self._gather(what, padded, range(self.group.size), wait)
             self._align_steps(wait)
         with self._lock:
             self._floor = max(self._floor, max(highests) + 1)
-        return list(all_told), [row[:size] for row, size in zip(rows, sizes)]
+        return list(all_layers), [row[:size] for row, size in zip(rows, sizes)]
 
     def _highest_round(self) -> int:
         return max([self._floor, *self._rounds.values()])
