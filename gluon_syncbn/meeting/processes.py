@@ -166,7 +166,8 @@ class Processes:
     ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
         """Let all processes number rounds alike from here on, after rounds in which not all took part.
 
-        ``layers`` has the channels of each layer by its key. Returns those of each process, and its vector, of any length. Raises as `gather_numbers`.
+        ``layers`` has the channels of each layer by its key. Returns those of each process, and its vector, of any
+        length. Raises as `gather_numbers`.
         """
         with self._lock:
             highest = self._highest_round()
