@@ -13,7 +13,7 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, graph_of, operator_options
-from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others, find_norms
@@ -105,7 +105,7 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     if fused:
         _log.info("%d of them compute the ReLU after them.", fused)
     if not layers:
-        warnings.warn(f"{block.name} has no BatchNorm layer that can be converted.", stacklevel=2)
+        warnings.warn(f"{block.name} has no BatchNorm layer that can be converted.", stacklevel=users_line())
     _warn_of_others(blocks)
     return block
 

@@ -5,6 +5,9 @@ statistics, on one device and where ``group_size=1`` leaves each device by itsel
 training. A symbol may be used on other devices later, so a layer that is on one device now is only plain for now.
 """
 
+import dataclasses
+import json
+
 import mxnet as mx
 import pytest
 from harness import cpus
@@ -90,9 +93,9 @@ def test_what_a_layer_computes(group_size, renorm, num_devices, count):
             assert decide(spec, devices, Site.SYMBOL) is SYMBOL[group_size, renorm][num_devices][count]
             loaded = decide(spec, devices, Site.SYMBOL, is_loaded=True)
             assert loaded is LOADED[group_size, renorm][num_devices][count]
-            if count:
-                expected = NET[group_size, renorm][num_devices][count] if is_training else PLAIN
-                assert decide(spec, devices, Site.ARRAYS) is expected
+            # Called with arrays, but without parameters on a device, there is nobody to meet.
+            expected = NET[group_size, renorm][num_devices][count] if is_training and count else PLAIN
+            assert decide(spec, devices, Site.ARRAYS) is expected
 
 
 @pytest.mark.parametrize("group_size, renorm, num_devices, count", CASES)
@@ -128,3 +131,12 @@ def test_a_loaded_layer_of_a_job_that_is_not_connected_is_not_alone():
     assert decide(spec, [], Site.SYMBOL, is_loaded=True) is OPEN
     assert decide(spec, cpus(1), Site.NET) is SYNCHRONIZED
     assert decide(spec.but(process_group="none"), [mx.cpu(0)], Site.NET) is PLAIN
+
+
+def test_what_is_saved_says_every_option():
+    """A default that changes some day does not change what a file means."""
+    text = LayerSpec.of("x", kvstore="local", renorm=(3, 5)).to_json()
+    saved = json.loads(text)
+    missing = {field.name for field in dataclasses.fields(LayerSpec)} - set(saved)
+    assert missing == {"num_devices", "group_size", "timeout", "activation", "process_group"}  # which are None
+    assert LayerSpec.from_json(text) == LayerSpec.of("x", kvstore="local", renorm=(3, 5))

@@ -10,6 +10,7 @@ import mxnet as mx
 from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.native import NativeBackend
 from gluon_syncbn.backends.portable.operator import PortableBackend
+from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.layer import spec as layer_spec
 from gluon_syncbn.layer.spec import LayerSpec
 
@@ -69,6 +70,7 @@ def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
         _log.info("back end %s: %s.", choice.name, choice.reason)
         if reasons and spec.kvstore is None and any(device.device_type == "gpu" for device in devices):
             warnings.warn(
-                f"{spec.where} runs on the {choice.name} back end, which is slower: {reasons[0]}.", stacklevel=2
+                f"{spec.where} runs on the {choice.name} back end, which is slower: {reasons[0]}.",
+                stacklevel=users_line(),
             )
     return choice

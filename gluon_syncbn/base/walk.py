@@ -1,4 +1,4 @@
-"""Finds every block of a net, and the net that is being called."""
+"""Finds every block of a net, and what is being called: the net, and the line of the user."""
 
 import sys
 from types import FrameType
@@ -41,3 +41,11 @@ def outermost_block() -> Optional[Block]:
             found = frame.f_locals["self"]
         frame = frame.f_back
     return found
+
+
+def users_line() -> int:
+    """The ``stacklevel`` for `warnings.warn` that shows the user's own line, for the function that calls this one."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("gluon_syncbn", "mxnet"):
+        level, frame = level + 1, frame.f_back
+    return level

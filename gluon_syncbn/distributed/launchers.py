@@ -5,6 +5,8 @@ import os
 import warnings
 from typing import NamedTuple, Optional
 
+from gluon_syncbn.base.walk import users_line
+
 # The variables in which each launcher gives the number of processes. (Slurm's variables are also set where only one was
 # started.)
 _SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
@@ -39,5 +41,5 @@ def warn_of_several_processes(where: str) -> None:
         f"Normalization. gluon_syncbn.init_process_group('{job.launcher.lower()}') before the net is made, or the "
         f"environment variable GLUON_SYNCBN_PROCESS_GROUP={job.launcher.lower()}, makes them synchronize over all "
         f"processes; 'none' silences this.",
-        stacklevel=6,
+        stacklevel=users_line(),
     )

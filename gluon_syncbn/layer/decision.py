@@ -44,7 +44,9 @@ def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site, is_loaded
     if site is not Site.SYMBOL:
         if spec.is_by_itself or _is_alone(spec, len(devices) or spec.num_devices):
             return Way.PLAIN
-        return Way.SYNCHRONIZED if devices else Way.OPEN
+        if devices:
+            return Way.SYNCHRONIZED
+        return Way.PLAIN if site is Site.ARRAYS else Way.OPEN
     is_settled = not (is_loaded and spec.group_size is not None)
     if len(devices) <= 1 and is_settled and spec.num_devices == 1 and _is_alone(spec, 1):
         return Way.PLAIN

@@ -189,13 +189,10 @@ class LayerSpec:
         )
 
     def to_json(self, **more) -> str:
-        """What differs from the defaults, and names; objects of the user's cannot be saved."""
+        """All values but those that are None, and objects of the user's, which cannot be saved."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for option in ("kvstore", "process_group"):
-            if not isinstance(values[option], str):
-                values[option] = None
-        return json.dumps({**{name: value for name, value in values.items() if value != defaults[name]}, **more})
+        saved = {name: value for name, value in values.items() if isinstance(value, (str, int, float, tuple))}
+        return json.dumps({**saved, **more})
 
     @classmethod
     def from_json(cls, text: str) -> "LayerSpec":

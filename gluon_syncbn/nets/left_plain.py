@@ -13,7 +13,7 @@ from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
-from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import find_norms
@@ -48,7 +48,7 @@ def _warn(net: Block) -> None:
         f"{len(plain)} of the {len(plain) + len(layers)} BatchNorm layers of {net.name} are not synchronized "
         f"({shown}): each device normalizes with its own images there. Before training, "
         f"gluon_syncbn.convert_sync_batchnorm(net) makes all of them synchronize.",
-        stacklevel=3,
+        stacklevel=users_line(),
     )
 
 
