@@ -258,3 +258,17 @@ def test_a_layer_alone_takes_its_relu_along():
     convert_batchnorm(net[0])
     np.testing.assert_array_equal(net(x).asnumpy(), expected)
     assert [type(block) for block in net] == [nn.BatchNorm, nn.Activation]
+
+
+def test_a_net_without_batchnorm_is_warned_of_at_the_users_line():
+    with pytest.warns(UserWarning, match="has no BatchNorm layer that can be converted") as seen:
+        convert_sync_batchnorm(nn.Dense(3))
+    assert [item.filename for item in seen] == [__file__]
+
+
+def test_a_misspelt_option_changes_nothing_and_names_the_nearest():
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3))
+    with pytest.raises(TypeError, match="unknown option 'grup_size'. Did you mean 'group_size'?"):
+        convert_sync_batchnorm(net, grup_size=2)
+    assert type(net[0]) is nn.BatchNorm
