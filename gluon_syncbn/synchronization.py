@@ -43,7 +43,9 @@ class Synchronization:
         self.passes = Passes(layer)
         self._layer = weakref.ref(layer)
         self._first_step = first_step
+        self._spec: Tuple[Tuple, LayerSpec] = (), options  # what the latest was made of, and that
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
+        self._group_is_for: Optional[LayerSpec] = None
         self._group_lock = threading.Lock()
 
     @property
@@ -53,18 +55,23 @@ class Synchronization:
         return layer
 
     def spec(self) -> LayerSpec:
-        """What the layer is now."""
+        """What the layer is now; the same object as long as nothing changes."""
         layer = self.layer
         kwargs = operator_options(layer)
-        return self.options.but(
-            name=layer.name,
-            axis=kwargs["axis"],
-            epsilon=float(kwargs["eps"]),
-            momentum=float(kwargs["momentum"]),
-            scale=not kwargs["fix_gamma"],
-            use_global_stats=kwargs["use_global_stats"],
-            dtype=dtype_name(layer.running_mean.dtype),
-        )
+        source = self.options, layer.name, layer.running_mean.dtype, *kwargs.values()
+        latest, spec = self._spec
+        if latest != source:
+            spec = self.options.but(
+                name=layer.name,
+                axis=kwargs["axis"],
+                epsilon=float(kwargs["eps"]),
+                momentum=float(kwargs["momentum"]),
+                scale=not kwargs["fix_gamma"],
+                use_global_stats=kwargs["use_global_stats"],
+                dtype=dtype_name(layer.running_mean.dtype),
+            )
+            self._spec = source, spec
+        return spec
 
     def devices(self) -> List[mx.Context]:
         """The contexts of the parameters in rank order; none before ``initialize``."""
@@ -94,12 +101,12 @@ class Synchronization:
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
-            spec = spec.but(num_devices=len(devices))
             now = self._group
-            if now is None or now[1].devices != devices or now[1].spec != spec:
+            if now is None or now[1].devices != devices or self._group_is_for != spec:
                 backend = choose(spec, devices).backend
                 self._first_step = self.next_step()
-                self._group = now = backend, backend.make_group(spec, devices)
+                self._group = now = backend, backend.make_group(spec.but(num_devices=len(devices)), devices)
+                self._group_is_for = spec
                 now[1].go_to_step(self._first_step)
                 steps.add_layer(self.layer)
             return now
