@@ -1,30 +1,30 @@
 """Synchronized Batch Normalization for MXNet Gluon.
 
 Layers and nets
-    SyncBatchNorm            the layer, in place of ``mxnet.gluon.nn.BatchNorm``
+    SyncBatchNorm            the layer, a replacement for ``mxnet.gluon.nn.BatchNorm``
     convert_sync_batchnorm   makes every BatchNorm of a net synchronize
-    convert_batchnorm        makes them plain again, for deployment
+    convert_batchnorm        makes them plain BatchNorm again, for deployment
     freeze_statistics        normalizes with the running statistics in training too
-    install, uninstall       put this layer in the place of ``gluon.contrib.nn.SyncBatchNorm``
+    install, uninstall       replace ``gluon.contrib.nn.SyncBatchNorm`` by this layer, and undo that
 
 Symbols and Modules
     symbol.SyncBatchNorm     the layer as a symbol
     symbol.load              loads a saved symbol on any host
     convert_symbol           makes every BatchNorm of a symbol synchronize
-    plain_symbol             makes them plain again
+    plain_symbol             makes them plain BatchNorm again
 
 Training
-    devices                  a step on some of the devices only
-    abandon_step             gives up a step that has failed, before the next
+    devices                  trains on some of the devices only
+    abandon_step             gives up a failed step, before the next one
     guard_update             keeps a failed step from updating weights, in loops without a Trainer
     SyncBatchNormError       raised where an output of a failed step is read
-    profile, Report          which layers wait, how long, and for whom
+    profile, Report          measure which layers wait, how long, and for which device
 
 Several processes
     init_process_group       synchronizes over the processes of a job (MPI, Horovod)
-    ProcessGroup             what it returns
+    ProcessGroup             the processes of a job, as `init_process_group` returns them
 
-``help(gluon_syncbn.SyncBatchNorm)`` and so on have the details. ``python -m gluon_syncbn`` tries the installation,
+``help(gluon_syncbn.SyncBatchNorm)`` and so on have the details. ``python -m gluon_syncbn`` checks the installation.
 ``python -m gluon_syncbn.run script.py`` runs a script with this layer in place of MXNet's.
 """
 

@@ -1,4 +1,4 @@
-"""`devices`: a step on some of the devices only."""
+"""`devices`: trains on some of the devices only."""
 
 import contextlib
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
@@ -22,35 +22,35 @@ _WHERE = "gluon_syncbn.devices"
 
 @contextlib.contextmanager
 def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Block] = None) -> Iterator[None]:
-    """Within the ``with`` block only these devices train, and no layer waits for the others.
+    """Train on these devices only within the ``with`` block; no layer waits for the others.
 
-    For a step with fewer images than devices, as the last batch of an epoch may have. It holds for all layers of the
-    process, hybridized or not, and for backward passes of what was run in the block, wherever they are called. Entering
-    and leaving waits for all pending work. On leaving, devices that did not take part are given the new running
-    statistics, so that they are the same everywhere again.
+    Use it for a step with fewer images than devices, such as the last batch of an epoch. It applies to all layers of
+    the process, hybridized or not. The backward passes of what was run in the block may be called in it or after it.
+    Entering and leaving the block waits for all pending work. On leaving, the new running statistics are copied to the
+    devices that did not take part, so that all devices have the same again.
 
-    In a job of several processes all of them enter and leave the block, each with its own devices; a process without
-    images gives an empty list, and the others do not wait for it.
+    In a job of several processes all of them enter and leave the block, each with its own devices. A process without
+    images passes an empty list, and the others do not wait for it.
 
     Parameters
     ----------
     ctx_list : mx.Context or sequence of mx.Context
         The devices that take part.
     net : Block, optional
-        Its gradients on the other devices are set to zero and count as fresh, so that one ``Trainer.step`` in the block
-        or after it adds up what was computed, updates all devices, and does not complain of stale gradients.
-        (Parameters with ``grad_req='add'`` keep what has been added up.)
+        The net whose gradients on the other devices are set to zero and marked as fresh. One ``Trainer.step``, in the
+        block or after it, then adds up the gradients of the devices that took part, updates all devices, and does not
+        complain of stale gradients. (Parameters with ``grad_req='add'`` keep their accumulated gradients.)
 
     Raises
     ------
     ValueError
-        No device (in no process, if there are several), or one given twice.
+        The list is empty (in every process, if there are several), or has a device twice.
     TypeError
-        Something else than contexts, or ``net`` is not a Gluon block.
+        ``ctx_list`` has something else than contexts, or ``net`` is not a Gluon block.
     MXNetError
         An operator has failed, in the block or in work that was pending before it.
     SyncBatchNormError
-        A process did not come, or one without devices cannot be left out.
+        A process did not come, or a process without devices cannot be left out.
 
     Examples
     --------
@@ -90,8 +90,8 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
 
 
 def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
-    """The ranks that have devices now, by process group."""
-    find(None, _WHERE)  # what the environment has chosen may not have been made
+    """Return, for each process group, the ranks that have devices now."""
+    find(None, _WHERE)  # the group that the environment variable names may not have been made yet
     ranks = {}
     for group in groups_in_use():
         processes = processes_of(group)
@@ -105,7 +105,7 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
 
 
 def _put_in_force(set_id: int) -> None:
-    """No operator may be running."""
+    """Put a set of devices in force. No operator may be running."""
     steps.forget_passes()
     active_sets.use(set_id)
 
@@ -135,7 +135,7 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
 
 
 def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
-    """Copy the statistics from a device that took part to those of its group that did not."""
+    """Copy the running statistics from a device that took part to the devices of its group that did not."""
     for members in layer._sync.groups():
         active = [device for device in members if device in chosen]
         for device in members:
@@ -145,10 +145,10 @@ def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
 
 
 def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Sequence[SyncBatchNorm]) -> None:
-    """Send the statistics of ``trained`` from a process that took part to those of its group that did not.
+    """Copy the statistics of the layers that trained from a process that took part to those of its group that did not.
 
-    Each process says which layers it sends. Other layers that it has do not count: a net that the program has dropped
-    exists until Python's collector runs.
+    Each process sends the keys of its layers along. What other layers it has does not matter: a net that the program
+    has dropped exists until Python's garbage collector runs.
     """
     processes = processes_of(group)
     places = ((layer._sync.place(), layer) for layer in trained)
@@ -180,7 +180,7 @@ def _statistics(layer: SyncBatchNorm) -> List[Parameter]:
 
 
 def _cut(sizes: Dict[str, int], row: np.ndarray) -> Iterator[Tuple[str, np.ndarray]]:
-    """Mean and variance of each layer, one after the other in ``row``."""
+    """Yield the key of each layer with its mean and variance, which follow one another in ``row``."""
     begin = 0
     for key, size in sizes.items():
         yield key, row[begin : begin + 2 * size]

@@ -1,8 +1,8 @@
-"""The methods of MXNet's that this package extends, because MXNet has no hook there. All of them, and nothing else.
+"""The methods of MXNet that this package extends, because MXNet has no hook there. The table lists all of them.
 
-Each entry of the table names a method and what makes the extended one of it, which does what the original does, and
-then its own. `install_hooks` puts them in place, once, when the package is imported; `remove_hooks` puts back what was
-there. Where a method is extended twice, the later entry is the outer one: it runs the earlier one first.
+Each entry names a method and a decorator. The decorated method does what the original does, and some work of its own.
+`install_hooks` puts the decorated methods in place once, when the package is imported; `remove_hooks` restores the
+originals. Where a method has two entries, the later one is the outer: it calls the earlier one.
 """
 
 from typing import Any, List, Tuple

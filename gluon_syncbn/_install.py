@@ -1,8 +1,8 @@
-"""Makes MXNet's own synchronized Batch Normalization ours, for scripts that nobody wants to edit.
+"""Replaces MXNet's own synchronized Batch Normalization by this package's, for scripts that are not to be edited.
 
-``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` are names in MXNet's modules, and in those of
-every module that has imported them from there (gluoncv's ``nn.feature`` has). `install` puts ours in all these places,
-and `uninstall` puts back what was there.
+``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` are names in MXNet's modules, and in every
+module that has imported them from there (such as gluoncv's ``nn.feature``). `install` replaces them in all these
+modules, and `uninstall` restores them.
 """
 
 import sys
@@ -47,7 +47,7 @@ def _contrib_symbol(
 ):
     """`gluon_syncbn.symbol.SyncBatchNorm` with the signature of ``mx.sym.contrib.SyncBatchNorm``.
 
-    gluoncv leaves ``ndev`` out where it does not know the number; a SymbolBlock finds it out then.
+    gluoncv omits ``ndev`` where it does not know the number of devices; a SymbolBlock finds it out then.
     """
     if output_mean_var:
         raise ValueError(f"SyncBatchNorm '{key}': output_mean_var is not supported.")
@@ -55,18 +55,20 @@ def _contrib_symbol(
 
 
 def install() -> None:
-    """Make ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` ours, wherever they are imported.
+    """Replace ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` by this package's layer and symbol.
 
-    Call it before the net is built. Layers that exist already stay what they are; `convert_sync_batchnorm` converts
-    those. Calling it twice is the same as once.
+    They are replaced in every module that has imported them. Call it before the net is built. Layers that exist already
+    do not change; `convert_sync_batchnorm` converts them. A second call does nothing more.
 
+    Examples
+    --------
     >>> gluon_syncbn.install()
     >>> net = gluoncv.model_zoo.get_model('yolo3_darknet53_voc', norm_layer=mx.gluon.contrib.nn.SyncBatchNorm,
     ...                                   norm_kwargs={'num_devices': 4})
     """
     ours = {id(_CONTRIB_LAYER): ContribSyncBatchNorm, id(_CONTRIB_SYMBOL): _contrib_symbol}
     for name, module in list(sys.modules.items()):
-        # Where contrib's layer is defined, its own methods need the name.
+        # Not in the module that defines contrib's layer, whose methods need the name.
         if module is None or name.split(".")[0] == "gluon_syncbn" or name == _CONTRIB_LAYER.__module__:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
@@ -76,7 +78,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Layers that were made in between stay ours."""
+    """Undo `install`. Layers that were made in between remain `SyncBatchNorm` layers."""
     while _replaced:
         module, attribute, value = _replaced.pop()
         setattr(module, attribute, value)

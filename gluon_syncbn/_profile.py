@@ -1,4 +1,4 @@
-"""`profile`: which layers wait, how long, and for whom."""
+"""`profile`: measures which layers wait, how long, and for which device."""
 
 import contextlib
 import gc
@@ -19,30 +19,32 @@ _SHOWN = 30  # rows of a printed table, and bars of a picture
 
 
 class Row(NamedTuple):
-    """One direction of one layer; times in seconds, shares of the time that was profiled."""
+    """One direction of one layer. Times are in seconds, shares are fractions of the profiled time."""
 
     layer: str
     direction: str  # 'forward' or 'backward'
     calls: int  # how often the devices met
-    spread: float  # from the first to the last device's arrival, median
-    spread_90: float  # 90% of the meetings took no longer
-    last: Dict[str, int]  # how often each device was the last
-    kernels: float  # of a device in one call, median
-    waiting_share: float  # of the time of a device that went into waiting, on average over devices
-    kernel_share: float
+    spread: float  # time from the first to the last device's arrival, median
+    spread_90: float  # the same, 90th percentile
+    last: Dict[str, int]  # how often each device was the last to arrive
+    kernels: float  # kernel time of one device in one call, median
+    waiting_share: float  # share of a device's time that it waited for others, mean over devices
+    kernel_share: float  # share of a device's time in the layer's kernels, mean over devices
 
 
 class Report:
-    """What `profile` has seen. Empty until its block ends.
+    """The result of `profile`. Empty until the ``with`` block ends.
 
     Attributes
     ----------
     seconds : float
-        How long the block took, all its work included.
+        The duration of the block, including all pending work.
     devices : list of str
-        The devices of this process that met.
+        The devices of this process that synchronized, for example ``['gpu(0)', 'gpu(1)']``.
     rows : list of Row
-        Each direction of each layer, in the order in which they met first.
+        One row for each direction of each layer, in the order of their first calls. A row has the attributes ``layer``,
+        ``direction``, ``calls``, ``spread``, ``spread_90``, ``last``, ``kernels``, ``waiting_share`` and
+        ``kernel_share``.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Report:
         self.rows: List[Row] = []
 
     def _fill(self, passes: Sequence[Pass], seconds: float) -> None:
-        """Called when the block of `profile` ends."""
+        """Compute the rows. Called when the block of `profile` ends."""
         self.seconds = seconds
         self.devices = sorted({item.device for item in passes}, key=lambda name: (name.split("(")[0], len(name), name))
         layers: Dict[Tuple[str, str], List[Pass]] = defaultdict(list)
@@ -62,23 +64,23 @@ class Report:
 
     @property
     def waiting_share(self) -> float:
-        """The share of a device's time that went into waiting for others, on average over devices."""
+        """Share of a device's time that it waited for others, from 0 to 1; mean over devices."""
         return sum(row.waiting_share for row in self.rows)
 
     @property
     def kernel_share(self) -> float:
-        """What went into the layers' own kernels."""
+        """Share of a device's time in the layers' own kernels, from 0 to 1; mean over devices."""
         return sum(row.kernel_share for row in self.rows)
 
     def last(self) -> Dict[str, int]:
-        """How often each device was the last to come, over all layers."""
+        """Return how often each device was the last to arrive, summed over all layers and directions."""
         total: Counter = Counter(dict.fromkeys(self.devices, 0))
         for row in self.rows:
             total.update(row.last)
         return dict(total)
 
     def __str__(self) -> str:
-        """A table, the rows with most waiting first."""
+        """Return a table, sorted by waiting time, longest first."""
         if not self.rows:
             return "No layer met another device while the profile was on."
         rows = sorted(self.rows, key=lambda row: -row.waiting_share)
@@ -102,13 +104,21 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it as JSON: ``seconds``, ``devices``, ``waiting_share``, ``kernel_share``, ``last``, ``rows``."""
+        """Return the report as JSON text.
+
+        It has the keys ``seconds``, ``devices``, ``waiting_share``, ``kernel_share``, ``last`` and ``rows``.
+        """
         values: Dict[str, Any] = {name: getattr(self, name) for name in ("seconds", "devices")}
         values.update(waiting_share=self.waiting_share, kernel_share=self.kernel_share, last=self.last())
         return json.dumps({**values, "rows": [row._asdict() for row in self.rows]})
 
     def plot(self, path) -> None:
-        """Draw it to a file, by its ending: a bar for how long devices wait at each layer, and who was the last.
+        """Plot to a file how long devices wait at each layer, and which device was the last to arrive.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file; its extension determines the format, as in ``matplotlib``'s ``savefig``.
 
         Raises
         ------
@@ -122,7 +132,7 @@ class Report:
         from matplotlib.figure import Figure
 
         chosen = sorted(self.rows, key=lambda row: -row.waiting_share)[:_SHOWN]
-        rows = [row for row in self.rows if row in chosen][::-1]  # in their order, the first on top
+        rows = [row for row in self.rows if row in chosen][::-1]  # in the order of the net, the first on top
         figure = Figure(figsize=(10, 1.6 + 0.22 * len(rows)), layout="constrained")
         waits, lasts = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
         places = np.arange(len(rows))
@@ -156,22 +166,25 @@ class Report:
 
 @contextlib.contextmanager
 def profile() -> Iterator[Report]:
-    """Within the ``with`` block it is noted when each device comes to each synchronized layer.
+    """Measure in the ``with`` block when each device arrives at each synchronized layer.
 
-    One slow GPU, or one with larger images, makes all others wait: the report says where, how long, and for whom. Put
-    it around some steps after the first, which are slower. Entering and leaving waits for all pending work. It sees
-    the devices of this process; what it says of waiting includes the exchange with others. On GPUs the time of kernels
-    ends where the second one is launched. Outside of such a block nothing is noted.
+    One slow GPU, or one with larger images, makes all others wait. The report shows where they wait, how long, and for
+    which device. Profile some steps after the first ones, which are slower. Entering and leaving the block waits for
+    all pending work. Only the devices of this process are measured; waiting times include the exchange with other
+    processes. On GPUs the kernel time ends when the second kernel is launched. Nothing is recorded outside of the
+    block.
 
     Yields
     ------
     Report
-        Filled when the block ends: ``print(report)``, ``report.plot('waiting.png')``, ``report.to_json()``.
+        The report, filled when the block ends: ``print(report)``, ``report.plot('waiting.png')``,
+        ``report.to_json()``.
 
     Raises
     ------
     RuntimeError
-        Another profile is under way, or a layer of this process runs on the portable back end, which keeps no notes.
+        Another profile is active, the compiled operator is missing, or a layer of this process runs on the portable
+        back end, which cannot be profiled.
 
     Examples
     --------
@@ -182,7 +195,7 @@ def profile() -> Iterator[Report]:
     """
     report = Report()
     mx.nd.waitall()
-    gc.collect()  # a net that was dropped may still be there
+    gc.collect()  # a net that the program has dropped may still exist
     for layer in steps.layers():
         if layer.backend == "portable":
             raise RuntimeError(
@@ -204,7 +217,7 @@ def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: flo
         meetings[item.meeting, item.round_id].append(item)
     spreads, last = [], Counter(dict.fromkeys(sorted({item.device for item in passes}), 0))
     for met in meetings.values():
-        spreads.append(met[-1].arrived - met[0].arrived)  # they come by the time of arrival
+        spreads.append(met[-1].arrived - met[0].arrived)  # passes are sorted by their time of arrival
         last[met[-1].device] += 1
     kernels = [item.arrived - item.started + item.ended - item.left for item in passes]
     return Row(

@@ -1,4 +1,4 @@
-"""SyncBatchNorm, the block that a user sees."""
+"""`SyncBatchNorm`, the Gluon block."""
 
 import copy
 from typing import Any, Dict, Optional, Union
@@ -27,7 +27,7 @@ _BATCH_NORM = (
 
 
 class SyncBatchNorm(nn.BatchNorm):
-    r"""Batch Normalization with the statistics of the whole mini-batch, over all devices of a host, or of a job.
+    r"""Batch Normalization with the statistics of the whole mini-batch, over all devices of a host or of a job.
 
     With :math:`N` values per channel on all devices together,
 
@@ -36,21 +36,20 @@ class SyncBatchNorm(nn.BatchNorm):
         \mathrm{mean} = \tfrac1N \sum x, \quad \mathrm{var} = \tfrac1N \sum (x - \mathrm{mean})^2
 
     and the backward pass sends the gradient through mean and variance to every device (Ioffe and Szegedy, 2015,
-    algorithm 1, summed over devices). Takes the place of `mxnet.gluon.nn.BatchNorm`: same parameter names, same
-    ``.params`` files, same gradients as one device would compute on the concatenated batch. In prediction mode, with
-    ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and meets no one.
+    algorithm 1, summed over devices). The layer replaces `mxnet.gluon.nn.BatchNorm`: it has the same parameter names
+    and the same ``.params`` files, and its gradients are those that one device would compute on the concatenated batch.
+    In prediction mode, with ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and does not synchronize.
 
-    Every device must run the layer the same number of times per step. One that does not come ends in an error on
-    all devices that wait (see ``timeout``); after you have caught it, call `gluon_syncbn.abandon_step` before the next
-    step.
-    For a step with fewer images than devices see `gluon_syncbn.devices`.
+    Every device must run the layer the same number of times per step. If a device does not come, all devices that wait
+    for it fail with an error (see ``timeout``). After you have caught the error, call `gluon_syncbn.abandon_step`
+    before the next step. For a step with fewer images than devices see `gluon_syncbn.devices`.
 
     Parameters
     ----------
     axis : int, default 1
         The axis of the channels; 1 for NCHW, -1 or 3 for NHWC.
     momentum : float, default 0.9
-        Share of the old value that the running statistics keep at each training step.
+        The share of the old value that the running statistics keep at each training step.
     epsilon : float, default 1e-5
         Added to the variance.
     center, scale : bool, default True
@@ -60,63 +59,66 @@ class SyncBatchNorm(nn.BatchNorm):
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer : str or Initializer
         As in `nn.BatchNorm`.
     in_channels : int, default 0
-        Channels of the input; 0 finds out at the first call.
+        The number of channels of the input; 0 takes it from the first input.
     num_devices : int, optional
-        How many devices the parameters must be initialised on; anything else is an error at the first call. By
-        default the layer takes the contexts that its parameters were initialised on.
+        The number of devices that the parameters must be initialized on; any other number is an error at the first
+        call. By default the layer synchronizes over the contexts of its parameters, however many these are.
     group_size : int, optional
-        Synchronize neighbours in groups of this many devices instead of all. Running statistics then differ from
-        group to group.
+        Synchronize groups of this many neighbouring devices instead of all devices. Each group then has running
+        statistics of its own.
     timeout : float, optional
-        Seconds that devices wait for one that does not come. Default: the environment variable
-        ``GLUON_SYNCBN_TIMEOUT``, or 60.
+        How many seconds devices wait for a device that does not come. Default: the environment variable
+        ``GLUON_SYNCBN_TIMEOUT``, or 60 s for devices of the same process and 600 s for other processes.
     backend : {'auto', 'native', 'portable'}
-        'native' is one compiled operator, on CPUs and GPUs; 'portable', the fallback, is made of MXNet's own operators,
-        for the devices of one process. 'auto' takes the first that can run here; see the property ``backend``.
+        'native' is one compiled operator, for CPUs and GPUs. 'portable' consists of MXNet's own operators and runs
+        wherever MXNet does. 'auto' takes the first of the two that can run here; the property ``backend`` says which.
     activation : {'relu'}, optional
-        Return max(out, 0), computed in the same pass where the back end can.
+        Return max(out, 0), computed in the same pass where the back end supports it.
     process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet, optional
-        The processes to synchronize with, as in `gluon_syncbn.init_process_group`; by default what that, or the
-        environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. ``group_size`` then counts the
-        devices of all processes in rank order, and ``num_devices`` those of this process.
+        The processes to synchronize with, as in `gluon_syncbn.init_process_group`. Default: the processes that this
+        function, or the environment variable ``GLUON_SYNCBN_PROCESS_GROUP``, has chosen for all layers. With several
+        processes ``group_size`` counts the devices of all of them in rank order, and ``num_devices`` counts the devices
+        of this one.
     in_place : bool, default False
-        Recover the normalized input from the output in the backward pass, so that MXNet need not keep the input: less
-        memory for activations. No effect where a ReLU follows (a leaky one may). On the native back end, in training on
-        several devices. See docs/memory.md for what it costs in precision.
+        Recover x̂ from the output in backward, so that MXNet need not keep the input: less memory for activations. No
+        effect where a ReLU follows (a leaky ReLU may follow). Needs the native back end, and works in training on
+        several devices. docs/memory.md describes what it costs in precision.
     renorm : (float, float) or list of (int, float, float), optional
-        Batch Renormalization (Ioffe, 2017) with these ``(r_max, d_max)``, or a schedule of ``(step, r_max, d_max)``,
-        on straight lines from one to the next; steps count the layer's training passes from 0. Takes effect in
-        training, on one device too.
+        Batch Renormalization (Ioffe, 2017) with the limits ``(r_max, d_max)``, or with a schedule of ``(step, r_max,
+        d_max)``, between whose points the limits are interpolated linearly. Steps count the layer's training passes,
+        from 0. Needs the native back end. Takes effect in training, on one device too.
     fuse : bool, default True
-        Let a hybridized net compute what follows the layer (ReLU, leaky ReLU, a sum and ReLU) in the layer's own
-        passes. Only on the native back end, and where nobody else reads the values in between.
+        Let a hybridized net compute what follows the layer (a ReLU, a leaky ReLU, or a sum and a ReLU) in the layer's
+        own passes. Only on the native back end, and only where nothing else reads the values in between.
     kvstore : str or mx.kv.KVStore, optional
-        Takes the portable back end, and sends the per-channel vectors through this store: 'local', 'device', or one
-        made with ``mx.kv.create`` that has no optimizer. By default they are exchanged in memory.
+        For the portable back end: the KVStore through which devices exchange the per-channel vectors. A name, such as
+        'local' or 'device', or a store made with ``mx.kv.create`` that has no optimizer. By default the vectors are
+        exchanged in host memory, without a KVStore.
 
     Raises
     ------
     ValueError, TypeError
-        For options that cannot work, when the layer is made; for devices, channels or a dtype that do not fit, at the
-        first call that shows them. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
+        An option cannot work: raised when the layer is made. Devices, channels or the dtype do not fit: raised by the
+        first call that shows it. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
     RuntimeError
-        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or ``backend='native'`` where it cannot run.
-    SyncBatchNormError
-        Where an output is read, if a device did not come. The text names the layer, the direction, who arrived and
-        who did not. (Where nothing is compiled the text is only printed, and the error is an `MXNetError`.)
+        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or a ``backend`` that cannot run here.
+    MXNetError
+        A device did not come: raised where an output is read. The text names the layer, the direction, the devices
+        that arrived, and those that are missing. (On the portable back end the operator that failed also prints it as
+        a `SyncBatchNormError`; where the compiled library is missing, it is printed only.)
 
-    Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; float32, float64
-    (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.
+    Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; of dtype float32,
+    float64 (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.
 
-    Outputs: **out**, shape, dtype and kind of data.
+    Outputs: **out**, with the shape, dtype and type of data.
 
     Notes
     -----
     Running statistics are updated in the forward pass in training mode, and only there. `nn.BatchNorm` on a CPU
     updates them in the backward pass, which differs for a layer that is called several times in a step.
 
-    `copy.deepcopy` and `pickle` make a layer of its own, which meets no other; as with `nn.BatchNorm`, not of a
-    hybridized net that has run (MXNet cannot copy its graph).
+    `copy.deepcopy` and `pickle` make an independent layer, which does not synchronize with the original. As with
+    `nn.BatchNorm`, they fail for a hybridized net that has run (MXNet cannot copy its graph).
 
     Examples
     --------
@@ -181,25 +183,28 @@ class SyncBatchNorm(nn.BatchNorm):
         self._sync = Synchronization(self, options)
 
     def _take_options(self, options: LayerSpec) -> None:
-        """Have these options from now on; `options_of` has checked them."""
+        """Replace the options; `options_of` has checked them."""
         step = self._sync.next_step() if "_sync" in vars(self) else 0
         self._sync = Synchronization(self, options, step)
 
     def _stop_synchronizing(self) -> None:
-        """Become an `nn.BatchNorm` again, but for the class."""
+        """Become an `nn.BatchNorm` again, except for the class, which the caller changes."""
         steps.remove_layer(self)
         del self._sync
 
     @property
     def backend(self) -> str:
-        """The back end that the layer takes on its devices: 'native' or 'portable'."""
+        """The back end that the layer uses on its devices: 'native' or 'portable'."""
         return self._sync.choice().name
 
     def cast(self, dtype):
-        """Cast the layer; parameters and statistics stay in float32 for bfloat16, as in `nn.BatchNorm` for float16."""
+        """Cast the layer to a dtype, as `nn.BatchNorm` does.
+
+        Parameters and statistics stay in float32 for bfloat16 as well as for float16.
+        """
         super().cast("float32" if is_bfloat16(dtype) else dtype)
 
-    # A copy is a layer of its own, with a group of its own; the parameters are copied as those of `nn.BatchNorm`.
+    # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, "_sync": self._sync.state()}
@@ -210,7 +215,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __deepcopy__(self, memo) -> "SyncBatchNorm":
         options = self._sync.options
-        for given in (options.kvstore, options.process_group):  # the user's own, which nothing can copy
+        for given in (options.kvstore, options.process_group):  # the user's objects, which cannot be copied
             if given is not None:
                 memo[id(given)] = given
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -218,7 +223,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return made
 
     def _alias(self):
-        # Files written by collect_params().save() carry full names: keep those of nn.BatchNorm.
+        # Files written by collect_params().save() contain full names: keep those of nn.BatchNorm.
         return "batchnorm"
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
@@ -252,10 +257,10 @@ class SyncBatchNorm(nn.BatchNorm):
         return out
 
     def _as_node(self, inputs, trace: Optional[Trace], name: str, dtypes: Dict[str, Any], hidden=None, after=None):
-        """The layer as a node of a graph, and its order token or None (see `NodeOptions` for the arguments).
+        """Return the layer as a node of a graph, and its order token or None (see `NodeOptions` for the arguments).
 
-        ``trace`` is the graph of a net that is being made; without one, it is a symbol of the user's, which may be
-        saved, bound by a Module or put into a SymbolBlock.
+        ``trace`` is the graph of a net that Gluon is making. Without one the node is part of a symbol of the user's,
+        which may be saved, bound by a Module or put into a SymbolBlock.
         """
         if trace is not None and trace.net is not None:
             remember(trace.net, trace.symbol, self)
@@ -271,7 +276,11 @@ class SyncBatchNorm(nn.BatchNorm):
 
     @staticmethod
     def _check_input(x, channels: int, spec: LayerSpec) -> None:
-        """``channels`` are those of the arrays; a Parameter may have no shape, as in GluonCV's pruned networks."""
+        """Raise ValueError if the layer cannot take this input.
+
+        ``channels`` is the length of the gamma array, since a Parameter may have no shape, as in GluonCV's pruned
+        networks.
+        """
         where, axis = spec.where, spec.axis
         spec.check_dtype()
         if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
@@ -297,7 +306,7 @@ class SyncBatchNorm(nn.BatchNorm):
         options = self._sync.options.options()
         defaults = LayerSpec("").options()
         chosen = ", ".join(f"{name}={value!r}" for name, value in options.items() if value != defaults[name])
-        if self.gamma.shape is None:  # a SymbolBlock's, before anything is known of its input; there is no super() then
+        if self.gamma.shape is None:  # in a SymbolBlock before its first input; nn.BatchNorm's repr would fail
             kwargs = ", ".join(f"{name}={value!r}" for name, value in self._kwargs.items())
             plain = f"{type(self).__name__}({kwargs}, in_channels=None)"
         else:

@@ -1,8 +1,8 @@
 """Turns the BatchNorm layers of a whole net into SyncBatchNorm, and back.
 
-A layer is converted in place: the object stays, and becomes one of the other class. So every reference to it stays
-right, whether it is a child, an attribute, an element of a list, or held by a closure; and its Parameters, hooks,
-names and position in ``.params`` files are the same as before.
+A layer is converted in place: the object stays, and its class changes. So every reference to it remains valid, whether
+it is a child, an attribute, an element of a list, or held by a closure. Its Parameters, hooks, names and position in
+``.params`` files do not change either.
 """
 
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _AsItIs:
-    """The default of options that a layer may have already; it shows in signatures."""
+    """The default of an option that leaves a layer's own value unchanged; its repr is shown in signatures."""
 
     def __repr__(self) -> str:
         return "<as it is>"
@@ -36,15 +36,16 @@ _AS_IT_IS: Any = _AsItIs()
 
 
 def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, **options) -> Block:
-    """Make every BatchNorm of a net synchronize; one line for a net of a hundred layers.
+    """Make every BatchNorm of a net synchronize, in place.
 
     Converts `nn.BatchNorm`, its subclasses that only choose options, ``contrib.nn.SyncBatchNorm``, and the BatchNorm
-    nodes of every SymbolBlock (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they hang in the net;
-    before or after ``initialize``, before or after ``hybridize`` (cached graphs are dropped and built anew with the
-    same flags). Layers that are `SyncBatchNorm` already take over the options that are given, and keep the others.
-    Logs at level INFO how many layers it converted, and warns (logger ``gluon_syncbn.convert``) of those that it leaves
-    alone: with a forward pass of their own, as `nn.BatchNormReLU`, or nodes of a symbol whose mean or variance is an
-    output.
+    nodes of every SymbolBlock (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they are in the net. Call it
+    before or after ``initialize``, and before or after ``hybridize`` (cached graphs are dropped, and built again with
+    the same flags). Layers that are `SyncBatchNorm` already take the new options and keep their others.
+
+    Logs at level INFO how many layers it converted. Warns (logger ``gluon_syncbn.convert``) of BatchNorm layers that it
+    leaves as they are: layers with a forward pass of their own, such as `nn.BatchNormReLU`, and nodes of a symbol whose
+    mean or variance is an output.
 
     Parameters
     ----------
@@ -54,12 +55,13 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``kvstore``,
         ``process_group``, ``in_place``, ``renorm``.
     fuse : bool, default True
-        Compute what follows a norm in the norm's own passes. In a hybridized net that is ReLU, leaky ReLU, and a sum
-        and ReLU, wherever the graph has them and nobody else reads the values in between; a line of the log (INFO,
-        logger ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU after a norm in a
-        `nn.HybridSequential`: the norm takes the activation over, and the ReLU passes its input on. That is left alone
-        where it could be seen: if one of the two hangs elsewhere in the net too, or has forward hooks. A slice of the
-        `nn.HybridSequential` that is cut between the two afterwards ends with the ReLU; pass False if you cut there.
+        Compute what follows a BatchNorm in its own passes. In a hybridized net that is a ReLU, a leaky ReLU, or a sum
+        and a ReLU, wherever the graph has them and nothing else reads the values in between; a line of the log (INFO,
+        logger ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU directly after a
+        BatchNorm in a `nn.HybridSequential`: the BatchNorm computes the activation, and the ReLU returns its input. The
+        pair is not fused where that would show: if one of the two is used elsewhere in the net too, or has forward
+        hooks. If you later slice the `nn.HybridSequential` between the two, the first part also contains the ReLU; pass
+        False if you do.
 
     Returns
     -------
@@ -69,10 +71,10 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     Raises
     ------
     TypeError
-        ``block`` is not a Gluon block, or an option is unknown. (``activation`` is: it belongs to what a layer
-        computes, and no conversion changes that.)
+        ``block`` is not a Gluon block, or an option is unknown. (``activation`` is not accepted: it would change what
+        a layer computes, and no conversion does.)
     ValueError
-        An option has an impossible value; nothing has been converted then.
+        An option has an impossible value. Nothing has been converted then.
 
     Examples
     --------
@@ -113,9 +115,19 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
 def convert_batchnorm(block: Block) -> Block:
     """Make every `SyncBatchNorm` of a net the plain BatchNorm that it was, for deployment.
 
-    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one; its options are
-    forgotten. Parameters stay the same objects; cached graphs are dropped. For ``export`` it is not needed, since that
-    writes plain BatchNorm nodes anyway.
+    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one. Its options are
+    lost. Parameters stay the same objects, and cached graphs are dropped. ``export`` does not need this function, since
+    it writes plain BatchNorm nodes anyway.
+
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
 
     Raises
     ------
@@ -139,11 +151,23 @@ def convert_batchnorm(block: Block) -> Block:
 
 
 def freeze_statistics(block: Block, frozen: bool = True) -> Block:
-    """Normalize with the running statistics in training too; with ``frozen=False``, with those of the batch again.
+    """Normalize with the running statistics in training too, or with the statistics of the batch again.
 
-    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not (those in a SymbolBlock, if it has been
-    converted), in the middle of training: cached graphs are dropped and built anew with the same flags. γ and β go on
-    learning unless their ``grad_req`` is ``'null'``.
+    Sets ``use_global_stats`` of every BatchNorm of a net, synchronized or not (in a SymbolBlock only if it has been
+    converted). It may be called in the middle of training: cached graphs are dropped, and built again with the same
+    flags. γ and β are still learned unless their ``grad_req`` is ``'null'``.
+
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+    frozen : bool, default True
+        True to normalize with the running statistics, False to normalize with those of the batch in training.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
 
     Raises
     ------
@@ -164,11 +188,11 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
 
 
 def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
-    """Refuse wrong options before anything has changed."""
+    """Raise an error for wrong options, before anything has changed."""
     if "activation" in options:
         raise TypeError(
             "convert_sync_batchnorm: activation is no option of a conversion, which keeps what each layer computes. "
-            "Give it to the layers where they are made."
+            "Pass it to SyncBatchNorm where the layers are made."
         )
     check_option_names(options, OPTIONS, "convert_sync_batchnorm")
     options_of(block, **options)
@@ -195,7 +219,7 @@ def _can_convert(block: Block) -> bool:
 
 
 def _is_convertible_symbol(block: Block) -> bool:
-    """Whether ``block`` is a SymbolBlock with BatchNorm nodes, and does not synchronize yet."""
+    """Whether ``block`` is a SymbolBlock with BatchNorm nodes that does not synchronize yet."""
     is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
     return is_plain and type(block).forward is SymbolBlock.forward and bool(find_norms(_graph(block)))
 
@@ -205,7 +229,7 @@ def _graph(block: SymbolBlock) -> Graph:
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
-    """contrib's layer keeps other operator options than `nn.BatchNorm`, which always has an axis."""
+    """Replace the operator options of contrib's layer, which has no axis, by those of `nn.BatchNorm`."""
     for name in ("ndev", "key"):
         operator_options(layer).pop(name)
     operator_options(layer)["axis"] = 1
@@ -218,7 +242,7 @@ def _drop_cached_graphs(blocks: List[Block]) -> None:
 
 
 def _warn_of_others(blocks: List[Block]) -> None:
-    """Say which BatchNorm of a net stay unsynchronized."""
+    """Log which BatchNorm layers of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
             graph = _graph(block)

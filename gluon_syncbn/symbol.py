@@ -1,9 +1,9 @@
 """Synchronized Batch Normalization as a symbol, for ``mx.mod.Module`` and for graphs that are loaded from files.
 
 A symbol does not know on which devices it will be bound, only on how many: ``num_devices``. The devices that train it
-find each other at their first forward pass. One symbol serves one Module at a time, whose devices those are then; for a
-second one load or make the symbol again. Files that were saved with such nodes load where this package is imported, and
-`plain_symbol` gives what loads anywhere.
+find each other at their first forward pass. One symbol serves one Module at a time, and synchronizes the devices of
+that Module; for a second Module load or make the symbol again. Files that were saved with such nodes load where this
+package is imported. `plain_symbol` returns a symbol that loads anywhere.
 """
 
 import os
@@ -21,7 +21,7 @@ from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
-# What `convert_symbol` takes, beside the number of devices.
+# The options of `convert_symbol`, without the number of devices.
 _OPTIONS = {*OPTIONS, "dtype"} - {"num_devices", "activation"}
 
 
@@ -53,48 +53,51 @@ def SyncBatchNorm(
     """``mx.sym.BatchNorm`` with the statistics of the whole mini-batch, over all devices of a Module.
 
     Names, defaults and variables (``<name>_gamma``, ``_beta``, ``_moving_mean``, ``_moving_var``) are those of
-    ``mx.sym.BatchNorm``; the mathematics is that of `gluon_syncbn.SyncBatchNorm`.
+    ``mx.sym.BatchNorm``. The node computes what `gluon_syncbn.SyncBatchNorm` does.
 
     Parameters
     ----------
     data : Symbol
-        Any shape with at least 2 dimensions; of ``dtype``, or float16 or bfloat16 with float32 parameters. On a CPU
-        without AVX-512, 'portable' and one device need to see bfloat16 in the graph: a cast in it, not only bound data.
+        The input, of any shape with at least 2 dimensions and of dtype ``dtype``, or float16 or bfloat16 with float32
+        parameters. On a CPU without AVX-512, the portable back end and a symbol for one device must find bfloat16 in
+        the graph: cast to it in the graph, since the dtype of the arrays that are bound does not show there.
     gamma, beta, moving_mean, moving_var : Symbol, optional
-        Shape (C,). Variables are made for those that are not given.
+        Of shape (C,). Missing ones are created as variables.
     eps, momentum, fix_gamma, use_global_stats, axis :
         As in ``mx.sym.BatchNorm``. As there, ``fix_gamma`` is True by default.
     num_devices : int
-        How many devices train the symbol: ``len(context)`` of the Module. 1 gives ``mx.sym.BatchNorm`` itself. Without
-        it the symbol can be used in prediction only; training it is an error.
+        The number of devices that train the symbol: ``len(context)`` of the Module. With 1 the node is
+        ``mx.sym.BatchNorm`` itself. Without it the symbol can be used in prediction only; training it is an error.
     group_size, timeout, backend, activation :
         As in `gluon_syncbn.SyncBatchNorm`. 'auto' takes 'native' where it is compiled and MXNet sees no GPU.
     kvstore, process_group : str, optional
-        As there, by name. In a job of several processes ``num_devices`` counts those of one.
+        As in `gluon_syncbn.SyncBatchNorm`, but by name only. In a job of several processes ``num_devices`` counts the
+        devices of one process.
     in_place, renorm, fuse :
-        As there. What follows the node is fused when the symbol is bound; the symbol itself stays as it is.
+        As in `gluon_syncbn.SyncBatchNorm`. What follows the node is fused when the symbol is bound; the symbol itself
+        does not change.
     dtype : {'float32', 'float64'}
-        Of parameters and statistics.
+        The dtype of parameters and statistics.
     name : str, optional
-        Of the node, by default ``syncbatchnorm0`` and so on.
+        The name of the node, by default ``syncbatchnorm0`` and so on.
     attr : dict of str, optional
         Hidden attributes of the node, such as ``__lr_mult__``.
 
     Returns
     -------
     Symbol
-        Shape and dtype of data.
+        The output, with the shape and dtype of data.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        For options that cannot work.
+        An option cannot work.
     """
     name = unique_name(name, "syncbatchnorm")
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
     with mx.name.NameManager():
-        # For its variables, and the initializers that MXNet gives them.
+        # Only for its variables, and the initializers that MXNet gives them.
         plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
         spec = LayerSpec.of(
             name,
@@ -120,19 +123,19 @@ def SyncBatchNorm(
 
 
 def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Symbol:
-    """A copy of a symbol in which every Batch Normalization synchronizes.
+    """Return a copy of a symbol in which every Batch Normalization synchronizes.
 
-    Nodes keep their names, attributes and variables, so that checkpoints fit both ways. Takes over ``BatchNorm``,
-    ``contrib.SyncBatchNorm``, ``contrib.BatchNormWithReLU``, and nodes that synchronize already, which get the options
-    that are given, and keep the others. Those with ``use_global_stats`` stay as they are. For blocks see
+    Nodes keep their names, attributes and variables, so that the checkpoints of either symbol load into the other.
+    Converts ``BatchNorm``, ``contrib.SyncBatchNorm`` and ``contrib.BatchNormWithReLU``. Nodes that already synchronize
+    take the new options and keep their others. Nodes with ``use_global_stats`` do not change. For blocks see
     `gluon_syncbn.convert_sync_batchnorm`.
 
     Parameters
     ----------
     sym : Symbol
-        For example from ``mx.model.load_checkpoint``.
+        The symbol, for example from ``mx.model.load_checkpoint``.
     num_devices : int
-        How many devices will train it: ``len(context)`` of the Module.
+        The number of devices that will train the symbol: ``len(context)`` of the Module.
     **options
         ``group_size``, ``timeout``, ``backend``, ``kvstore``, ``process_group``, ``in_place``, ``renorm``, ``fuse`` and
         ``dtype``, as in `SyncBatchNorm`.
@@ -140,14 +143,15 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
     Returns
     -------
     Symbol
-        A new one; ``sym`` stays as it is.
+        A new symbol; ``sym`` does not change.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
         ``sym`` is not a Symbol, or an option is unknown or cannot work.
     ValueError
-        The mean or variance of a Batch Normalization is an output of the graph, which a synchronized one does not give.
+        The mean or variance of a Batch Normalization is used in the graph or is an output of it. Synchronized nodes do
+        not return these.
 
     Examples
     --------
@@ -156,14 +160,14 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
     >>> module = mx.mod.Module(convert_symbol(sym, len(context)), context=context)
     """
     if not isinstance(sym, mx.sym.Symbol):
-        raise TypeError(f"expected a Symbol, not {type(sym).__name__}; for blocks there is convert_sync_batchnorm.")
+        raise TypeError(f"expected a Symbol, not {type(sym).__name__}; for a block use convert_sync_batchnorm.")
     if num_devices is None:
         raise ValueError("convert_symbol: num_devices must be given, since a symbol does not know its devices.")
     graph = Graph(sym)
     if count_others(graph):
         raise ValueError(
             f"convert_symbol: the mean or variance of {count_others(graph)} BatchNorm nodes is used as an output, "
-            f"which synchronized ones do not give."
+            f"but synchronized nodes do not return them."
         )
     check_option_names(options, _OPTIONS, "convert_symbol")
     if "process_group" in options:
@@ -179,7 +183,10 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
 
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
-    """A copy of a symbol with plain ``BatchNorm`` in place of synchronized nodes, which loads without this package."""
+    """Return a copy of a symbol with plain ``BatchNorm`` in place of synchronized nodes.
+
+    The copy loads without this package.
+    """
 
     def make(norm: Norm, inputs, _):
         if not norm.is_marked and norm.node.op != "_contrib_SyncBatchNorm":
@@ -192,15 +199,27 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
 def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     """Load a saved symbol, and put its synchronized nodes on a back end that runs here.
 
-    ``mx.sym.load`` does as well where the back end that saved it can run. This also loads, on a host with GPUs or
-    without the compiled operator, what was saved by the compiled one.
+    ``mx.sym.load`` is enough where the back end that saved the symbol can run. This function also loads a symbol that
+    was saved with the compiled operator on a host with GPUs, or on one without that operator.
 
     Parameters
     ----------
-    file : str
-        As written by ``sym.save`` or ``mx.model.save_checkpoint``.
+    file : str or os.PathLike
+        A file written by ``sym.save`` or ``mx.model.save_checkpoint``.
     backend : {'auto', 'native', 'portable'}
         As in `SyncBatchNorm`.
+
+    Returns
+    -------
+    Symbol
+        The symbol, with the same names, attributes and variables.
+
+    Raises
+    ------
+    RuntimeError
+        The back end cannot run here.
+    ValueError
+        ``backend`` is none of these, or a node of the file is damaged.
     """
     with open(os.fspath(file), encoding="utf-8") as lines:
         text = lines.read()
