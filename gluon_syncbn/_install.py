@@ -55,7 +55,7 @@ def _contrib_symbol(
 
 
 def install() -> None:
-    """Replace ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` by this package's layer and symbol.
+    """Replace ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` by this package's.
 
     They are replaced in every module that has imported them. Call it before the net is built. Layers that exist already
     do not change; `convert_sync_batchnorm` converts them. A second call does nothing more.

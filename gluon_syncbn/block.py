@@ -70,8 +70,9 @@ class SyncBatchNorm(nn.BatchNorm):
         How many seconds devices wait for a device that does not come. Default: the environment variable
         ``GLUON_SYNCBN_TIMEOUT``, or 60 s for devices of the same process and 600 s for other processes.
     backend : {'auto', 'native', 'portable'}
-        'native' is one compiled operator, for CPUs and GPUs. 'portable' consists of MXNet's own operators and runs
-        wherever MXNet does. 'auto' takes the first of the two that can run here; the property ``backend`` says which.
+        'native' is one compiled operator, for CPUs and GPUs. 'portable', the fallback, consists of MXNet's own
+        operators, for the devices of one process. 'auto' takes the first of the two that can run here; the property
+        ``backend`` says which.
     activation : {'relu'}, optional
         Return max(out, 0), computed in the same pass where the back end supports it.
     process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet, optional
@@ -102,10 +103,10 @@ class SyncBatchNorm(nn.BatchNorm):
         first call that shows it. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
     RuntimeError
         Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or a ``backend`` that cannot run here.
-    MXNetError
+    SyncBatchNormError
         A device did not come: raised where an output is read. The text names the layer, the direction, the devices
-        that arrived, and those that are missing. (On the portable back end the operator that failed also prints it as
-        a `SyncBatchNormError`; where the compiled library is missing, it is printed only.)
+        that arrived, and those that are missing. (Where the compiled library is missing, the text is only printed, and
+        the error is an `MXNetError`.)
 
     Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; of dtype float32,
     float64 (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.

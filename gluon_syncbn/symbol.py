@@ -59,8 +59,8 @@ def SyncBatchNorm(
     ----------
     data : Symbol
         The input, of any shape with at least 2 dimensions and of dtype ``dtype``, or float16 or bfloat16 with float32
-        parameters. On a CPU without AVX-512, the portable back end and a symbol for one device must find bfloat16 in
-        the graph: cast to it in the graph, since the dtype of the arrays that are bound does not show there.
+        parameters. On a CPU without AVX-512, a symbol for one device must find bfloat16 in the graph: cast to it there,
+        since the dtype of the arrays that are bound does not show.
     gamma, beta, moving_mean, moving_var : Symbol, optional
         Of shape (C,). Missing ones are created as variables.
     eps, momentum, fix_gamma, use_global_stats, axis :
