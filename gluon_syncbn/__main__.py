@@ -24,7 +24,7 @@ from mxnet import autograd
 import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.distributed.default import VARIABLE, name_of_engine
+from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, settings_in_force
 
@@ -76,7 +76,7 @@ def main() -> int:
 
 def _join() -> Optional[gluon_syncbn.ProcessGroup]:
     """The processes of this job; none if they cannot be connected, after saying why."""
-    name = os.environ.get(VARIABLE) or name_of_engine()
+    name = os.environ.get(VARIABLE) or name_of_communicator()
     try:
         if name == "horovod":
             import horovod.mxnet as hvd

@@ -20,7 +20,7 @@ import runpy
 import sys
 
 from gluon_syncbn._install import install
-from gluon_syncbn.distributed.default import VARIABLE, init_process_group, name_of_engine
+from gluon_syncbn.distributed.default import VARIABLE, init_process_group, name_of_communicator
 from gluon_syncbn.distributed.launchers import job_of_launcher
 from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
@@ -64,7 +64,7 @@ def _connect_processes() -> None:
         return
     name = os.environ.setdefault(VARIABLE, "auto")
     if name == "auto":
-        name = os.environ[VARIABLE] = name_of_engine()
+        name = os.environ[VARIABLE] = name_of_communicator()
     if name == "mpi":
         init_process_group(name)  # while all processes are here
     if name != "none" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")) == "0":

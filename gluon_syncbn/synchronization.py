@@ -17,7 +17,7 @@ from gluon_syncbn.layer.decision import Site, Way, count_processes, decide
 from gluon_syncbn.layer.spec import LayerSpec, subgroups
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.meeting.processes import Place
-from gluon_syncbn.step.exits import end_before_engines
+from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.steps import Passes, steps
 
 
@@ -160,7 +160,7 @@ class Synchronization:
             return self._check_group_size(self.spec(), len(self.devices()))
         link = self._group[1].connect()
         if link is not None and link.place is None:
-            end_before_engines()
+            end_before_communicators()
             net = steps.nets.net_of(self.layer, _description)
             link.take(Place(net.name, net.key_of(self.layer), net.kind, net.own_name, net.described, []))
 

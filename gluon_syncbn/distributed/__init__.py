@@ -1,1 +1,1 @@
-"""The other processes of a job, and the engines that connect them."""
+"""The other processes of a job, and the communicators that connect them."""

@@ -58,7 +58,7 @@ def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Op
     Raises
     ------
     RuntimeError
-        The engine is not installed, or not initialized, or the other processes did not come within 5 minutes.
+        The communicator is not installed, or not initialized, or the other processes did not come within 5 minutes.
     ValueError, TypeError
         ``process_group`` is something else.
 
@@ -103,7 +103,7 @@ def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
     """Whether `find` has connected these processes already, or need not."""
     if not isinstance(process_group, str) or process_group == "none":
         return True
-    name = name_of_engine() if process_group == "auto" else process_group
+    name = name_of_communicator() if process_group == "auto" else process_group
     with _groups.lock:
         return name == "none" or name in _groups.named
 
@@ -141,7 +141,7 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
         _groups.given[id(process_group)] = process_group, process_group
         return _if_several(process_group)
     if process_group == "auto":
-        process_group = name_of_engine()
+        process_group = name_of_communicator()
     if process_group == "none":
         return None
     try:
@@ -165,7 +165,7 @@ def _if_several(group: ProcessGroup) -> Optional[ProcessGroup]:
     return group if group.size > 1 else None
 
 
-def name_of_engine() -> str:
+def name_of_communicator() -> str:
     """What 'auto' means here."""
     job = job_of_launcher()
     if job is None:

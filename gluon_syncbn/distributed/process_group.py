@@ -1,4 +1,4 @@
-"""What an engine that connects processes offers: all that the rest of the package knows of it.
+"""What a library that connects processes (a communicator) offers: all that the rest of the package knows of it.
 
 A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`.
 """
@@ -18,7 +18,7 @@ _numbers = itertools.count()
 
 
 class CommunicatorError(RuntimeError):
-    """The engine cannot connect the processes, or does so no more; the text says why."""
+    """The communicator cannot connect the processes, or does so no more; the text says why."""
 
 
 class MissingProcesses(RuntimeError):
@@ -36,7 +36,7 @@ class ProcessGroup(ABC):
     Attributes
     ----------
     name : str
-        Of the engine: 'mpi' or 'horovod'.
+        The name of the communicator: 'mpi' or 'horovod'.
     meets_in_pairs : bool
         Whether two processes can meet without the others, at no more cost than all together.
     can_resume : bool
@@ -110,7 +110,7 @@ class ProcessGroup(ABC):
         Raises
         ------
         CommunicatorError
-            The engine cannot.
+            The communicator cannot.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ProcessGroup(ABC):
         return f"<ProcessGroup {self.name!r}: process {self.rank} of {self.size}>"
 
 
-# What a user may give for one: a name, or one that exists, of ours or of the engine's.
+# What a user may give for one: a name, or one that exists, of ours or of the library's.
 ProcessGroupLike = Union[str, ProcessGroup, Any]
 
 # What a name may be; 'none' keeps to the devices of the process.
@@ -133,14 +133,14 @@ def check_process_group(process_group: Optional[ProcessGroupLike], where: str) -
     if isinstance(process_group, str):
         if process_group not in NAMES:
             raise ValueError(f"{where}: process_group must be one of {', '.join(NAMES)}, not {process_group!r}.")
-    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_engine(process_group)):
+    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_library(process_group)):
         raise TypeError(
             f"{where}: process_group must be a name, what init_process_group returned, a communicator of mpi4py, or a "
             f"process set of Horovod, not {type(process_group).__name__}."
         )
 
 
-def _is_of_engine(item) -> bool:
+def _is_of_library(item) -> bool:
     return is_process_set(item) or (hasattr(item, "Idup") and hasattr(item, "Isend"))  # a communicator
 
 

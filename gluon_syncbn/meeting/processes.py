@@ -26,7 +26,7 @@ Before a net's first round the processes compare it: its class, the names of its
 with their channels, dtypes and options. Nets have numbers, in the order in which they first train. Their first rounds
 may come in another order on each process, so a net is compared while others wait for the same. Nothing is held
 meanwhile but the lock of that net. Only sets of processes that meet without the others are made one net after the
-other, in the order of numbers, since an engine may have to make them in one order on all processes.
+other, in the order of numbers, since a communicator may have to make them in one order on all processes.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
 
 FORWARD, BACKWARD = "forward", "backward"
-# More processes than these meet in pairs, where the engine can: docs/processes.md has what was measured.
+# More processes than these meet in pairs, where the communicator can: docs/processes.md has what was measured.
 MOST_ROWS = 32
 _LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
 _ORDER = "Every process must make the same nets, and first train them in the same order"

@@ -84,7 +84,7 @@ def _at_exit() -> None:
         stop_calling_python()
 
 
-def end_before_engines() -> None:
+def end_before_communicators() -> None:
     """Wait for pending work at exit before what has been registered until now, Horovod's own end among it.
 
     It would break the last step off, which scripts do not wait for.
