@@ -217,6 +217,17 @@ class LayerSpec:
 OPTIONS = tuple(field.name for field in dataclasses.fields(LayerSpec))[7:]
 
 
+def agree(theirs: str, expected: str) -> bool:
+    """Whether two texts of `LayerSpec.describe` are the same but for its name, and as far as both know its channels."""
+    (a, channels), (b, expected_channels) = (without_name(text).rsplit(", ", 1) for text in (theirs, expected))
+    return a == b and (channels == expected_channels or "? channels" in (channels, expected_channels))
+
+
+def without_name(text: str) -> str:
+    """The text of a layer after its name."""
+    return text.split("', ", 1)[1]
+
+
 def subgroups(devices: Sequence[mx.Context], group_size: Optional[int], first: int = 0) -> Dict[int, List[mx.Context]]:
     """The devices in groups of this many neighbours, in rank order, by number of the group.
 

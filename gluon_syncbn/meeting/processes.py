@@ -41,6 +41,7 @@ import numpy as np
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
+from gluon_syncbn.layer.spec import agree, without_name
 from gluon_syncbn.meeting.pairs import reduce_in_pairs
 from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
@@ -268,7 +269,7 @@ class Processes:
                     f"{len(layers)}. {_ORDER}"
                 )
             for number, (theirs, expected) in enumerate(zip(layers, first)):
-                if not _agree(theirs, expected):
+                if not agree(theirs, expected):
                     raise SyncBatchNormError(
                         f"layer {number + 1} of {len(first)} differs: {expected} in {self._name(0)}, {theirs} in "
                         f"{self._name(rank)}. {_ORDER}"
@@ -287,8 +288,8 @@ class Processes:
         Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. But where two
         processes have trained nets of the same names, they must have done so in the same order.
         """
-        kinds = list(map(_without_name, layers))
-        alike = [seen for others, seen in self._seen if list(map(_without_name, others)) == kinds]
+        kinds = list(map(without_name, layers))
+        alike = [seen for others, seen in self._seen if list(map(without_name, others)) == kinds]
         orders = list(zip(*alike, names))  # of each process, the names in the order in which they have trained
         for rank, order in enumerate(orders):
             if order != orders[0] and sorted(order) == sorted(orders[0]):
@@ -391,14 +392,3 @@ def abandon_on_all_processes(is_under_way: bool) -> None:
 
 def _merged(rows: np.ndarray) -> np.ndarray:
     return merge(rows).pack()
-
-
-def _agree(theirs: str, expected: str) -> bool:
-    """Whether two texts of a layer are the same but for its name, and as far as both know its channels."""
-    (a, channels), (b, expected_channels) = (_without_name(text).rsplit(", ", 1) for text in (theirs, expected))
-    return a == b and (channels == expected_channels or "? channels" in (channels, expected_channels))
-
-
-def _without_name(text: str) -> str:
-    """The text of a layer (`LayerSpec.describe`) after its name."""
-    return text.split("', ", 1)[1]

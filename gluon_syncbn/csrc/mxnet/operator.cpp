@@ -1,6 +1,6 @@
 // The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
-// a training step. This file knows MXNet's C interface and the groups that Python has made; cpu/operator.cpp and
-// cuda/operator.cpp have the order of things:
+// a training step. This file knows MXNet's C interface, and groups.h the groups that Python has made; cpu/operator.cpp
+// and cuda/operator.cpp have the order of things:
 //
 //   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
@@ -12,11 +12,6 @@
 //
 // The text of graphs calls the order token `after`; the attribute `follows` says whether there is one.
 //
-// A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
-// layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
-// the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
-// many devices there are, and takes in those that come.
-//
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per callback that has not returned.
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
 // shared by layer, graph and calls, and freed with the last.
@@ -27,8 +22,6 @@
 #include <future>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -43,6 +36,7 @@
 #include "meeting/step.h"
 #include "mxnet/c_api.h"
 #include "mxnet/engine.h"
+#include "mxnet/groups.h"
 #include "mxnet/operator.h"
 #include "mxnet/off_main_thread.h"
 #include "numbers.h"
@@ -53,64 +47,9 @@ namespace {
 
 constexpr const char* kOperator = "gluon_syncbn_native";
 
-// Python's function that makes a group of a description; its id, or -1 after leaving the text of an error.
-using MakeGroup = int64_t (*)(const char* description);
-MakeGroup make_described_group = nullptr;
-
-// The group that the attribute of a graph's node names.
-std::shared_ptr<Group> group_of(const std::string& reference) {
-  if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
-  int64_t id = -1;
-  call_off_main_thread([&] {
-    id = make_described_group(reference.c_str());
-    if (id < 0) throw std::invalid_argument(take_error());
-    return 1;
-  });
-  std::shared_ptr<Group> group = find_group(id);
-  drop_group(id);  // it lives as long as the node
-  return group;
-}
-
-// Python's functions that connect groups with other processes (backends/native.py).
-using ExchangeRows = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* round_id,
-                             const double* vector, int64_t size, double* rows);
-using Fail = void (*)(int64_t group, const char* error);
-// Facts: the number of processes, that of this one's first device, and how many seconds processes wait for each other.
-// 0, or -1 after leaving the text of an error.
-using Connect = int (*)(int64_t group, double* facts);
-using Drop = void (*)(int64_t group);
-Connect connect_group = nullptr;
-ExchangeRows exchange_rows = nullptr;
-Fail fail = nullptr;
-Drop drop_link = nullptr;
-
 // Python's function that warns.
 using Warn = void (*)(const char* text);
 Warn warn = nullptr;
-
-Link connect(int64_t id) {
-  double facts[3];
-  if (connect_group(id, facts) < 0) throw RendezvousError(take_error());
-  const auto num_processes = static_cast<size_t>(facts[0]);
-  if (num_processes == 1) return {};
-  const auto exchange = [id, num_processes](bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
-                                            const std::vector<double>& vector) {
-    std::vector<double> flat(num_processes * vector.size());
-    auto number = static_cast<int64_t>(round_id);
-    const int count = exchange_rows(id, is_forward, subgroup, active_set, &number, vector.data(),
-                                    static_cast<int64_t>(vector.size()), flat.data());
-    if (count < 0) throw RendezvousError(take_error());
-    round_id = static_cast<uint64_t>(number);
-    Vectors rows;
-    for (int i = 0; i < count; ++i) {
-      const auto begin = flat.begin() + static_cast<std::ptrdiff_t>(vector.size()) * i;
-      rows.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(vector.size()));
-    }
-    return rows;
-  };
-  const auto report = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
-  return {exchange, report, static_cast<size_t>(facts[1]), facts[2]};
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its properties: what a graph knows before shapes are known
@@ -432,53 +371,8 @@ EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group,
                                    const char* kernels) {
   gluon_syncbn::GpuProgram::set_source(kernels);
   gluon_syncbn::warn = warn;
-  gluon_syncbn::make_described_group = make_described_group;
+  gluon_syncbn::set_group_maker(make_described_group);
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
-}
-
-// Hands over what connects groups of several processes.
-EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::Connect connect, gluon_syncbn::ExchangeRows exchange,
-                                          gluon_syncbn::Fail fail, gluon_syncbn::Drop drop) {
-  gluon_syncbn::connect_group = connect;
-  gluon_syncbn::exchange_rows = exchange;
-  gluon_syncbn::fail = fail;
-  gluon_syncbn::drop_link = drop;
-}
-
-// Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
-EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
-                                      const char* advice) {
-  const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
-  const auto connect = [id] { return gluon_syncbn::connect(id); };
-  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::drop_link(id); }); };
-  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, connect, drop));
-}
-
-// Forgets a group; calls that are under way keep it until they are done.
-EXPORTED void gluon_syncbn_drop_group(int64_t id) { gluon_syncbn::drop_group(id); }
-
-// Forward rounds of a group with exactly this active set.
-EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
-  return gluon_syncbn::find_group(id)->rounds(active_set);
-}
-
-// Has a group with Batch Renormalization go on from the step `least`, if it is not further; its next step, or -1 if
-// there is no such group.
-EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
-  try {
-    return gluon_syncbn::find_group(id)->go_to_step(least);
-  } catch (const std::invalid_argument&) {
-    return -1;
-  }
-}
-
-// Makes these devices meet from now on, and no others; set 0 is everyone. No operator may be running.
-EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices, int num_devices) {
-  gluon_syncbn::ActiveSets& all = gluon_syncbn::active_sets();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  all.members[id] = std::set<std::string>(devices, devices + num_devices);
-  all.current = id;
-  ++all.changes;
 }
 
 // Compiles the kernels for GPUs and tries them on this one; 0, or 1 after leaving in `error` why they cannot be used.
