@@ -97,3 +97,8 @@ def test_private_parts_of_mxnet_are_in_one_module():
     for path, name in FILES.items():
         if allowed.get(name, set()) is not None:
             assert private_names(path) <= OURS | allowed.get(name, set()), name
+
+
+def test_every_room_is_a_package():
+    """Or a wheel leaves it out."""
+    assert [folder for folder in {path.parent for path in FILES} if not (folder / "__init__.py").exists()] == []

@@ -1,0 +1,1 @@
+"""The fallback: MXNet's own operators, and vectors that cross devices in Python."""
