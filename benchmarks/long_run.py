@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/long_run.py --steps 20000
 
 Logs resident memory, threads and the loss; ends with 1 if memory after the first 1,000 steps (or the first half, if
-that is less) grows by 1% or more, more threads than devices are added after them, or the loss is not finite. (MXNet adds a
-thread when more custom operators are pending at once than ever before, which may happen late.)
+that is less) grows by 1% or more, more threads are added after them than there are devices, or the loss is not finite.
+(MXNet adds a thread when more custom operators are pending at once than ever before, which may happen late.)
 """
 
 import argparse

@@ -52,8 +52,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     block : Block
         The net; it is changed in place.
     num_devices : int, optional
-        As in `SyncBatchNorm`, like all further ``options``: ``group_size``, ``timeout``, ``backend``, ``kvstore``,
-        ``process_group``, ``in_place``, ``renorm``.
+        As in `SyncBatchNorm`, like all further ``options``. These are the options that `SyncBatchNorm` has and
+        `nn.BatchNorm` has not, except ``activation``.
     fuse : bool, default True
         Compute what follows a BatchNorm in its own passes. In a hybridized net that is a ReLU, a leaky ReLU, or a sum
         and a ReLU, wherever the graph has them and nothing else reads the values in between; a line of the log (INFO,

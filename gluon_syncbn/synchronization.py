@@ -11,10 +11,10 @@ from gluon_syncbn.backends.bfloat16 import dtype_name
 from gluon_syncbn.backends.choose import Choice, choose
 from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
-from gluon_syncbn.distributed.default import find, is_connected
+from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
-from gluon_syncbn.layer.decision import Site, Way, count_processes, decide
-from gluon_syncbn.layer.spec import LayerSpec, subgroups
+from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
+from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.step.exits import end_before_communicators
@@ -85,7 +85,7 @@ class Synchronization:
         if devices and way is not Way.PLAIN_FOR_NOW:
             spec.check_devices(devices)
             if mx.autograd.is_training():
-                self._check_group_size(spec, len(devices))
+                check_groups(spec, len(devices))
         return way
 
     def choice(self) -> Choice:
@@ -112,7 +112,7 @@ class Synchronization:
             return now
 
     def next_step(self) -> int:
-        """The next step of the schedule of renorm. It goes on where the layer moves, is copied, or converted again."""
+        """The next step of the layer's schedule. It goes on where the layer moves, is copied, or converted again."""
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
 
     def state(self) -> Tuple[LayerSpec, int, Optional[Block]]:
@@ -130,7 +130,7 @@ class Synchronization:
         """The devices, in the groups that synchronize among themselves, in rank order."""
         link = self._link()
         first = 0 if link is None else link.first_device
-        return list(subgroups(self.devices(), self.options.group_size, first).values())
+        return list(self.options.groups_of(self.devices(), first).values())
 
     def process_group(self) -> Optional[ProcessGroup]:
         """The processes that the layer synchronizes with; None if there are none."""
@@ -157,16 +157,12 @@ class Synchronization:
     def take_place(self) -> None:
         """Find the layer's position in the net that is being called to train, if other processes must know it."""
         if self._group is None:  # it is on one device; its graph may have been made for a prediction
-            return self._check_group_size(self.spec(), len(self.devices()))
+            return check_groups(self.spec(), len(self.devices()))
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_communicators()
             net = steps.nets.net_of(self.layer, _description)
             link.take(Place(net.name, net.key_of(self.layer), net.kind, net.own_name, net.described, []))
-
-    def _check_group_size(self, spec: LayerSpec, num_devices: int) -> None:
-        if spec.group_size is not None and is_connected(spec.process_group):
-            spec.check_group_size(num_devices, count_processes(spec.process_group, spec.where))
 
 
 def options_of(layer: Block, **options: Any) -> LayerSpec:

@@ -131,7 +131,7 @@ def test_a_symbol_as_mxnet_loads_it(file, expected):
 
 @pytest.mark.parametrize("file", FILES, indirect=True)
 def test_a_symbol_that_is_put_on_a_back_end(file, expected, backend):
-    words = r"'first': backend='portable' cannot run here: only the native back end has Batch Renormalization"
+    words = r"'first': backend='portable' cannot run here: only the native back end has renorm"
     if backend == "portable" and file == path_of("native"):
         with pytest.raises(RuntimeError, match=words):
             gluon_syncbn.symbol.load(file)

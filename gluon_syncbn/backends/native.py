@@ -28,6 +28,7 @@ import os
 import threading
 import warnings
 import weakref
+from ctypes import POINTER, c_char_p, c_double, c_int
 from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
@@ -46,6 +47,23 @@ _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 _log = logging.getLogger("gluon_syncbn")
+
+
+class _GroupSpecStruct(ctypes.Structure):
+    """``GroupSpec`` of csrc/meeting/group.h, which says what the fields mean."""
+
+    _fields_ = [
+        ("name", c_char_p),
+        ("num_devices", c_int),
+        ("group_size", c_int),
+        ("timeout_seconds", c_double),
+        ("momentum", c_double),
+        ("epsilon", c_double),
+        ("scale", c_int),
+        ("dtype", c_int),
+        ("num_renorm_points", c_int),
+        ("renorm_points", POINTER(c_double)),
+    ]
 
 
 class _Groups:
@@ -85,8 +103,8 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
     _groups.specs[group_id] = spec
-    points = library.renorm_points(spec.renorm or ())
-    struct = library.GroupSpecStruct(
+    schedule = spec.renorm or ()
+    struct = _GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices or 0,
         group_size=spec.group_size or _ALL,
@@ -95,8 +113,8 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
-        num_renorm_points=len(points),
-        renorm_points=points,
+        num_renorm_points=len(schedule),
+        renorm_points=(c_double * (3 * len(schedule)))(*(number for point in schedule for number in point)),
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())

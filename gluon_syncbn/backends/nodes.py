@@ -7,9 +7,8 @@ import mxnet as mx
 from gluon_syncbn.backends.bfloat16 import widened
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import GroupReference, NodeOptions
-from gluon_syncbn.distributed.default import is_connected
 from gluon_syncbn.graphs.norms import mark
-from gluon_syncbn.layer.decision import Site, Way, count_processes, decide
+from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import LayerSpec
 
 
@@ -26,7 +25,7 @@ def make_symbol(
         x, gamma, beta, running mean and running variance.
     node : NodeOptions
     is_loaded : bool
-        The symbol comes from a file: whether ``group_size`` fits the processes shows when it trains.
+        The symbol comes from a file (`decide`).
 
     Raises
     ------
@@ -35,8 +34,8 @@ def make_symbol(
     """
     spec.check_names()
     spec.check_engine(spec.num_devices)
-    if not is_loaded and is_connected(spec.process_group):
-        spec.check_group_size(spec.num_devices, count_processes(spec.process_group, spec.where))
+    if not is_loaded:
+        check_groups(spec, spec.num_devices)
     return make_node(decide(spec, [], Site.SYMBOL, is_loaded), spec, inputs, node)
 
 

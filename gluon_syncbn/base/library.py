@@ -17,29 +17,6 @@ __all__ = ["LIBMXNET", "check_call"]
 LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
 
-class RenormPointStruct(ctypes.Structure):
-    """``RenormPoint`` of csrc/meeting/renorm.h."""
-
-    _fields_ = [("step", c_double), ("r_max", c_double), ("d_max", c_double)]
-
-
-class GroupSpecStruct(ctypes.Structure):
-    """``GroupSpec`` of csrc/meeting/group.h, which says what the fields mean."""
-
-    _fields_ = [
-        ("name", c_char_p),
-        ("num_devices", c_int),
-        ("group_size", c_int),
-        ("timeout_seconds", c_double),
-        ("momentum", c_double),
-        ("epsilon", c_double),
-        ("scale", c_int),
-        ("dtype", c_int),
-        ("num_renorm_points", c_int),
-        ("renorm_points", POINTER(RenormPointStruct)),
-    ]
-
-
 MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
 _NUMBERS = POINTER(c_double)
 # Group, whether it is the forward pass, subgroup, active set, round, a vector of this size, rows of it.
@@ -55,7 +32,7 @@ _PROTOTYPES = {
     "connect": (c_int, [c_void_p]),
     "link_processes": (None, [CONNECT, EXCHANGE, FAIL, DROP_LINK]),
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),
-    "make_group": (None, [c_int64, POINTER(GroupSpecStruct), _STRINGS, c_char_p]),
+    "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
     "rounds": (c_int64, [c_int64, c_int64]),
     "group_step": (c_int64, [c_int64, c_int64]),
@@ -113,11 +90,6 @@ except (OSError, AttributeError) as problem:  # not there, or older than this fi
 def strings(texts: Sequence[str]):
     """Texts as ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
-
-
-def renorm_points(schedule: Sequence[Sequence[float]]):
-    """A schedule as ``const RenormPoint*``."""
-    return (RenormPointStruct * len(schedule))(*(RenormPointStruct(*point) for point in schedule))
 
 
 def set_last_error(text: str) -> bool:

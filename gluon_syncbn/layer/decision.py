@@ -56,7 +56,7 @@ def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site, is_loaded
 
 def _is_alone(spec: LayerSpec, num_devices: Optional[int]) -> bool:
     """Whether it is on one device, in one process, and so computes what `nn.BatchNorm` does."""
-    return num_devices == 1 and spec.renorm is None and not has_other_processes(spec.process_group, spec.where)
+    return num_devices == 1 and spec.is_plain_alone and not has_other_processes(spec.process_group, spec.where)
 
 
 def has_other_processes(process_group: Optional[ProcessGroupLike], where: str) -> bool:
@@ -68,7 +68,8 @@ def has_other_processes(process_group: Optional[ProcessGroupLike], where: str) -
     return not is_connected(process_group) or find(process_group, where) is not None
 
 
-def count_processes(process_group: Optional[ProcessGroupLike], where: str) -> int:
-    """How many processes a layer with this option synchronizes."""
-    group = find(process_group, where)
-    return 1 if group is None else group.size
+def check_groups(spec: LayerSpec, num_devices: Optional[int]) -> None:
+    """ValueError unless ``group_size`` fits this many devices in each process, as far as the processes are known."""
+    if spec.group_size is not None and is_connected(spec.process_group):
+        group = find(spec.process_group, spec.where)
+        spec.check_groups(num_devices, 1 if group is None else group.size)

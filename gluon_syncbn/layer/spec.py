@@ -28,6 +28,7 @@ Schedule = Tuple[Tuple[float, float, float], ...]
 # What a user may give: (r_max, d_max), or such a schedule.
 RenormLike = Union[Tuple[float, float], Sequence[Tuple[float, float, float]]]
 
+_NATIVE_OPTIONS = ("in_place", "renorm")
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
 
@@ -82,9 +83,14 @@ class LayerSpec:
         return default_timeout() if self.timeout is None else self.timeout
 
     @property
+    def is_plain_alone(self) -> bool:
+        """Whether it is plain Batch Normalization on a device that synchronizes with no other."""
+        return self.renorm is None
+
+    @property
     def is_by_itself(self) -> bool:
         """Whether its ``group_size`` leaves each device by itself, so that it is plain Batch Normalization."""
-        return self.group_size == 1 and self.renorm is None
+        return self.group_size == 1 and self.is_plain_alone
 
     @property
     def recovers_input(self) -> bool:
@@ -155,7 +161,26 @@ class LayerSpec:
                 f"could never meet. Unset it, or debug on one device."
             )
 
-    def check_group_size(self, num_devices: Optional[int], num_processes: int) -> None:
+    def native_options(self) -> List[str]:
+        """The options of the user that only the native back end has."""
+        defaults = LayerSpec("")
+        return [name for name in _NATIVE_OPTIONS if getattr(self, name) != getattr(defaults, name)]
+
+    def devices_per_group(self, num_processes: int = 1) -> int:
+        """How many devices synchronize among themselves, where each process has ``num_devices`` of them."""
+        return self.group_size or (self.num_devices or 0) * num_processes
+
+    def groups_of(self, devices: Sequence[mx.Context], first: int = 0) -> Dict[int, List[mx.Context]]:
+        """The devices that synchronize among themselves, in rank order, by number of the group.
+
+        ``first`` is the number of the first of the devices among those of all processes.
+        """
+        groups: Dict[int, List[mx.Context]] = {}
+        for number, device in enumerate(devices, first):
+            groups.setdefault(number // self.group_size if self.group_size else 0, []).append(device)
+        return groups
+
+    def check_groups(self, num_devices: Optional[int], num_processes: int) -> None:
         """ValueError unless ``group_size`` divides the devices of all processes."""
         total = (num_devices or 0) * num_processes
         if self.group_size is not None and total % self.group_size:
@@ -226,17 +251,6 @@ def agree(theirs: str, expected: str) -> bool:
 def without_name(text: str) -> str:
     """The text of a layer after its name."""
     return text.split("', ", 1)[1]
-
-
-def subgroups(devices: Sequence[mx.Context], group_size: Optional[int], first: int = 0) -> Dict[int, List[mx.Context]]:
-    """The devices in groups of this many neighbours, in rank order, by number of the group.
-
-    ``first`` is the number of the first of them among those of all processes.
-    """
-    groups: Dict[int, List[mx.Context]] = {}
-    for number, device in enumerate(devices, first):
-        groups.setdefault(number // group_size if group_size else 0, []).append(device)
-    return groups
 
 
 def check_option_names(options: Iterable[str], allowed: Iterable[str], where: str) -> None:

@@ -22,8 +22,7 @@ class Link:
     def __init__(self, group: ProcessGroup, spec: LayerSpec, go_to_step: Callable[[int], int]):
         self._processes: Processes = processes_of(group)
         self.go_to_step = go_to_step
-        if spec.renorm is not None:
-            self._processes.add_counted(self)
+        self._processes.add_link(self)
         self._spec = spec
         self._num_devices = spec.num_devices or 0
         self._place: Optional[Place] = None
@@ -81,22 +80,21 @@ class Link:
 
     def peers(self) -> Sequence[int]:
         """The processes that share the statistics of this one's first device."""
-        return self._members(self.first_device // (self._spec.group_size or self._num_devices * self.size))
+        return self._members(self.first_device // self._devices_per_group())
 
     def _members(self, chunk: int) -> Sequence[int]:
         """The processes that have devices in this group of the layer."""
-        spec = self._spec
-        if spec.group_size is None:
-            return range(self.size)
-        first = chunk * spec.group_size
-        return range(first // self._num_devices, (first + spec.group_size - 1) // self._num_devices + 1)
+        first = chunk * self._devices_per_group()
+        last = first + self._devices_per_group() - 1
+        return range(first // self._num_devices, last // self._num_devices + 1)
+
+    def _devices_per_group(self) -> int:
+        return self._spec.devices_per_group(self.size)
 
     def subsets(self) -> List[Tuple[int, ...]]:
         """The processes of each of its groups, in this process or another."""
-        spec = self._spec
-        if spec.group_size is None:
-            return []
-        return [tuple(self._members(chunk)) for chunk in range(self.size * self._num_devices // spec.group_size)]
+        groups = self.size * self._num_devices // self._devices_per_group()
+        return [tuple(self._members(chunk)) for chunk in range(groups)] if groups > 1 else []
 
     def _place_by_name(self) -> Place:
         spec = self._spec
@@ -112,11 +110,11 @@ def seconds_for_processes(timeout: Optional[float]) -> float:
 
 
 def link_of(spec: LayerSpec, go_to_step: Callable[[int], int]) -> Optional[Link]:
-    """None where the process is alone. Raises ValueError for a spec whose ``group_size`` cannot be.
+    """None where the process is alone. Raises ValueError where the devices cannot be divided into the layer's groups.
 
     ``go_to_step`` takes the step from which the layer's schedule of Batch Renormalization is to go on if it is not
     further, and returns that with which it does.
     """
     group = find(spec.process_group, spec.where)
-    spec.check_group_size(spec.num_devices, 1 if group is None else group.size)
+    spec.check_groups(spec.num_devices, 1 if group is None else group.size)
     return None if group is None else Link(group, spec, go_to_step)

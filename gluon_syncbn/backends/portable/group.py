@@ -13,7 +13,7 @@ from gluon_syncbn.backends.portable.kvstore import all_gather
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
-from gluon_syncbn.layer.spec import LayerSpec, subgroups
+from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting import profile, waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
@@ -36,7 +36,7 @@ class Group(LayerGroup):
     Parameters
     ----------
     spec : LayerSpec
-        Its ``group_size`` splits the devices into neighbours that synchronize among themselves.
+        Says which of the devices synchronize among themselves.
     devices : sequence of mx.Context
         In rank order: the order in which the parameters were initialised. Without devices the group is open: it takes
         in the first ``spec.num_devices`` that come.
@@ -64,7 +64,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
-        self.spec.check_group_size(self.spec.num_devices, 1)
+        self.spec.check_groups(self.spec.num_devices, 1)
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()
@@ -82,7 +82,7 @@ class Group(LayerGroup):
 
     def _make_members(self, set_id: int) -> Dict[mx.Context, Membership]:
         members = {}
-        for neighbours in subgroups(self.devices, self.spec.group_size).values():
+        for neighbours in self.spec.groups_of(self.devices).values():
             devices = [device for device in neighbours if active_sets.includes(device, set_id)]
             forward = self._rendezvous(FORWARD, devices, merge)
             backward = self._rendezvous(BACKWARD, devices, add_ranks)

@@ -44,13 +44,16 @@ from gluon_syncbn.backends.portable.group import Group, find_group
 from gluon_syncbn.backends.portable.host_arrays import HostArrays
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.library import check_call
 from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.mxnet_engine import failures
 
-_NAME = "gluon_syncbn_all_reduce"
+_OPERATOR = "gluon_syncbn_all_reduce_wrapped"
+# Files that version 0.1.0 has saved where nothing was compiled have the other name.
+_NAMES = (_OPERATOR, "gluon_syncbn_all_reduce")
 # MXNet can lose the error of a custom operator; what it would then pass on must not look like a result.
 _NAN = np.nan
 # What a forward pass in prediction mode, which met no one, saves for the backward pass.
@@ -61,10 +64,8 @@ class PortableBackend(Backend):
     name = "portable"
 
     def unavailable_reason(self, spec, devices) -> str:
-        if spec.in_place:
-            return "only the native back end works in place (in_place=True)"
-        if spec.renorm is not None:
-            return "only the native back end has Batch Renormalization (renorm)"
+        if spec.native_options():
+            return f"only the native back end has {' and '.join(spec.native_options())}"
         if is_connected(spec.process_group) and find(spec.process_group, spec.where) is not None:
             return "only the native back end synchronizes several processes"
         return ""
@@ -256,7 +257,6 @@ def _reporting_errors():
         raise
 
 
-@mx.operator.register(_NAME)
 class _AllReduceProp(mx.operator.CustomOpProp):
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
@@ -308,19 +308,21 @@ def _saved_size(channels: int) -> int:
     return 3 * channels + 4 if channels >= 0 else -1
 
 
-def _wrapped() -> str:
-    """The name of the operator with what MXNet's wrapping lacks, where there is a compiled core.
+def _register() -> None:
+    """Make the operator known to MXNet, with what MXNet's wrapping lacks where there is a compiled core.
 
     That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp. Where
-    nothing is compiled, it is the operator itself under the same name, so that files can be loaded.
+    nothing is compiled, it is the operator itself under the same names, so that files can be loaded.
     """
-    name = _NAME + "_wrapped"
-    if library.core is not None:
-        creator = last_registered_operator()
-        if library.core.gluon_syncbn_wrap_python_operator(name.encode(), _NAME.encode(), creator) == 0:
-            return name
-    mx.operator.register(name)(_AllReduceProp)
-    return name
+    if library.core is None:
+        for name in _NAMES:
+            mx.operator.register(name)(_AllReduceProp)
+        return
+    inner = f"{_OPERATOR}_inside"
+    mx.operator.register(inner)(_AllReduceProp)
+    creator = last_registered_operator()
+    for name in _NAMES:
+        check_call(library.core.gluon_syncbn_wrap_python_operator(name.encode(), inner.encode(), creator))
 
 
-_OPERATOR = _wrapped()
+_register()

@@ -19,7 +19,7 @@
 
 namespace gluon_syncbn {
 
-// The attributes of a group, from Python (meeting/spec.py); the layout is that of GroupSpecStruct in base/library.py.
+// The attributes of a group, from Python: a LayerSpec (layer/spec.py); the layout is that in backends/native.py.
 struct GroupSpec {
   const char* name;  // the layer's
   int num_devices;

@@ -41,7 +41,7 @@ struct RenormVectors {
   std::vector<double> r, d;
 };
 
-// The layout is that of RenormPointStruct in base/library.py.
+// Python gives these as three numbers each.
 struct RenormPoint {
   double step;
   double r_max, d_max;
