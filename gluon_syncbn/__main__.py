@@ -34,7 +34,8 @@ _EXCHANGED = 4097  # the message of a layer with 2,048 channels
 
 def main() -> int:
     style = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("python -m gluon_syncbn", description=__doc__, formatter_class=style).parse_args()
+    description = __doc__.replace("``", "")
+    argparse.ArgumentParser("python -m gluon_syncbn", description=description, formatter_class=style).parse_args()
     group = _join()
     if group is not None and group.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -34,7 +34,7 @@ def main() -> None:
     if is_module:
         del arguments[0]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__.strip() + "\n\n" + USAGE)
+        print(__doc__.strip().replace("``", "") + "\n\n" + USAGE)
         sys.exit(0 if arguments else 2)
     if not is_module and not os.path.exists(arguments[0]):
         sys.exit(f"{USAGE}\ngluon_syncbn.run: there is no file {arguments[0]}")

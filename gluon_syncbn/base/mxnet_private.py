@@ -67,12 +67,12 @@ def is_static(block: HybridBlock) -> bool:
 
 
 def is_making_graph(frame) -> bool:
-    """Whether this stack frame is Gluon's own method that makes the graph of a block.
+    """Whether this stack frame is a method that makes the graph of a block: Gluon's own, or that of a subclass.
 
     It has the graph's inputs, new objects each time, in ``symbol_inputs``, and what the block is called with in
     ``args``.
     """
-    return frame.f_code.co_name == "_get_graph" and frame.f_globals is vars(gluon_block)
+    return frame.f_code.co_name == "_get_graph" and "symbol_inputs" in frame.f_locals
 
 
 def owner_of_graph(frame) -> Optional[HybridBlock]:

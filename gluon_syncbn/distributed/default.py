@@ -28,6 +28,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self.default: Any = _NOT_CHOSEN
+        self.has_warned = False  # that nothing was chosen
         self.named: Dict[str, ProcessGroup] = {}  # of all processes, by communicator
         self.given: Dict[int, Tuple[Any, ProcessGroup]] = {}  # by id of the user's object, which lives as long
         self.lock = threading.RLock()
@@ -91,7 +92,9 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
         if _groups.default is _NOT_CHOSEN:
             name = os.environ.get(VARIABLE)
             if not name:
-                warn_of_several_processes(where)
+                if not _groups.has_warned:
+                    _groups.has_warned = True
+                    warn_of_several_processes(where)
                 return None
             if name not in NAMES:
                 raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {name!r}.")

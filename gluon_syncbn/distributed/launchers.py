@@ -10,7 +10,6 @@ from gluon_syncbn.base.walk import users_line
 # The variables in which each launcher gives the number of processes. (Slurm's variables are also set where only one was
 # started.)
 _SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
-_has_warned = False
 
 
 class Job(NamedTuple):
@@ -29,12 +28,10 @@ def job_of_launcher() -> Optional[Job]:
 
 
 def warn_of_several_processes(where: str) -> None:
-    """Warn (UserWarning), once, where a layer of such a job synchronizes within its process; starts with ``where``."""
-    global _has_warned
-    job = None if _has_warned else job_of_launcher()
+    """Warn (UserWarning) where a layer of such a job synchronizes within its process; starts with ``where``."""
+    job = job_of_launcher()
     if job is None:
         return
-    _has_warned = True
     warnings.warn(
         f"{where}: this is one of {job.size} processes of {job.launcher}, and no process group was chosen. Layers "
         f"synchronize the devices of each process only, so that one process per device is plain Batch "

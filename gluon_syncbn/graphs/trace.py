@@ -38,15 +38,6 @@ class Trace(NamedTuple):
         return {symbol.name: item.dtype for symbol, item in zip(self.inputs, given)}
 
 
-_our_makers = []
-
-
-def makes_graphs(method):
-    """Decorates a ``_get_graph`` that is not Gluon's, and has the same ``symbol_inputs`` and ``args``."""
-    _our_makers.append(method.__code__)
-    return method
-
-
 def find_trace() -> Optional[Trace]:
     """The graph that is being made now; None if a user calls blocks with symbols.
 
@@ -58,7 +49,7 @@ def find_trace() -> Optional[Trace]:
     frame: Optional[FrameType] = sys._getframe()
     maker, owner = None, None
     while frame is not None and owner is None:
-        if frame.f_code in _our_makers or is_making_graph(frame):
+        if is_making_graph(frame):
             maker = frame.f_locals
         owner = owner_of_graph(frame)
         frame = frame.f_back

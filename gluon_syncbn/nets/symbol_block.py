@@ -21,7 +21,7 @@ from gluon_syncbn.graphs.calls import order_tokens
 from gluon_syncbn.graphs.fuse import fusing_graphs
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, replace_norms
-from gluon_syncbn.graphs.trace import Trace, find_trace, makes_graphs
+from gluon_syncbn.graphs.trace import Trace, find_trace
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
 
@@ -79,9 +79,9 @@ class SynchronizedSymbolBlock(SymbolBlock):
         return regroup(outputs, self._out_format)
 
     @fusing_graphs
-    @makes_graphs
     def _get_graph(self, *args):
-        symbol_inputs = [copy.copy(item) for item in graph_of(self)[0]]  # new objects, see Trace.symbol
+        # New objects (`Trace.symbol`), under the name that `is_making_graph` knows.
+        symbol_inputs = [copy.copy(item) for item in graph_of(self)[0]]
         trace = find_trace()
         return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
 
