@@ -151,8 +151,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
     has dropped exists until Python's garbage collector runs.
     """
     processes = processes_of(group)
-    places = ((layer._sync.place(), layer) for layer in trained)
-    sent = {place.key: layer for place, layer in places if place is not None}
+    sent = {key: layer for key, layer in ((_key(layer), layer) for layer in trained) if key is not None}
     statistics = [
         parameter.data(parameter.list_ctx()[0]) for layer in sent.values() for parameter in _statistics(layer)
     ]
@@ -165,14 +164,20 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
         (rank, key): row for rank, (sizes, row) in enumerate(zip(all_sizes, rows)) for key, row in _cut(sizes, row)
     }
     for layer in steps.layers():
-        place = layer._sync.place()
-        if layer._sync.process_group() is not group or place is None:
+        link, key = layer._sync.link, _key(layer)
+        if link is None or layer._sync.process_group() is not group or key is None:
             continue
-        found = (received.get((rank, place.key)) for rank in layer._sync.peers() if rank in active)
+        found = (received.get((rank, key)) for rank in link.peers() if rank in active)
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:
             for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):
                 parameter.set_data(mx.nd.array(vector, dtype=parameter.dtype))
+
+
+def _key(layer: SyncBatchNorm) -> Optional[str]:
+    """Its name for all processes, once it has trained with others."""
+    link = layer._sync.link
+    return None if link is None or link.place is None else link.place.key
 
 
 def _statistics(layer: SyncBatchNorm) -> List[Parameter]:

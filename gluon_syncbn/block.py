@@ -7,8 +7,8 @@ import mxnet as mx
 from mxnet.gluon import nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, widened
+from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import NodeOptions
-from gluon_syncbn.backends.nodes import make_node
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import order_tokens, remember
 from gluon_syncbn.graphs.trace import Trace, find_trace
@@ -18,6 +18,7 @@ from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import steps
+from gluon_syncbn.symbol import make_node
 from gluon_syncbn.synchronization import Synchronization, options_of
 
 _BATCH_NORM = (
@@ -196,7 +197,7 @@ class SyncBatchNorm(nn.BatchNorm):
     @property
     def backend(self) -> str:
         """The back end that the layer uses on its devices: 'native' or 'portable'."""
-        return self._sync.choice().name
+        return choose(self._sync.spec(), self._sync.devices()).name
 
     def cast(self, dtype):
         """Cast the layer to a dtype, as `nn.BatchNorm` does.
@@ -267,7 +268,7 @@ class SyncBatchNorm(nn.BatchNorm):
             remember(trace.net, trace.symbol, self)
         spec, devices = self._sync.spec(), self._sync.devices()
         way = self._sync.way(spec, devices, Site.SYMBOL if trace is None else Site.NET)
-        node = NodeOptions(name, hidden, after, dtypes=dtypes, num_devices=spec.num_devices)
+        node = NodeOptions(name, hidden, after, dtypes=dtypes)
         if way is Way.SYNCHRONIZED and trace is not None:
             node = node._replace(is_static=trace.is_static, is_partitioned=trace.is_partitioned)
             return self._sync.normalize(mx.sym, inputs, spec, devices, node)

@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet.gluon import Block, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.backends.choose import Choice, choose
+from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
@@ -88,16 +88,12 @@ class Synchronization:
                 check_groups(spec, len(devices))
         return way
 
-    def choice(self) -> Choice:
-        """The back end for the devices of the layer, and why."""
-        return choose(self.spec(), self.devices())
-
     def normalize(self, F, arrays, spec: LayerSpec, devices: List[mx.Context], node: Optional[NodeOptions] = None):
         """The layer on its back end: the result, and the order token."""
         backend, group = self._group_on(spec, devices)
         if mx.autograd.is_training():
             self.take_place()
-        return backend.normalize(F, arrays, group.spec, group.reference, node)
+        return backend.normalize(F, arrays, spec, str(group.id), devices, node)
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
@@ -128,8 +124,7 @@ class Synchronization:
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
-        link = self._link()
-        first = 0 if link is None else link.first_device
+        first = 0 if self.link is None else self.link.first_device
         return list(self.options.groups_of(self.devices(), first).values())
 
     def process_group(self) -> Optional[ProcessGroup]:
@@ -140,19 +135,10 @@ class Synchronization:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
         return 0 if self._group is None else self._group[1].rounds(set_id)
 
-    def _link(self) -> Optional[Link]:
-        """The link to the other processes, once the layer has trained."""
+    @property
+    def link(self) -> Optional[Link]:
+        """The link to the other processes, once the layer has trained with them."""
         return None if self._group is None else self._group[1].link
-
-    def peers(self) -> Sequence[int]:
-        """The ranks of the processes that share its statistics."""
-        link = self._link()
-        return [] if link is None else link.peers()
-
-    def place(self) -> Optional[Place]:
-        """The layer's position in its net, once it has trained with other processes."""
-        link = self._link()
-        return None if link is None else link.place
 
     def take_place(self) -> None:
         """Find the layer's position in the net that is being called to train, if other processes must know it."""

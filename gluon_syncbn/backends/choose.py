@@ -32,11 +32,6 @@ class Choice(NamedTuple):
         return BACKENDS[self.name]
 
 
-def runs_here(spec: LayerSpec) -> bool:
-    """Whether its back end can run at all, or any where it is 'auto'."""
-    return spec.backend == "auto" or not BACKENDS[spec.backend].unavailable_reason(spec, [])
-
-
 def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
     """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
 

@@ -22,24 +22,23 @@ def next_group_id() -> int:
     return next(_ids)
 
 
-class GroupReference(NamedTuple):
-    """A group as a graph names it. ``devices`` are those that are known before they come."""
-
-    text: str
-    devices: Sequence[mx.Context] = ()
-
-
 class LayerGroup(ABC):
-    """The synchronization of one layer over its devices. Lives as long as the layer has these devices."""
+    """The synchronization of one layer over its devices. Lives as long as the layer has these devices.
 
-    spec: LayerSpec
-    devices: List[mx.Context]
+    Parameters
+    ----------
+    spec : LayerSpec
+        Its ``num_devices`` is known.
+    devices : sequence of mx.Context
+        In rank order: the order in which the parameters were initialised.
+    """
+
     link: Any = None  # a `gluon_syncbn.meeting.link.Link`, once it is connected with other processes
 
-    @property
-    @abstractmethod
-    def reference(self) -> GroupReference:
-        """How a graph, or a call, names this group."""
+    def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
+        self.spec = spec
+        self.devices: List[mx.Context] = list(devices)
+        self.id = next_group_id()
 
     @abstractmethod
     def connect(self) -> Any:
@@ -63,8 +62,7 @@ class NodeOptions(NamedTuple):
     ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node. ``after`` is
     the order token of the call that must come before this one, if there is one. ``is_static`` says whether the graph is
     for ``static_alloc`` and ``static_shape``, and ``is_partitioned`` whether MXNet takes it apart (``optimize_for``).
-    ``dtypes`` are those of the graph's inputs, by name, as far as they are known. ``num_devices`` is what the mark
-    says: the option of the user, not what the layer has now.
+    ``dtypes`` are those of the graph's inputs, by name, as far as they are known.
     """
 
     name: str
@@ -73,14 +71,10 @@ class NodeOptions(NamedTuple):
     is_static: bool = False
     is_partitioned: bool = False
     dtypes: Dict[str, Any] = {}
-    num_devices: Optional[int] = None
 
     def marked(self, spec: LayerSpec) -> Dict[str, Any]:
         """Name and attributes of the last node, which computes what ``spec`` says."""
-        return {
-            "name": self.name,
-            "attr": {**(self.hidden or {}), **mark(spec.but(num_devices=self.num_devices))},
-        }
+        return {"name": self.name, "attr": {**(self.hidden or {}), **mark(spec)}}
 
 
 class Backend(ABC):
@@ -102,7 +96,13 @@ class Backend(ABC):
 
     @abstractmethod
     def normalize(
-        self, F, arrays: Sequence, spec: LayerSpec, group: GroupReference, node: Optional[NodeOptions] = None
+        self,
+        F,
+        arrays: Sequence,
+        spec: LayerSpec,
+        group: str,
+        devices: Sequence[mx.Context],
+        node: Optional[NodeOptions] = None,
     ) -> Tuple[Any, Any]:
         """Batch Normalization with the statistics of the whole group.
 
@@ -113,8 +113,12 @@ class Backend(ABC):
             x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
             mean and running variance, of shape (C,) and ``spec.dtype``.
         spec : LayerSpec
-            After its activation, NaN stays NaN.
-        group : GroupReference
+            As the user has made it. After its activation, NaN stays NaN.
+        group : str
+            What a graph calls the group: its id; or for an open one, which is made when MXNet makes the node, the JSON
+            text of the spec.
+        devices : sequence of mx.Context
+            Those of the group that are known before they come.
         node : NodeOptions
             If F makes symbols.
 

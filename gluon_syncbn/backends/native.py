@@ -34,7 +34,7 @@ from typing import Dict, List, Optional, Sequence
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.interface import Backend, GroupReference, LayerGroup, NodeOptions, next_group_id
+from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions, next_group_id
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.graphs.fuse import OPERATOR
@@ -225,25 +225,19 @@ class NativeGroup(LayerGroup):
     """The group of a layer in the compiled core. Graphs name it by its id."""
 
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
-        self.spec = spec
-        self.devices: List[mx.Context] = list(devices)
-        self._id = next_group_id()
-        _make_group(self._id, spec, self.devices)
-        weakref.finalize(self, library.core.gluon_syncbn_drop_group, self._id).atexit = False
-
-    @property
-    def reference(self) -> GroupReference:
-        return GroupReference(str(self._id), self.devices)
+        super().__init__(spec, devices)
+        _make_group(self.id, spec, self.devices)
+        weakref.finalize(self, library.core.gluon_syncbn_drop_group, self.id).atexit = False
 
     def connect(self) -> Optional[Link]:
-        self.link = _connect(self._id)
+        self.link = _connect(self.id)
         return self.link
 
     def go_to_step(self, least: int) -> int:
-        return _go_to_step(self._id, least)
+        return _go_to_step(self.id, least)
 
     def rounds(self, set_id: int) -> int:
-        return library.core.gluon_syncbn_rounds(self._id, set_id)
+        return library.core.gluon_syncbn_rounds(self.id, set_id)
 
 
 class NativeBackend(Backend):
@@ -268,11 +262,11 @@ class NativeBackend(Backend):
     def make_group(self, spec, devices) -> NativeGroup:
         return NativeGroup(spec, devices)
 
-    def normalize(self, F, arrays, spec, group, node: Optional[NodeOptions] = None):
+    def normalize(self, F, arrays, spec, group, devices, node: Optional[NodeOptions] = None):
         x, gamma, beta, running_mean, running_var = arrays
         after = None if node is None else node.after
         last = {} if node is None else node.marked(spec)
-        is_on_gpus = bool(group.devices) and len(_gpus(group.devices)) == len(group.devices)
+        is_on_gpus = bool(devices) and len(_gpus(devices)) == len(devices)
         # A partitioner takes identity out, and with it the mark.
         is_kept = node is None or not node.is_partitioned
         skip_copies = is_kept and (is_on_gpus or (node is not None and node.is_static))
@@ -283,10 +277,10 @@ class NativeBackend(Backend):
             running_mean,
             running_var,
             op_type=OPERATOR,
-            group=group.text,
+            group=group,
             axis=spec.axis,
             activation=spec.activation or "none",
-            in_place=int(spec.recovers_input),
+            in_place=int(spec.in_place),
             follows=int(after is not None),
             name=("fwd" if node is None else node.name) + "_sync",
         )

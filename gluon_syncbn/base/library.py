@@ -95,9 +95,3 @@ def strings(texts: Sequence[str]):
 def set_last_error(text: str) -> bool:
     """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
     return core is not None and bool(core.gluon_syncbn_leave_error(text.encode()))
-
-
-def stop_calling_python() -> None:
-    """Before the interpreter ends: MXNet's threads are not to call wrapped operators any more."""
-    if core is not None:
-        core.gluon_syncbn_stop_calling_python()

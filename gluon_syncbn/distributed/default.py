@@ -29,8 +29,9 @@ class _Groups:
     def __init__(self) -> None:
         self.default: Any = _NOT_CHOSEN
         self.has_warned = False  # that nothing was chosen
-        self.named: Dict[str, ProcessGroup] = {}  # of all processes, by communicator
-        self.given: Dict[int, Tuple[Any, ProcessGroup]] = {}  # by id of the user's object, which lives as long
+        # In the order in which they were made, by name of the communicator, or by id of the user's object, which lives
+        # as long.
+        self.made: Dict[Any, Tuple[Any, ProcessGroup]] = {}
         self.lock = threading.RLock()
         self.process = os.getpid()
 
@@ -108,12 +109,12 @@ def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
         return True
     name = name_of_communicator() if process_group == "auto" else process_group
     with _groups.lock:
-        return name == "none" or name in _groups.named
+        return name == "none" or name in _groups.made
 
 
 def has_groups() -> bool:
     """Whether any processes have been connected."""
-    return bool(_groups.named or _groups.given)
+    return bool(_groups.made)
 
 
 def groups_in_use() -> List[ProcessGroup]:
@@ -121,13 +122,13 @@ def groups_in_use() -> List[ProcessGroup]:
 
     They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
     """
-    return sorted(filter(_if_several, _all_groups()), key=lambda group: group.number)
+    return list(filter(_if_several, _all_groups()))
 
 
 def _all_groups() -> List[ProcessGroup]:
     """All groups, each once: a user may have passed one that has a name, too."""
     with _groups.lock:
-        return list(dict.fromkeys([*_groups.named.values(), *(group for _, group in _groups.given.values())]))
+        return list(dict.fromkeys(group for _, group in _groups.made.values()))
 
 
 def leave_processes() -> None:
@@ -140,21 +141,15 @@ def leave_processes() -> None:
 
 def _made(process_group, where: str) -> Optional[ProcessGroup]:
     check_process_group(process_group, where)
-    if isinstance(process_group, ProcessGroup):
-        _groups.given[id(process_group)] = process_group, process_group
-        return _if_several(process_group)
     if process_group == "auto":
         process_group = name_of_communicator()
     if process_group == "none":
         return None
+    key = process_group if isinstance(process_group, str) else id(process_group)
     try:
-        if isinstance(process_group, str):
-            if process_group not in _groups.named:
-                _groups.named[process_group] = _of_all(process_group)
-            return _if_several(_groups.named[process_group])
-        if id(process_group) not in _groups.given:
-            _groups.given[id(process_group)] = process_group, _of_some(process_group)
-        return _if_several(_groups.given[id(process_group)][1])
+        if key not in _groups.made:
+            _groups.made[key] = process_group, _connected(process_group)
+        return _if_several(_groups.made[key][1])
     except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
     except MissingProcesses:
@@ -182,15 +177,12 @@ def name_of_communicator() -> str:
     return "mpi"
 
 
-def _of_all(name: str) -> ProcessGroup:
-    return HorovodProcessGroup() if name == "horovod" else MPIProcessGroup(None, _end_of_start())
-
-
-def _of_some(given) -> ProcessGroup:
-    return HorovodProcessGroup(given) if is_process_set(given) else MPIProcessGroup(given, _end_of_start())
-
-
-def _end_of_start():
-    """Ends the wait for the others after `_START_SECONDS`."""
+def _connected(given: ProcessGroupLike) -> ProcessGroup:
+    """The group of a communicator by name, of some processes, or one that has been made."""
+    if isinstance(given, ProcessGroup):
+        return given
+    some = None if isinstance(given, str) else given
+    if given == "horovod" or is_process_set(given):
+        return HorovodProcessGroup(some)
     deadline = time.monotonic() + _START_SECONDS
-    return lambda: "" if time.monotonic() > deadline else None
+    return MPIProcessGroup(some, lambda: "" if time.monotonic() > deadline else None)

@@ -56,7 +56,6 @@ class HorovodProcessGroup(ProcessGroup):
     can_resume = False
 
     def __init__(self, process_set: Any = None) -> None:
-        super().__init__()
         try:
             import horovod.mxnet as hvd
         except ImportError as problem:

@@ -57,7 +57,6 @@ class MPIProcessGroup(ProcessGroup):
     can_resume = True
 
     def __init__(self, comm: Any, ended: Ended) -> None:
-        super().__init__()
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:  # not there, or there is no MPI library

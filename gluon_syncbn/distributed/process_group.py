@@ -3,7 +3,6 @@
 A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
@@ -12,9 +11,6 @@ import numpy as np
 # Called from time to time by who waits: None, or, once the wait is to end, how long it was and why. What it returns
 # goes into `MissingProcesses` as it is.
 Ended = Callable[[], Any]
-
-
-_numbers = itertools.count()
 
 
 class CommunicatorError(RuntimeError):
@@ -50,9 +46,6 @@ class ProcessGroup(ABC):
     can_resume: bool
     rank: int
     size: int
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)  # in the order in which they were made
 
     @abstractmethod
     def all_gather(

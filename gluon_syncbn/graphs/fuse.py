@@ -129,7 +129,7 @@ def _is_norm(node: Node) -> bool:
 def _activation_of(node: Node) -> Optional[_Activation]:
     operator = node.op.replace("_npx_", "")
     if operator == "relu" or (operator in ("Activation", "activation") and node.attrs.get("act_type") == "relu"):
-        return _Activation(RELU, {"activation": "relu", "in_place": "0"})  # the input cannot be recovered from a ReLU
+        return _Activation(RELU, {"activation": "relu"})
     if operator in ("LeakyReLU", "leaky_relu") and node.attrs.get("act_type", "leaky") == "leaky":
         slope = float(node.attrs.get("slope", 0.25))
         return _Activation(LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None

@@ -92,11 +92,6 @@ class LayerSpec:
         """Whether its ``group_size`` leaves each device by itself, so that it is plain Batch Normalization."""
         return self.group_size == 1 and self.is_plain_alone
 
-    @property
-    def recovers_input(self) -> bool:
-        """Whether the backward pass recovers x̂ from the output. After a ReLU it cannot."""
-        return self.in_place and self.activation != "relu"
-
     def checked(self) -> "LayerSpec":
         """Return the spec with normalized values.
 

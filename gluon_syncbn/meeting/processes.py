@@ -114,18 +114,10 @@ class Processes:
         SyncBatchNormError
             Processes did not come, or the layer differs there, or the step has been given up.
         """
-        what = f"{where}: {direction} pass"
-        try:
-            with Wait(seconds, is_for_processes=True) as wait:
-                self._prepare(place, wait)
-                key = f"{place.key}.{chunk}.{direction}"
-                round_id = self._begin(key, direction, round_id)
-                rows = self._meet(key, direction, round_id, vector, members, wait)
-        except MissingProcesses as problem:
-            raise self._failed(self._missing_text(what, problem, members)) from None
-        except (CommunicatorError, SyncBatchNormError) as problem:
-            raise self._failed(f"{what}: {problem}.") from None
-        return rows, round_id
+        with self._exchanging(f"{where}: {direction} pass", place, members, seconds) as wait:
+            key = f"{place.key}.{chunk}.{direction}"
+            round_id = self._begin(key, direction, round_id)
+            return self._meet(key, direction, round_id, vector, members, wait), round_id
 
     def _meet(
         self, key: str, direction: str, round_id: int, vector: np.ndarray, members: Sequence[int], wait: Wait
@@ -173,7 +165,7 @@ class Processes:
         with self._lock:
             highest = self._highest_round()
         text = json.dumps([highest, vector.size, layers])
-        with self._gathering(what, seconds) as wait:
+        with self._exchanging(what, None, range(self.group.size), seconds) as wait:
             highests, sizes, all_layers = zip(*map(json.loads, self._gather_texts(what, text, wait)))
             padded = np.zeros(max(sizes))
             padded[: vector.size] = vector
@@ -194,18 +186,18 @@ class Processes:
         SyncBatchNormError
             As in `exchange`; the text starts with ``what``.
         """
-        with self._gathering(what, seconds) as wait:
+        with self._exchanging(what, None, range(self.group.size), seconds) as wait:
             return self._gather(what, np.asarray(numbers, dtype=np.float64), range(self.group.size), wait)
 
     @contextlib.contextmanager
-    def _gathering(self, what: str, seconds: float) -> Iterator[Wait]:
-        """The context of an exchange of all processes together, outside of layers."""
+    def _exchanging(self, what: str, place: Optional[Place], members: Sequence[int], seconds: float) -> Iterator[Wait]:
+        """The context of an exchange, of a layer or outside of layers; the texts of its errors start with ``what``."""
         try:
             with Wait(seconds, is_for_processes=True) as wait:
-                self._prepare(None, wait)
+                self._prepare(place, wait)
                 yield wait
         except MissingProcesses as problem:
-            raise self._failed(self._missing_text(what, problem, range(self.group.size))) from None
+            raise self._failed(self._missing_text(what, problem, members)) from None
         except (CommunicatorError, SyncBatchNormError) as problem:
             raise self._failed(f"{what}: {problem}.") from None
 

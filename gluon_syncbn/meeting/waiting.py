@@ -89,23 +89,6 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) ->
         library.core.gluon_syncbn_cut_waits_short(because.encode())
 
 
-def wait_for_exchanges() -> None:
-    """Return when no thread exchanges anything with other processes; after the grace period at the latest."""
-    if library.core is not None:
-        library.core.gluon_syncbn_wait_for_exchanges(GRACE_SECONDS)
-
-
-def stand_still_for_a_fork() -> None:
-    """Keep the watchdog from holding a lock that the child would find locked (csrc/meeting/watchdog.h)."""
-    if library.core is not None:
-        library.core.gluon_syncbn_before_fork()
-
-
-def go_on_after_a_fork(is_child: bool) -> None:
-    if library.core is not None:
-        library.core.gluon_syncbn_after_fork(is_child)
-
-
 class Wait:
     """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
 

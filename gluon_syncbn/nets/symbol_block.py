@@ -14,7 +14,7 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
 from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
-from gluon_syncbn.backends.choose import runs_here
+from gluon_syncbn.backends.choose import BACKENDS
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.calls import order_tokens
@@ -157,8 +157,8 @@ def _key(norm: Norm) -> Tuple[str, ...]:
 def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
     # Of a marked node with a ReLU, a plain BatchNorm and a node for the ReLU stay.
     spec = spec.but(activation=None if norm.is_marked else spec.activation).checked()
-    if not runs_here(spec):
-        spec = spec.but(backend="auto")  # a file may come from a machine where it could
+    if spec.backend != "auto" and BACKENDS[spec.backend].unavailable_reason(spec, []):
+        spec = spec.but(backend="auto")  # a file may come from a machine where that could run
     layer = SyncBatchNorm(
         axis=spec.axis,
         momentum=spec.momentum,

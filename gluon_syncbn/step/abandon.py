@@ -21,15 +21,9 @@ from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.updates import Updated, clear_added_gradients, undo_held_updates
+from gluon_syncbn.step.updates import clear_added_gradients, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
-_UPDATED = {
-    Updated.NOTHING: "Weights and optimizer states are as they were before it.",
-    Updated.A_PART: "Its backward pass had failed when some weights had their whole gradient: those are updated, on all"
-    " devices. The others, and their optimizer states, are as they were before it.",
-    Updated.NOT_CALLED: "No weight has been updated since it failed.",
-}
 
 
 def abandon_step() -> None:
@@ -70,7 +64,7 @@ def abandon_step() -> None:
     if has_failed:
         clear_added_gradients()
         unseen = "" if was_seen else f" Its error was not read: {_with_cause(error or pending, pending)}"
-        _log.warning("A step was given up. %s%s", _UPDATED[updated], unseen)
+        _log.warning("A step was given up. %s%s", updated.value, unseen)
 
 
 def leave_failed_step() -> None:

@@ -27,8 +27,7 @@ import time
 
 import mxnet as mx
 
-from gluon_syncbn.base import forks
-from gluon_syncbn.base.library import stop_calling_python
+from gluon_syncbn.base import forks, library
 from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
@@ -49,7 +48,8 @@ def finish_pending_work() -> str:
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
-    waiting.wait_for_exchanges()  # their threads end a moment after the work does
+    if library.core is not None:  # threads of exchanges with other processes end a moment after the work does
+        library.core.gluon_syncbn_wait_for_exchanges(waiting.GRACE_SECONDS)
     time.sleep(_SECONDS_TO_DROP_OPERATORS)
     return error
 
@@ -66,11 +66,13 @@ def _before_fork() -> None:
     try:
         _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
     finally:
-        waiting.stand_still_for_a_fork()
+        if library.core is not None:  # the watchdog's lock, if held now, would be locked for ever in the child
+            library.core.gluon_syncbn_before_fork()
 
 
 def _after_fork(is_child: bool) -> None:
-    waiting.go_on_after_a_fork(is_child)
+    if library.core is not None:
+        library.core.gluon_syncbn_after_fork(is_child)
     if is_child:
         steps.lose_gpus()
 
@@ -81,7 +83,8 @@ def _at_exit() -> None:
         _log_pending_work("When the process ended")
         leave_processes()
     finally:
-        stop_calling_python()
+        if library.core is not None:  # MXNet's threads are not to call wrapped operators any more
+            library.core.gluon_syncbn_stop_calling_python()
 
 
 def end_before_communicators() -> None:

@@ -39,9 +39,14 @@ _NUMBERS = ("num_update", "m_schedule")
 
 
 class Updated(enum.Enum):
-    """What a failed step has updated."""
+    """What a failed step has updated, as the log says it."""
 
-    NOTHING, A_PART, NOT_CALLED = range(3)
+    NOTHING = "Weights and optimizer states are as they were before it."
+    A_PART = (
+        "Its backward pass had failed when some weights had their whole gradient: those are updated, on all devices. "
+        "The others, and their optimizer states, are as they were before it."
+    )
+    NOT_CALLED = "No weight has been updated since it failed."
 
 
 @contextlib.contextmanager

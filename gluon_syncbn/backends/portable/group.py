@@ -8,7 +8,7 @@ from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.interface import GroupReference, LayerGroup, next_group_id
+from gluon_syncbn.backends.interface import LayerGroup
 from gluon_syncbn.backends.portable.kvstore import all_gather
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
@@ -43,17 +43,11 @@ class Group(LayerGroup):
     """
 
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
-        self.spec = spec
-        self.devices: List[mx.Context] = list(devices)
-        self._id = next_group_id()
+        super().__init__(spec, devices)
         self._changed = threading.Condition()
         self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
         self._seconds = spec.seconds  # a variable that is no number shows here
-        _groups[self._id] = self
-
-    @property
-    def reference(self) -> GroupReference:
-        return GroupReference(str(self._id), self.devices)
+        _groups[self.id] = self
 
     def connect(self) -> None:
         if find(self.spec.process_group, self.spec.where) is not None:

@@ -76,7 +76,7 @@ class PortableBackend(Backend):
     def make_group(self, spec, devices) -> Group:
         return Group(spec, devices)
 
-    def normalize(self, F, arrays, spec, group, node: Optional[NodeOptions] = None):
+    def normalize(self, F, arrays, spec, group, devices, node: Optional[NodeOptions] = None):
         x, gamma, beta, running_mean, running_var = arrays
         if needs_float32(F, x, {} if node is None else node.dtypes):
             raise ValueError(
@@ -85,7 +85,7 @@ class PortableBackend(Backend):
             )
         name, after = ("fwd", None) if node is None else (node.name, node.after)
         values = x if node is None and dtype_name(x.dtype) == spec.dtype else F.cast(x, dtype=spec.dtype)
-        is_on_gpu = group.devices[0].device_type == "gpu" if group.devices else mx.context.num_gpus() > 0
+        is_on_gpu = devices[0].device_type == "gpu" if devices else mx.context.num_gpus() > 0
         total, shift, centred = _centre(F, _as_rows(F, values, spec.axis), is_on_gpu)
         # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
         sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
@@ -94,7 +94,7 @@ class PortableBackend(Backend):
             running_mean,
             running_var,
             op_type=_OPERATOR,
-            group=group.text,
+            group=group,
             follows=int(after is not None),
             name=name + "_all_reduce",
         )

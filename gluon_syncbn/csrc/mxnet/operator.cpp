@@ -307,15 +307,15 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   return or_error([&] {
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
+    const Activation activation = activation_of(arguments);
     auto* property = new Property{group_of(arguments["group"]),
                                   std::stoi(arguments["axis"]),
-                                  activation_of(arguments),
-                                  arguments["in_place"] == "1",
+                                  activation,
+                                  // The input cannot be recovered from what a ReLU leaves of it.
+                                  arguments["in_place"] == "1" && activation.kind != Activation::kReLU,
                                   {arguments["skip"] == "1", arguments["follows"] == "1"},
                                   {}};
-    const Activation::Kind kind = property->activation.kind;
-    if (property->has.skip ? kind != Activation::kReLU || property->in_place
-                           : kind == Activation::kReLU && property->in_place) {
+    if (property->has.skip && activation.kind != Activation::kReLU) {
       const std::string name = property->group->name;
       delete property;
       throw std::invalid_argument("SyncBatchNorm '" + name +
