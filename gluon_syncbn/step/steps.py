@@ -33,7 +33,7 @@ from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, se
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.step.positions import Nets
+from gluon_syncbn.meeting.positions import Nets
 
 
 class Passes:
