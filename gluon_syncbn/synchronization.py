@@ -16,7 +16,6 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
-from gluon_syncbn.meeting.processes import Place
 from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.steps import Passes, steps
 
@@ -147,8 +146,7 @@ class Synchronization:
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_communicators()
-            net = steps.nets.net_of(self.layer, _description)
-            link.take(Place(net.name, net.key_of(self.layer), net.kind, net.own_name, net.described, []))
+            link.take(steps.nets.place_of(self.layer, _description))
 
 
 def options_of(layer: Block, **options: Any) -> LayerSpec:

@@ -10,7 +10,8 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, default_timeout
 from gluon_syncbn.meeting.active_set import active_sets
-from gluon_syncbn.meeting.processes import Place, Processes, processes_of
+from gluon_syncbn.meeting.positions import Place
+from gluon_syncbn.meeting.processes import Processes, processes_of
 
 # Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
 DEFAULT_SECONDS = 600.0

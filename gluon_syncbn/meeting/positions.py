@@ -11,7 +11,7 @@ import hashlib
 import re
 import threading
 import weakref
-from typing import Callable, Dict, List
+from typing import Callable, List, NamedTuple, Sequence, Tuple
 
 from mxnet.gluon import Block
 
@@ -19,26 +19,32 @@ from gluon_syncbn.base.mxnet_private import names_within
 from gluon_syncbn.base.walk import all_blocks, outermost_block
 
 
-class Net:
-    """A net as it was when it first trained with other processes."""
+class Place(NamedTuple):
+    """The position of a layer in its net: the same on all processes, whatever names its layers have there.
 
-    def __init__(self, number: int, root: Block, layers: List[Block], describe: Callable[[Block], str]):
-        self.name = f"net{number}"
-        # Those of a SymbolBlock have numbers of Gluon's in them.
-        names = "\n".join(sorted(re.sub(r"\d+", "", name) for name in names_within(root)))
-        self.kind = f"{type(root).__name__} ({hashlib.blake2b(names.encode(), digest_size=4).hexdigest()})"
-        self.own_name = root.name
-        self.described = [describe(layer) for layer in layers]
-        self._positions: Dict[int, int] = {id(layer): number for number, layer in enumerate(layers)}
-        self._layers = [weakref.ref(layer) for layer in layers]  # an id may be given to another
+    ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
+    tells it apart from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks
+    that meet without the others, in this process or another.
+    """
 
-    def has(self, layer: Block) -> bool:
-        position = self._positions.get(id(layer))
-        return position is not None and self._layers[position]() is layer
+    net: str
+    key: str
+    kind: str
+    name: str
+    layers: Sequence[str]
+    subsets: Sequence[Tuple[int, ...]]
 
-    def key_of(self, layer: Block) -> str:
-        """The name of one of its layers: the same in all processes."""
-        return f"{self.name}.{self._positions[id(layer)]}"
+
+Places = weakref.WeakKeyDictionary  # Block to Place
+
+
+def _places_in(net: str, root: Block, layers: List[Block], describe: Callable[[Block], str]) -> Places:
+    """The positions of a net's layers."""
+    # Those of a SymbolBlock have numbers of Gluon's in them.
+    names = "\n".join(sorted(re.sub(r"\d+", "", name) for name in names_within(root)))
+    kind = f"{type(root).__name__} ({hashlib.blake2b(names.encode(), digest_size=4).hexdigest()})"
+    described = [describe(layer) for layer in layers]
+    return Places({layer: Place(net, f"{net}.{i}", kind, root.name, described, []) for i, layer in enumerate(layers)})
 
 
 class Nets:
@@ -46,21 +52,21 @@ class Nets:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nets: weakref.WeakKeyDictionary[Block, Net] = weakref.WeakKeyDictionary()
+        self._nets: weakref.WeakKeyDictionary[Block, Places] = weakref.WeakKeyDictionary()  # as they first trained
         self._count = 0  # of all that ever were
 
-    def net_of(self, layer: Block, describe: Callable[[Block], str]) -> Net:
-        """The net of a layer that trains for the first time, on the thread that calls it.
+    def place_of(self, layer: Block, describe: Callable[[Block], str]) -> Place:
+        """The position of a layer that trains for the first time, on the thread that calls it; without its subsets.
 
         ``describe`` returns of each block of the net what must be the same in all processes; nothing if it does not
         synchronize.
         """
         with self._lock:
             root = outermost_block() or layer
-            if root not in self._nets or not self._nets[root].has(layer):
+            if root not in self._nets or layer not in self._nets[root]:
                 layers = [item for item in all_blocks(root) if describe(item)]
                 if layer not in layers:
                     root, layers = layer, [layer]
-                self._nets[root] = Net(self._count, root, layers, describe)
+                self._nets[root] = _places_in(f"net{self._count}", root, layers, describe)
                 self._count += 1
-            return self._nets[root]
+            return self._nets[root][layer]

@@ -35,7 +35,7 @@ import socket
 import threading
 import weakref
 from collections import defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
 from gluon_syncbn.layer.spec import agree, without_name
 from gluon_syncbn.meeting.pairs import reduce_in_pairs
+from gluon_syncbn.meeting.positions import Place
 from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
 
@@ -56,22 +57,6 @@ _REASONS = (
     "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
     "was slower than the timeout (timeout=, GLUON_SYNCBN_TIMEOUT; it evaluates, say, while the others train)."
 )
-
-
-class Place(NamedTuple):
-    """The position of a layer in its net: the same on all processes, whatever names its layers have there.
-
-    ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
-    tells it apart from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks
-    that meet without the others, in this process or another.
-    """
-
-    net: str
-    key: str
-    kind: str
-    name: str
-    layers: Sequence[str]
-    subsets: Sequence[Tuple[int, ...]]
 
 
 class Processes:

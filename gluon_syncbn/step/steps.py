@@ -32,8 +32,8 @@ from mxnet.gluon import Block
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, set_fresh_gradient
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
-from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.meeting.positions import Nets
+from gluon_syncbn.mxnet_engine import failures
 
 
 class Passes:
