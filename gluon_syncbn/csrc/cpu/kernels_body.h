@@ -13,7 +13,7 @@
 #include "cpu/kernels/moments.h"
 #include "cpu/kernels/normalize.h"
 #include "cpu/kernels/backward_input.h"
-#include "cpu/kernels/gradient_sums.h"
+#include "cpu/kernels/backward.h"
 #include "cpu/kernels/input_gradient.h"
 
 template <typename T>
