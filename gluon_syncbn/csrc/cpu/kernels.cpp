@@ -15,28 +15,25 @@
 namespace gluon_syncbn {
 namespace {
 
-struct AffineView {
-  const double* shift;
-  const double* scale;
-  const double* bias;
+// What the passes know of the channels: vectors of float64, or null for what a pass does not use. In the order of
+// `Channel`.
+constexpr int kNumbers = 6;
+struct View {
+  const double* of[kNumbers];
   Activation activation;
 };
 
-struct GradientView {
-  const double* factor;
-  const double* slope;
-  const double* constant;
+template <typename T, T kValue>
+struct Constant {
+  static constexpr T value = kValue;
 };
 
 // The passes of one dtype on one instruction set, each over a range of channels.
 struct Passes {
   void (*moments)(const void*, Layout, int64_t, int64_t, double*, double*);
-  void (*normalize)(const void*, const void*, Layout, int64_t, int64_t, const AffineView&, void*);
-  void (*gradient_sums)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, void*, bool, double*,
-                        double*);
-  void (*input_gradient)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, const GradientView&, void*);
-  void (*input_gradient_add)(const BackwardInput&, Layout, int64_t, int64_t, const AffineView&, const GradientView&,
-                             void*);
+  void (*normalize)(const void*, const void*, Layout, int64_t, int64_t, const View&, void*);
+  void (*gradient_sums)(const BackwardInput&, Layout, int64_t, int64_t, const View&, void*, bool, double*, double*);
+  void (*input_gradient)(const BackwardInput&, Layout, int64_t, int64_t, const View&, void*, bool);
 };
 
 namespace baseline {
@@ -118,8 +115,8 @@ void over_channels(const Layout& layout, int threads, const Pass& pass) {
   }
 }
 
-AffineView view(const Affine& affine) {
-  return {affine.shift.data(), affine.scale.data(), affine.bias.data(), affine.activation};
+View view(const Affine& affine) {
+  return {{affine.shift.data(), affine.scale.data(), affine.bias.data()}, affine.activation};
 }
 
 double rounded_to(DType dtype, double value) {
@@ -176,10 +173,12 @@ GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout
 
 void input_gradient(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                     const InputGradient& gradient, void* dx, bool add, int threads) {
-  const auto pass = add ? passes(dtype).input_gradient_add : passes(dtype).input_gradient;
-  const GradientView vectors{gradient.factor.data(), gradient.slope.data(), gradient.constant.data()};
-  over_channels(layout, threads,
-                [&](int64_t begin, int64_t end) { pass(input, layout, begin, end, view(affine), vectors, dx); });
+  const auto pass = passes(dtype).input_gradient;
+  View all = view(affine);
+  all.of[3] = gradient.factor.data();
+  all.of[4] = gradient.slope.data();
+  all.of[5] = gradient.constant.data();
+  over_channels(layout, threads, [&](int64_t begin, int64_t end) { pass(input, layout, begin, end, all, dx, add); });
 }
 
 void fill(DType dtype, void* values, int64_t size, double value) {

@@ -1,123 +1,120 @@
-// Σ dz and Σ dz·(v − shift), and the gradient of a residual.
+// The two passes of the backward direction. Both read v and dz (see BackwardInput):
+//
+//   gradient sums    Σ dz and Σ dz·(v − shift), and the gradient of a residual
+//   input gradient   dx = factor·dz + by·(v − shift) + constant
 
-enum class ResidualGradient : int { kNone, kWrite, kAdd };
+enum class Source : int {
+  kInput,           // v = x, or y in place, no activation
+  kInputReLU,       // v = x
+  kInputLeakyReLU,  // v = x
+  kInputAndOutput,  // v = x, and y shows what the ReLU after a residual did
+  kOutputLeakyReLU  // v = z, from y
+};
 
-// Where the gradient of a residual goes.
-template <typename T, ResidualGradient kResidual>
-inline void store_residual_gradient(T* to, typename Storage<T>::Compute gradient) {
-  if constexpr (kResidual == ResidualGradient::kWrite) *to = Storage<T>::store(gradient);
-  if constexpr (kResidual == ResidualGradient::kAdd) *to = Storage<T>::store(Storage<T>::load(*to) + gradient);
+// Calls `pass` with the source as a constant.
+template <typename Pass>
+inline void with_source(const BackwardInput& input, Activation::Kind kind, const Pass& pass) {
+  if (kind == Activation::kLeakyReLU && input.in_place) return pass(Constant<Source, Source::kOutputLeakyReLU>());
+  if (kind == Activation::kLeakyReLU) return pass(Constant<Source, Source::kInputLeakyReLU>());
+  if (kind == Activation::kReLU && input.out) return pass(Constant<Source, Source::kInputAndOutput>());
+  if (kind == Activation::kReLU) return pass(Constant<Source, Source::kInputReLU>());
+  pass(Constant<Source, Source::kInput>());
 }
 
-template <typename T, Source kSource, ResidualGradient kResidual>
-void gradient_sums_rows(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end, const AffineView& affine,
-                        T* d_residual, double* sums, double* centred) {
+template <typename T, Source kSource>
+struct Reader {
   using A = typename Storage<T>::Compute;
-  using Read = Reader<T, kSource>;
-  for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
-  for (int64_t o = 0; o < layout.outer; ++o) {
-    for (int64_t c = c_begin; c < c_end; ++c) {
-      const Channel<A> channel(affine, c);
-      for (int64_t begin = 0; begin < layout.inner; begin += kBlock) {
-        const int64_t size = layout.inner - begin < kBlock ? layout.inner - begin : kBlock;
-        const int64_t start = (o * layout.channels + c) * layout.inner + begin;
-        const Inputs<T> input(all, start);
-        T* to = kResidual == ResidualGradient::kNone ? nullptr : d_residual + start;
-        A s[kLanes] = {}, p[kLanes] = {};
-        int64_t i = 0;
-        for (; i + kLanes <= size; i += kLanes) {
-          for (int l = 0; l < kLanes; ++l) {
-            const A value = Read::value(channel, input.values[i + l]);
-            const A gradient = Read::gradient(channel, value, input.out[i + l], input.d_out[i + l]);
-            store_residual_gradient<T, kResidual>(to + i + l, gradient);
-            s[l] += gradient;
-            p[l] += gradient * (value - channel.shift);
-          }
-        }
-        for (int l = 0; i < size; ++i, ++l) {
-          const A value = Read::value(channel, input.values[i]);
-          const A gradient = Read::gradient(channel, value, input.out[i], input.d_out[i]);
-          store_residual_gradient<T, kResidual>(to + i, gradient);
-          s[l] += gradient;
-          p[l] += gradient * (value - channel.shift);
-        }
-        double sum = 0, product = 0;
-        for (int l = 0; l < kLanes; ++l) {
-          sum += s[l];
-          product += p[l];
-        }
-        sums[c] += sum;
-        centred[c] += product;
-      }
-    }
+
+  const T *values, *out, *d_out;
+
+  Reader(const BackwardInput& input, int64_t start)
+      : values(static_cast<const T*>(input.values) + start),
+        out(static_cast<const T*>(input.out ? input.out : input.values) + start),
+        d_out(static_cast<const T*>(input.d_out) + start) {}
+
+  inline A value(const Channel<A>& channel, int64_t at) const {
+    A v = Storage<T>::load(values[at]);
+    if constexpr (kSource == Source::kOutputLeakyReLU) v = v <= 0 ? v / channel.slope : v;
+    return v;
   }
+
+  // Gradients where z was NaN are kept: they must not be lost.
+  inline A gradient(const Channel<A>& channel, A v, int64_t at) const {
+    const A dy = Storage<T>::load(d_out[at]);
+    if constexpr (kSource == Source::kInputReLU) return channel.normalize(v) <= 0 ? A(0) : dy;
+    if constexpr (kSource == Source::kInputLeakyReLU) return channel.normalize(v) <= 0 ? channel.slope * dy : dy;
+    if constexpr (kSource == Source::kInputAndOutput) return Storage<T>::load(out[at]) <= 0 ? A(0) : dy;
+    if constexpr (kSource == Source::kOutputLeakyReLU) return v <= 0 ? channel.slope * dy : dy;
+    return dy;
+  }
+};
+
+// Writes a gradient, or adds it to what is there.
+template <typename T, bool kAdd>
+inline void store_gradient(T* to, typename Storage<T>::Compute gradient) {
+  *to = Storage<T>::store(kAdd ? Storage<T>::load(*to) + gradient : gradient);
 }
 
-template <typename T, Source kSource, ResidualGradient kResidual>
-void gradient_sums_columns(const Inputs<T>& all, Layout layout, int64_t c_begin, int64_t c_end,
-                           const AffineView& affine, T* d_residual, double* sums, double* centred) {
+template <typename T, Source kSource, bool kResidual, bool kAdd>
+void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
+                      void* d_residual, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
-  using Read = Reader<T, kSource>;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
-  for (int64_t c0 = c_begin; c0 < c_end; c0 += kChannelBlock) {
-    const int64_t width = c_end - c0 < kChannelBlock ? c_end - c0 : kChannelBlock;
-    const Columns<A> columns(affine, c0, width);
-    A s[kChannelBlock], p[kChannelBlock];
-    for (int64_t o0 = 0; o0 < layout.outer; o0 += kRowBlock) {
-      const int64_t rows = layout.outer - o0 < kRowBlock ? layout.outer - o0 : kRowBlock;
-      for (int64_t c = 0; c < width; ++c) s[c] = p[c] = 0;
-      for (int64_t o = o0; o < o0 + rows; ++o) {
-        const int64_t start = o * layout.channels + c0;
-        const Inputs<T> input(all, start);
-        T* to = kResidual == ResidualGradient::kNone ? nullptr : d_residual + start;
-        for (int64_t c = 0; c < width; ++c) {
-          const Channel<A> channel = columns[c];
-          const A value = Read::value(channel, input.values[c]);
-          const A gradient = Read::gradient(channel, value, input.out[c], input.d_out[c]);
-          store_residual_gradient<T, kResidual>(to + c, gradient);
-          s[c] += gradient;
-          p[c] += gradient * (value - channel.shift);
-        }
-      }
-      for (int64_t c = 0; c < width; ++c) {
-        sums[c0 + c] += s[c];
-        centred[c0 + c] += p[c];
-      }
-    }
-  }
-}
-
-template <typename T, Source kSource, ResidualGradient kResidual>
-void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
-                      const AffineView& affine, void* d_residual, double* sums, double* centred) {
-  const auto pass =
-      layout.inner == 1 ? gradient_sums_columns<T, kSource, kResidual> : gradient_sums_rows<T, kSource, kResidual>;
-  pass(Inputs<T>(input), layout, c_begin, c_end, affine, static_cast<T*>(d_residual), sums, centred);
+  over_tiles<A, 3>(
+      layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
+        const Reader<T, kSource> read(input, tile.start);
+        T* to = kResidual ? static_cast<T*>(d_residual) + tile.start : nullptr;
+        tile.template sum<A>(
+            [&](int64_t at, int64_t i, A & sum, A & product) __attribute__((always_inline)) {
+              const Channel<A> channel = channels[i];
+              const A value = read.value(channel, at), gradient = read.gradient(channel, value, at);
+              if constexpr (kResidual) store_gradient<T, kAdd>(to + at, gradient);
+              sum += gradient;
+              product += gradient * (value - channel.shift);
+            },
+            [&](int64_t c, double sum, double product) {
+              sums[tile.first + c] += sum;
+              centred[tile.first + c] += product;
+            });
+      });
 }
 
 template <typename T>
-void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end,
-                      const AffineView& affine, void* d_residual, bool add_to_residual, double* sums, double* centred) {
-  constexpr auto kNone = ResidualGradient::kNone;
-  auto pass = gradient_sums_as<T, Source::kInput, kNone>;
-  switch (source_of(input, affine.activation.kind)) {
-    case Source::kInputReLU:
-      pass = gradient_sums_as<T, Source::kInputReLU, kNone>;
-      break;
-    case Source::kInputLeakyReLU:
-      pass = gradient_sums_as<T, Source::kInputLeakyReLU, kNone>;
-      break;
-    case Source::kInputAndOutput:
-      pass = !d_residual       ? gradient_sums_as<T, Source::kInputAndOutput, kNone>
-             : add_to_residual ? gradient_sums_as<T, Source::kInputAndOutput, ResidualGradient::kAdd>
-                               : gradient_sums_as<T, Source::kInputAndOutput, ResidualGradient::kWrite>;
-      break;
-    case Source::kOutputLeakyReLU:
-      pass = gradient_sums_as<T, Source::kOutputLeakyReLU, kNone>;
-      break;
-    case Source::kInput:
-    case Source::kOutput:  // the same, of other values
-      break;
-  }
-  pass(input, layout, c_begin, c_end, affine, d_residual, sums, centred);
+void gradient_sums_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
+                      void* d_residual, bool add_to_residual, double* sums, double* centred) {
+  with_source(input, view.activation.kind, [=](auto source) {
+    auto pass = gradient_sums_as<T, source.value, false, false>;
+    if constexpr (source.value == Source::kInputAndOutput) {
+      if (d_residual) {
+        pass = add_to_residual ? gradient_sums_as<T, source.value, true, true>
+                               : gradient_sums_as<T, source.value, true, false>;
+      }
+    }
+    pass(input, layout, c_begin, c_end, view, d_residual, sums, centred);
+  });
+}
+
+template <typename T, Source kSource, bool kAdd>
+void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
+                       void* dx) {
+  using A = typename Storage<T>::Compute;
+  over_tiles<A, 6>(
+      layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
+        const Reader<T, kSource> read(input, tile.start);
+        T* to = static_cast<T*>(dx) + tile.start;
+        tile.for_each([&](int64_t at, int64_t i) __attribute__((always_inline)) {
+          const Channel<A> channel = channels[i];
+          const A value = read.value(channel, at);
+          store_gradient<T, kAdd>(to + at, channel.correct(value, read.gradient(channel, value, at)));
+        });
+      });
+}
+
+template <typename T>
+void input_gradient_of(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
+                       void* dx, bool add) {
+  with_source(input, view.activation.kind, [=](auto source) {
+    const auto pass = add ? input_gradient_as<T, source.value, true> : input_gradient_as<T, source.value, false>;
+    pass(input, layout, c_begin, c_end, view, dx);
+  });
 }
