@@ -37,6 +37,7 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
     (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
     (mx.nd, "waitall", failing_what_cannot_be_read),
+    (mx.npx, "waitall", failing_what_cannot_be_read),
     (mx.executor.Executor, "forward", noticing_forward_of_symbols),
     (mx.executor.Executor, "backward", noticing_backward_of_symbols),
     (mx.gluon.Trainer, "step", guarding_trainer),

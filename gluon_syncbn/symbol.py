@@ -107,7 +107,7 @@ def SyncBatchNorm(
             epsilon=float(eps),
             momentum=float(momentum),
             scale=not fix_gamma,
-            use_global_stats=use_global_stats,
+            use_global_stats=bool(use_global_stats),
             dtype=dtype,
             num_devices=num_devices,
             group_size=group_size,

@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet.gluon import Block, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.choose import choose, find_backend
 from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
@@ -62,11 +62,11 @@ class Synchronization:
         if latest != source:
             spec = self.options.but(
                 name=layer.name,
-                axis=kwargs["axis"],
+                axis=int(kwargs["axis"]),
                 epsilon=float(kwargs["eps"]),
                 momentum=float(kwargs["momentum"]),
                 scale=not kwargs["fix_gamma"],
-                use_global_stats=kwargs["use_global_stats"],
+                use_global_stats=bool(kwargs["use_global_stats"]),
                 dtype=dtype_name(layer.running_mean.dtype),
             )
             self._spec = source, spec
@@ -159,8 +159,8 @@ def options_of(layer: Block, **options: Any) -> LayerSpec:
     """
     spec = LayerSpec.of(layer.name, **options)
     find(spec.process_group, spec.where)  # one that cannot connect shows at once
-    if spec.backend != "auto":
-        choose(spec, [])  # one that cannot run here shows at once
+    if spec.backend != "auto" or spec.kvstore is not None:
+        find_backend(spec, [])  # one that cannot run here shows at once
     return spec
 
 

@@ -9,10 +9,15 @@ import dataclasses
 import json
 
 import mxnet as mx
+import numpy as np
 import pytest
 from harness import cpus
 from mxnet import autograd
 
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import find_norms
 from gluon_syncbn.layer.decision import Site, Way, decide
 from gluon_syncbn.layer.spec import LayerSpec
 
@@ -140,3 +145,27 @@ def test_what_is_saved_says_every_option():
     missing = {field.name for field in dataclasses.fields(LayerSpec)} - set(saved)
     assert missing == {"num_devices", "group_size", "timeout", "activation", "process_group"}  # which are None
     assert LayerSpec.from_json(text) == LayerSpec.of("x", kvstore="local", renorm=(3, 5))
+
+
+def test_numbers_of_numpys_are_saved():
+    """What JSON does not know was once left out, and a file with the default loaded in its place."""
+    given = {"axis": np.int64(3), "dtype": np.dtype("float64"), "num_devices": np.int32(2)}
+    spec = LayerSpec.of("x", **given)
+    assert (spec.axis, spec.dtype, spec.num_devices) == (3, "float64", 2)
+    assert LayerSpec.from_json(spec.to_json()) == spec
+    symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), use_global_stats=np.bool_(False), **given)
+    (norm,) = find_norms(Graph(symbol))
+    assert norm.spec.but(name="x") == spec.but(scale=False, epsilon=1e-3)
+    with pytest.raises(TypeError, match="axis must be an integer, not 1.5"):
+        LayerSpec.of("x", axis=1.5)
+
+
+def test_an_axis_of_numpys_is_exported(tmp_path):
+    layer = SyncBatchNorm(axis=np.int64(-1), in_channels=3)
+    layer.initialize(ctx=cpus(2))
+    layer.hybridize()
+    for device in cpus(2):
+        layer(mx.nd.ones((2, 4, 3), ctx=device))
+    layer.export(str(tmp_path / "net"))
+    (norm,) = find_norms(Graph((tmp_path / "net-symbol.json").read_text(encoding="utf-8")))
+    assert norm.spec.axis == -1

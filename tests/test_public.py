@@ -37,7 +37,16 @@ def test_repr_shows_the_options_that_were_chosen():
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("read", [lambda out: out.asnumpy(), lambda out: out.wait_to_read(), lambda _: mx.nd.waitall()])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda out: out.asnumpy(),
+        lambda out: out.wait_to_read(),
+        lambda _: mx.nd.waitall(),
+        lambda _: mx.npx.waitall(),
+    ],
+    ids=["asnumpy", "wait_to_read", "waitall", "npx.waitall"],
+)
 def test_the_error_of_a_layer_arrives_as_ours(read):
     layer = SyncBatchNorm(in_channels=3, timeout=0.3, prefix="stem_")
     layer.initialize(ctx=cpus(2))

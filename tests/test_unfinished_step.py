@@ -151,6 +151,17 @@ def test_after_a_move_to_more_devices(mode, caplog):
 
 
 @modes
+def test_after_a_move_to_one_device_and_back(mode, caplog):
+    """Backward passes on one device, where the layer is plain, are none of a step that broke off."""
+    net = make(mode)
+    for count in (2, 1, 2):
+        net.collect_params().reset_ctx(cpus(count))
+        in_one_scope(net, parts_on(count))
+    mx.nd.waitall()
+    assert COMPLAINT not in caplog.text
+
+
+@modes
 def test_what_has_started_is_named(mode, caplog):
     net, parts = make(mode, 3), parts_on(3)
     in_one_scope(net, parts)

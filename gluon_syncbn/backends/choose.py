@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from typing import Dict, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import mxnet as mx
 
@@ -32,11 +32,10 @@ class Choice(NamedTuple):
         return BACKENDS[self.name]
 
 
-def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
-    """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
+def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backend, List[str]]:
+    """The back end for a layer on ``devices``, and why those before it cannot run.
 
-    Warns (UserWarning), once, where the compiled kernels cannot run on a GPU: a slow layer should not go unnoticed. The
-    environment variable ``GLUON_SYNCBN_BACKEND`` says what 'auto' means.
+    The environment variable ``GLUON_SYNCBN_BACKEND`` says what 'auto' means.
 
     Raises
     ------
@@ -51,15 +50,23 @@ def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
         if requested not in layer_spec.BACKENDS:
             raise ValueError(f"{_VARIABLE} must be one of {', '.join(layer_spec.BACKENDS)}, not {requested!r}.")
     candidates = list(BACKENDS.values()) if requested == "auto" else [BACKENDS[requested]]
-    reasons = []
+    reasons: List[str] = []
     for candidate in candidates:
         reason = candidate.unavailable_reason(spec, devices)
         if not reason:
-            break
+            return candidate, reasons
         reasons.append(reason)
-    else:
-        raise RuntimeError(f"{spec.where}: backend={requested!r} cannot run here: {'; and '.join(reasons)}.")
-    choice = Choice(candidate.name, "; and ".join(reasons) or candidate.description(devices))
+    raise RuntimeError(f"{spec.where}: backend={requested!r} cannot run here: {'; and '.join(reasons)}.")
+
+
+def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
+    """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
+
+    Warns (UserWarning), once, where the compiled kernels cannot run on a GPU: a slow layer should not go unnoticed.
+    Raises as `find_backend`.
+    """
+    backend, reasons = find_backend(spec, devices)
+    choice = Choice(backend.name, "; and ".join(reasons) or backend.description(devices))
     if choice not in _said:
         _said.add(choice)
         _log.info("back end %s: %s.", choice.name, choice.reason)

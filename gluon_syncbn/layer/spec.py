@@ -15,6 +15,7 @@ import threading
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
+import numpy as np
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
 from gluon_syncbn.distributed.process_group import ProcessGroupLike, check_process_group
@@ -119,8 +120,10 @@ class LayerSpec:
         else:
             _check_kvstore(self.kvstore, where)
         check_process_group(self.process_group, where)
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {self.dtype!r}.")
+        made["dtype"] = _dtype(self.dtype, where)
+        if isinstance(self.axis, bool) or not isinstance(self.axis, numbers.Integral):
+            raise TypeError(f"{where}: axis must be an integer, not {self.axis!r}.")
+        made["axis"] = int(self.axis)
         for option, value in (("momentum", self.momentum), ("eps", self.epsilon)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"{where}: {option} must be a number, not {value!r}.")
@@ -211,7 +214,8 @@ class LayerSpec:
     def to_json(self, **more) -> str:
         """All values but those that are None, and objects of the user's, which cannot be saved."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        saved = {name: value for name, value in values.items() if isinstance(value, (str, int, float, tuple))}
+        of_user = [name for name in ("kvstore", "process_group") if not isinstance(values[name], str)]
+        saved = {name: value for name, value in values.items() if value is not None and name not in of_user}
         return json.dumps({**saved, **more})
 
     @classmethod
@@ -272,6 +276,17 @@ def check_timeout(value, where: str) -> float:
     if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ValueError(f"{where}: the timeout must be a positive number of seconds, not {value!r}.")
     return seconds
+
+
+def _dtype(dtype, where: str) -> str:
+    """The name of a dtype, or of one of NumPy's; ValueError, starting with ``where``, if no layer can have it."""
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in ("float32", "float64"):
+        raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {dtype!r}.")
+    return name
 
 
 def _count(value, where: str, option: str) -> Optional[int]:

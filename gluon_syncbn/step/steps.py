@@ -69,8 +69,9 @@ class Passes:
         self._forwards[device] += 1
 
     def end_backward(self, device: mx.Context) -> None:
-        """Count a backward pass that reaches ``device``."""
-        self._backwards[device] += 1
+        """Count a backward pass that reaches ``device``, unless the layer has moved since its last forward pass."""
+        if [array.context for array in self.arrays()] == self._devices:
+            self._backwards[device] += 1
 
     def arrays(self) -> List[mx.nd.NDArray]:
         """A Parameter that learns, on each device; none if it is frozen."""
