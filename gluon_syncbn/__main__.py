@@ -90,7 +90,7 @@ def _join() -> Optional[gluon_syncbn.ProcessGroup]:
 
 
 def _engines() -> str:
-    """What could connect processes."""
+    """Name what could connect processes."""
     found = []
     for package, name in (("mpi4py", "mpi"), ("horovod", "horovod")):
         with contextlib.suppress(metadata.PackageNotFoundError):

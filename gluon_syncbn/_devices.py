@@ -175,7 +175,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
 
 
 def _key(layer: SyncBatchNorm) -> Optional[str]:
-    """Its name for all processes, once it has trained with others."""
+    """Return the layer's name for all processes; None if it has not trained with others."""
     link = layer._sync.link
     return None if link is None or link.place is None else link.place.key
 

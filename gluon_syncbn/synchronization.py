@@ -1,4 +1,4 @@
-"""What a `SyncBatchNorm` has in addition to `nn.BatchNorm`: its options, its group of devices, its place in its net."""
+"""The part of a `SyncBatchNorm` that `nn.BatchNorm` lacks: its options, its group of devices, its place in its net."""
 
 import threading
 import weakref
@@ -54,7 +54,7 @@ class Synchronization:
         return layer
 
     def spec(self) -> LayerSpec:
-        """What the layer is now; the same object as long as nothing changes."""
+        """Return the record of the layer as it is now; the same object as long as nothing changes."""
         layer = self.layer
         kwargs = operator_options(layer)
         source = self.options, layer.name, layer.running_mean.dtype, *kwargs.values()
@@ -77,7 +77,7 @@ class Synchronization:
         return contexts_of(self.layer.running_mean)
 
     def way(self, spec: LayerSpec, devices: Sequence[mx.Context], site: Site) -> Way:
-        """What the layer computes where it is called; an error if it could not on these devices."""
+        """Decide what the layer computes where it is called; raise an error if it could not on these devices."""
         way = decide(spec, devices, site)
         if way is not Way.PLAIN:
             spec.check_dtype()
@@ -111,7 +111,7 @@ class Synchronization:
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
 
     def state(self) -> Tuple[LayerSpec, int, Optional[Block]]:
-        """What a copy of the layer begins with: the arguments of its own."""
+        """Return the arguments for the `Synchronization` of a copy of the layer."""
         return self.options, self.next_step(), self.fused_relu
 
     # With whom it synchronizes
@@ -165,12 +165,12 @@ def options_of(layer: Block, **options: Any) -> LayerSpec:
 
 
 def synchronization_of(block: Any) -> Optional[Synchronization]:
-    """That of a `SyncBatchNorm`; None for other blocks, and for a layer that has been converted back."""
+    """Return that of a `SyncBatchNorm`; None for other blocks, and for a layer that has been converted back."""
     return vars(block).get("_sync")
 
 
 def _description(block: Block) -> str:
-    """What must be the same in all processes; nothing if the block does not synchronize."""
+    """Describe what must be the same in all processes; empty if the block does not synchronize."""
     sync = synchronization_of(block)
     if sync is None:
         return ""

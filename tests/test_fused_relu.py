@@ -1,4 +1,4 @@
-"""A norm computes the ReLU behind it where no one can tell the difference, and nowhere else."""
+"""A norm computes the ReLU after it where no one can tell the difference, and nowhere else."""
 
 import mxnet as mx
 import numpy as np

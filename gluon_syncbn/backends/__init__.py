@@ -1,1 +1,1 @@
-"""What a layer is made of."""
+"""The back ends: how a layer is computed."""

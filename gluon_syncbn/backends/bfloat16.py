@@ -37,7 +37,7 @@ def mxnet_takes_bfloat16() -> bool:
 
 
 def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
-    """What to hand to MXNet's BatchNorm in place of ``x``, and what to do with the result.
+    """Return the input of MXNet's BatchNorm in place of ``x``, and a function for its result.
 
     Returns ``x`` unchanged, unless it is bfloat16 and MXNet cannot take it.
 

@@ -1,4 +1,4 @@
-"""What a back end offers: all that the layer, symbols and the choice between back ends know of it.
+"""The interface of a back end: all that the layer, symbols and the choice between back ends know of it.
 
 A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`.
 """

@@ -67,7 +67,7 @@ class _GroupSpecStruct(ctypes.Structure):
 
 
 class _Groups:
-    """What the callbacks of the compiled groups need, by id of the group."""
+    """The data for the callbacks of compiled groups, by id of the group."""
 
     def __init__(self) -> None:
         self.specs: Dict[int, LayerSpec] = {}
@@ -80,7 +80,7 @@ _groups = _Groups()
 
 @library.MAKE_GROUP
 def _make_described_group(text: bytes) -> int:
-    """Called by the operator, on the thread that makes or loads a symbol."""
+    """Make the group of a symbol. Called by the operator, on the thread that makes or loads the symbol."""
     try:
         group_id = next_group_id()
         _make_group(group_id, LayerSpec.from_json(text.decode()), None)
@@ -121,7 +121,7 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
 
 
 def _connect(group_id: int) -> Optional[Link]:
-    """What links the group to other processes, from now on."""
+    """Link the group to other processes, the first time; None if there are none."""
     with _groups.connecting:
         if group_id not in _groups.links:
             _groups.links[group_id] = link_of(_groups.specs[group_id], lambda least: _go_to_step(group_id, least))
@@ -134,7 +134,7 @@ def _go_to_step(group_id: int, least: int) -> int:
 
 @library.CONNECT
 def _connect_group(group_id: int, facts) -> int:
-    """Called once, by the callback of the first pass that trains, which waits for it."""
+    """Connect a group. Called once, by the callback of the first pass that trains, which waits for it."""
     try:
         link = _connect(group_id)
         facts[0], facts[1], facts[2] = (1, 0, 0) if link is None else (link.size, link.first_device, link.seconds)
@@ -146,7 +146,7 @@ def _connect_group(group_id: int, facts) -> int:
 
 @library.EXCHANGE
 def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id, vector, size: int, rows) -> int:
-    """Called by a thread of the round, when all devices of this process have come: fills ``rows``, returns how many."""
+    """Fill ``rows`` and return how many. Called by a thread of the round, when all devices of the process are there."""
     try:
         link, direction = _linked(group_id), FORWARD if is_forward else BACKWARD
         mine = np.ctypeslib.as_array(vector, (size,)).copy()
@@ -160,7 +160,7 @@ def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id,
 
 @library.FAIL
 def _fail(group_id: int, text: bytes) -> None:
-    """Called where a round failed among the devices of this process, on any thread."""
+    """Tell other processes of a failed round of this one. Called on any thread."""
     _linked(group_id).fail(text.decode())
 
 
@@ -172,13 +172,13 @@ def _linked(group_id: int) -> Link:
 
 @library.WARN
 def _warn(text: bytes) -> None:
-    """Called on a thread of MXNet's."""
+    """Warn the user. Called on a thread of MXNet's."""
     warnings.warn(text.decode(), stacklevel=1)
 
 
 @library.DROP_LINK
 def _drop_link(group_id: int) -> None:
-    """Called when nothing uses the group any more."""
+    """Forget a group. Called when nothing uses it any more."""
     _groups.links.pop(group_id, None)
     _groups.specs.pop(group_id, None)
 
@@ -196,7 +196,7 @@ unavailable_reason = _register()
 
 
 def instruction_set() -> str:
-    """What the kernels run on: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library.
+    """Return the instruction set of the kernels: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library.
 
     The environment variable ``GLUON_SYNCBN_MAX_CPU_ISA`` holds them to one that is older than the processor's best.
 

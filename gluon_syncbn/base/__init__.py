@@ -1,1 +1,1 @@
-"""What everything else stands on: the compiled core, and MXNet's private parts."""
+"""The ground floor: the compiled core, and MXNet's private parts."""

@@ -1,4 +1,4 @@
-"""What this package needs of MXNet that MXNet does not document, in one place. Tried with MXNet 1.6.0 to 1.9.1.
+"""The undocumented parts of MXNet that this package uses, in one place. Tried with MXNet 1.6.0 to 1.9.1.
 
 `gluon_syncbn._hooks` lists the methods of MXNet's that are extended.
 """
@@ -31,7 +31,7 @@ def is_record(scope) -> bool:
 
 
 def operator_options(layer: Block) -> Dict[str, Any]:
-    """What a BatchNorm layer hands to its operator: axis, eps, momentum, fix_gamma, use_global_stats. Its own dict."""
+    """The arguments of a BatchNorm layer's operator: axis, eps, momentum, fix_gamma, use_global_stats. Its own dict."""
     return layer._kwargs
 
 
@@ -46,7 +46,7 @@ def set_graph(block: HybridBlock, graph: Tuple) -> None:
 
 
 def drop_graph(block: HybridBlock) -> None:
-    """It is made anew at the next call."""
+    """Drop the graph; the next call makes another."""
     block._clear_cached_op()
 
 
@@ -201,7 +201,7 @@ def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
 
 
 def states_of(trainer: mx.gluon.Trainer) -> List[mx.nd.NDArray]:
-    """What its optimizer keeps in arrays."""
+    """The arrays in the state of its optimizer."""
     if not type(trainer._optimizer).__module__.startswith("mxnet."):  # its states may be views of each other
         return []
     updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
@@ -225,7 +225,7 @@ def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
 
 
 def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[List[mx.nd.NDArray]]]:
-    """For each parameter, how the optimizer counts it (by name, or by number and device), and all its gradients."""
+    """Keys of each parameter in the optimizer (its name, or its number on each device), and all its gradients."""
     group = module._exec_group
     count = len(module._context)
     names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
@@ -243,7 +243,7 @@ def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
 
 
 def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
-    """What its graph has computed, for each device."""
+    """The outputs of its graph, for each device."""
     return [execution.outputs for execution in module._exec_group.execs]
 
 
@@ -251,7 +251,7 @@ def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
 
 
 def last_registered_operator() -> ctypes.c_void_p:
-    """What makes the custom operator that Python has registered last. MXNet's table keeps it alive."""
+    """The creator of the custom operator that Python has registered last. MXNet's table keeps it alive."""
     creators = mx.operator._registry.ref_holder
     return ctypes.cast(creators[max(creators)], ctypes.c_void_p)
 

@@ -164,7 +164,7 @@ def _if_several(group: ProcessGroup) -> Optional[ProcessGroup]:
 
 
 def name_of_communicator() -> str:
-    """What 'auto' means here."""
+    """Return the communicator that 'auto' means here."""
     job = job_of_launcher()
     if job is None:
         return "none"

@@ -116,7 +116,7 @@ class HorovodProcessGroup(ProcessGroup):
         _in_the_background(lambda: self._shut_down(reason))
 
     def _shut_down(self, reason: str) -> None:
-        """It may take its time."""
+        """Shut Horovod down, which may take its time."""
         self._board.post("reason", reason)
         self._hvd.shutdown()
         self._is_down.set()
@@ -132,7 +132,7 @@ class HorovodProcessGroup(ProcessGroup):
             self._board.post("reason", "it has ended")
 
     def _failed(self, text: str) -> str:
-        """What to say of an error of Horovod's."""
+        """Return the text for an error of Horovod's."""
         if "shut down" not in text:
             return f"Horovod failed: {text}"
         time.sleep(_LOOK_SECONDS)  # for the reason to be on the board
@@ -255,7 +255,7 @@ class _Board:
         return found
 
     def find(self, title: str, ranks) -> Optional[List[int]]:
-        """Who has posted it."""
+        """List the ranks that have posted it; None where there is no board."""
         found = self.read(title, ranks)
         return None if found is None else list(found)
 

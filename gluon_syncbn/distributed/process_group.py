@@ -1,4 +1,4 @@
-"""What a library that connects processes (a communicator) offers: all that the rest of the package knows of it.
+"""The interface of a communicator, a library that connects processes: all that the rest of the package knows of it.
 
 A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`.
 """
@@ -81,7 +81,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def abandon(self, reason: str, highest_round: int) -> None:
-        """This process gives a step up: whoever waits for it need not wait any longer.
+        """Give a step up: whoever waits for this process need not wait any longer.
 
         ``highest_round`` is the highest number that it has given a round. It goes on with `resume`, if it can.
         """

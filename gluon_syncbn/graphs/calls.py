@@ -1,4 +1,4 @@
-"""What happens at each call of a graph: it is made anew if its layers have moved, and the engine learns what it writes.
+"""Calls of graphs: one whose layers have moved is made anew, and the engine learns what each call writes.
 
 On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out

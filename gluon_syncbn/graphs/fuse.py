@@ -1,4 +1,4 @@
-"""What follows a synchronized layer in a graph, computed by the compiled operator in its own two passes.
+"""Fusion: the compiled operator computes what follows a layer in a graph in its own two passes.
 
 Three patterns, where ``norm`` is a layer that has no activation yet::
 
@@ -180,7 +180,7 @@ def fusing_graphs(get_graph):
 
 
 class _BoundSymbols:
-    """What symbols have become, by their handles.
+    """Fused copies of symbols, by the handles of the originals.
 
     Each device's executor is bound by itself, and all must be bound to one symbol: its nodes are where devices meet. So
     the last few are kept, and with them what they were made of, or another symbol could come to have that handle.
@@ -193,7 +193,7 @@ class _BoundSymbols:
         self._lock = threading.Lock()
 
     def fused(self, symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
-        """None if it has no synchronized layers."""
+        """Return the fused copy; None if the symbol has no synchronized layers."""
         text = json_of(symbol)
         if MARK not in text:
             return None

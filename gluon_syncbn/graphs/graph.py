@@ -67,7 +67,7 @@ class Graph:
         return Entry(self.nodes[entry[0]], *entry[1:])
 
     def readers(self) -> Dict[Tuple[Node, int], List[Reader]]:
-        """Who reads each output."""
+        """List the readers of each output."""
         found: Dict[Tuple[Node, int], List[Reader]] = defaultdict(list)
         for node in self.nodes:
             for entry in node.inputs:
@@ -96,7 +96,7 @@ class Graph:
         return small.heads
 
     def symbol(self) -> mx.sym.Symbol:
-        """What the graph is now: its heads, and all that they need."""
+        """Make a symbol of the graph as it is now: its heads, and all that they need."""
         nodes = _in_order(entry.node for entry in self.heads)
         index = {node: number for number, node in enumerate(nodes)}
 

@@ -29,7 +29,7 @@ class Trace(NamedTuple):
 
     @property
     def symbol(self) -> mx.sym.Symbol:
-        """It names the graph, since each has new ones."""
+        """The first input. It names the graph, since each has new ones."""
         return self.inputs[0]
 
     def dtypes(self) -> Dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What a synchronized layer is, and whether a call of it synchronizes."""
+"""The record of a layer, and the decision whether a call synchronizes."""

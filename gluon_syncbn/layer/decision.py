@@ -19,7 +19,7 @@ class Site(enum.Enum):
 
 
 class Way(enum.Enum):
-    """What a layer computes in that call."""
+    """The function that a layer computes in a call."""
 
     PLAIN = "`nn.BatchNorm`"
     PLAIN_FOR_NOW = "`nn.BatchNorm`, which a later conversion or a SymbolBlock may make a synchronized layer"
@@ -28,7 +28,7 @@ class Way(enum.Enum):
 
 
 def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site, is_loaded: bool = False) -> Way:
-    """What a layer computes.
+    """Decide what a layer computes.
 
     Parameters
     ----------

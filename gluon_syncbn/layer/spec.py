@@ -1,4 +1,4 @@
-"""What a synchronized layer is: one record, made and checked once.
+"""The record of a synchronized layer, made and checked once.
 
 The same record is in the block, in the marks and descriptions of graphs, in groups, in ``repr``, in what processes
 compare; the compiled core has its numbers as a struct. A new option is a field here, a line in the signatures of
@@ -203,7 +203,7 @@ class LayerSpec:
         return self
 
     def describe(self, channels: Optional[int]) -> str:
-        """What must be the same in all processes but for the name, for them to compare and for users to read."""
+        """Describe what must be the same in all processes (and the name), for them to compare and for users to read."""
         groups = f", groups of {self.group_size}, {self.num_devices} devices per process" if self.group_size else ""
         renorm = "" if self.renorm is None else f", renorm {self.renorm}"
         return (

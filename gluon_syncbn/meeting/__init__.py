@@ -1,1 +1,1 @@
-"""Who meets, what they exchange, and how long they wait."""
+"""Meetings: who takes part, what they exchange, and how long they wait."""

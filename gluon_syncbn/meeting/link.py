@@ -1,4 +1,4 @@
-"""What connects one layer of this process with the same layer in the other processes of a job."""
+"""The connection of one layer of this process with the same layer in the other processes of a job."""
 
 import os
 import threading
@@ -111,7 +111,8 @@ def seconds_for_processes(timeout: Optional[float]) -> float:
 
 
 def link_of(spec: LayerSpec, go_to_step: Callable[[int], int]) -> Optional[Link]:
-    """None where the process is alone. Raises ValueError where the devices cannot be divided into the layer's groups.
+    """Make the link of a layer; None where the process is alone. Raises ValueError where the groups do not divide its
+    devices.
 
     ``go_to_step`` takes the step from which the layer's schedule of Batch Renormalization is to go on if it is not
     further, and returns that with which it does.

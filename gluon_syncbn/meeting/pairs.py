@@ -19,7 +19,7 @@ Meet = Callable[[str, np.ndarray, int], np.ndarray]
 
 
 def reduce_in_pairs(vector: np.ndarray, rank: int, members: Sequence[int], combine: Combine, meet: Meet) -> np.ndarray:
-    """What all members bring, combined; the same bits for all.
+    """Combine what all members bring; the same bits for all.
 
     Parameters
     ----------

@@ -303,7 +303,7 @@ class Processes:
                 self._awaited_subsets.append(net)
 
     def _make_subsets(self, place: Place, wait: Wait) -> None:
-        """When those of nets that were announced before are made."""
+        """Make the subsets of a net, after those of nets that were announced before."""
         if self.group.meets_in_pairs:  # any processes can meet
             self._compared.add(place.net)
             return

@@ -1,4 +1,4 @@
-"""When each device came to a meeting of a layer, and when it went on: what `gluon_syncbn.profile` shows.
+"""Notes for `gluon_syncbn.profile`: when each device came to a meeting of a layer, and when it went on.
 
 The compiled operator keeps the notes (csrc/meeting/profile.cpp), by the clock of `time.monotonic`. Off, it costs a look
 at a flag.
@@ -44,7 +44,7 @@ def start() -> None:
 
 
 def stop() -> List[Pass]:
-    """What was seen since `start`."""
+    """Stop, and return the passes since `start`."""
     global _is_on
     _is_on = False
     return [_pass_of(line) for line in library.core.gluon_syncbn_stop_profile().decode().splitlines()]

@@ -73,7 +73,7 @@ class BatchView(NamedTuple):
         return scale * self.std, beta + scale * self.offset
 
     def sums(self, d_weight: np.ndarray, d_bias: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-        """This device's S1 = Σ dy and S2 = Σ dy·x̂ from Σ dy·ẑ and Σ dy."""
+        """Return this device's S1 = Σ dy and S2 = Σ dy·x̂ from Σ dy·ẑ and Σ dy."""
         return d_bias, self.invstd * (self.std * d_weight + self.offset * d_bias)
 
     def correction(
@@ -86,7 +86,7 @@ class BatchView(NamedTuple):
         s2: np.ndarray,
         total_count: float,
     ) -> Tuple[np.ndarray, np.ndarray]:
-        """What dx of a BatchNorm on this device alone lacks, as (constant, slope) of x − (the device's mean).
+        """The correction to dx of a BatchNorm on this device alone, as (constant, slope) of x − (the device's mean).
 
         Alone it is γ·invstd·(dy − Σ_d dy/n_d − ẑ·Σ_d dy·ẑ/n_d); with S1, S2 and N of the whole mini-batch it
         must be γ·invstd·(dy − S1/N − x̂·S2/N). The difference is affine in x.

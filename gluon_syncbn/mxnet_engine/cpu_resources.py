@@ -1,4 +1,4 @@
-"""What several CPU contexts need from MXNet's engine, set in one place when the package is imported.
+"""Settings of MXNet's engine that several CPU contexts need, made when the package is imported.
 
 All contexts ``mx.cpu(i)`` draw temporary space from one ring of ``MXNET_CPU_TEMP_COPY`` slots (4 by default). An
 operator of cpu(0) that waits *after* a synchronized layer can hold the slot that cpu(1) needs to *reach* that layer:

@@ -31,7 +31,7 @@ _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some
 
 
 class _State:
-    """What Python knows of steps. Error, time and generation are the compiled library's, where there is one."""
+    """The state of the step in Python. Error, time and generation are the compiled library's, where there is one."""
 
     def __init__(self) -> None:
         self.is_in_use = self.has_memory = False
@@ -84,7 +84,7 @@ def failure() -> str:
 
 
 def failed_at() -> float:
-    """When it failed, on the clock of `time.monotonic`; only of a step that has."""
+    """Return when the step failed, on the clock of `time.monotonic`."""
     return _state.failed_at if library.core is None else library.core.gluon_syncbn_step_failed_at()
 
 
@@ -184,7 +184,7 @@ def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
 
 
 def _give_memory() -> None:
-    """Before the first gate: MXNet's list of exceptions needs memory, or it may crash.
+    """Reserve memory for MXNet's list of exceptions before the first gate, or MXNet may crash.
 
     Waits until nothing runs, and so raises what is pending.
     """
@@ -221,6 +221,6 @@ def has_opened(gate_number: int) -> bool:
 
 
 def forget_gates() -> None:
-    """Nothing may be running."""
+    """Forget all gates. Nothing may be running."""
     if library.core is not None:
         library.core.gluon_syncbn_forget_gates()

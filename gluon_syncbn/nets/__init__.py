@@ -1,1 +1,1 @@
-"""What is done to whole nets."""
+"""Work on whole nets."""

@@ -1,4 +1,4 @@
-"""What leaves the process with ``net.export`` needs nothing of ours.
+"""Exports that load without this package.
 
 The graph of a hybridized net that trains on several devices has synchronized nodes, which only this package can load.
 ``HybridBlock.export`` therefore writes plain ``BatchNorm`` nodes in their place; other graphs it writes as ever.

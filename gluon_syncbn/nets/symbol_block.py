@@ -40,7 +40,7 @@ class _Norms:
 
 
 class SynchronizedSymbolBlock(SymbolBlock):
-    """What a SymbolBlock becomes; made by `synchronize`."""
+    """A SymbolBlock whose Batch Normalizations synchronize; made by `synchronize`."""
 
     def hidden_blocks(self) -> List[SyncBatchNorm]:
         """The layers for the nodes that synchronize, which Gluon does not know as children."""
@@ -130,7 +130,7 @@ def synchronize(block: SymbolBlock, **options) -> None:
 
 
 def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
-    """What a node without options of its own is to have."""
+    """Return the options for a node that has none of its own."""
     shared = [*(name for name in OPTIONS if name != "activation"), "dtype"]
     found = [{name: getattr(norm.spec, name) for name in shared} for norm in norms if norm.is_marked]
     plain = [norm.name for norm in norms if not norm.is_marked]

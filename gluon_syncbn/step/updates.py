@@ -39,7 +39,7 @@ _NUMBERS = ("num_update", "m_schedule")
 
 
 class Updated(enum.Enum):
-    """What a failed step has updated, as the log says it."""
+    """The weights that a failed step has updated, as the log says it."""
 
     NOTHING = "Weights and optimizer states are as they were before it."
     A_PART = (

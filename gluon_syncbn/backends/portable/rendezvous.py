@@ -42,7 +42,7 @@ from gluon_syncbn.meeting import waiting
 
 
 class RoundResult(NamedTuple):
-    """What a rank takes home: what the exchange returned, and which round of this rendezvous it was."""
+    """The result of an exchange, and the number of its round."""
 
     result: Any
     round_id: int
