@@ -156,6 +156,9 @@ def test_numbers_of_numpys_are_saved():
     symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), use_global_stats=np.bool_(False), **given)
     (norm,) = find_norms(Graph(symbol))
     assert norm.spec.but(name="x") == spec.but(scale=False, epsilon=1e-3)
+    for dtype in (None, "bfloat16", "int32", ["float32"]):
+        with pytest.raises(ValueError, match="dtype must be 'float32' or 'float64', not"):
+            LayerSpec.of("x", dtype=dtype)
     with pytest.raises(TypeError, match="axis must be an integer, not 1.5"):
         LayerSpec.of("x", axis=1.5)
 

@@ -281,8 +281,8 @@ def check_timeout(value, where: str) -> float:
 def _dtype(dtype, where: str) -> str:
     """The name of a dtype, or of one of NumPy's; ValueError, starting with ``where``, if no layer can have it."""
     try:
-        name = np.dtype(dtype).name
-    except TypeError:
+        name = "" if dtype is None else np.dtype(dtype).name  # NumPy takes None for float64
+    except (TypeError, ValueError):
         name = ""
     if name not in ("float32", "float64"):
         raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {dtype!r}.")
