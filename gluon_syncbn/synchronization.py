@@ -159,8 +159,8 @@ def options_of(layer: Block, **options: Any) -> LayerSpec:
     """
     spec = LayerSpec.of(layer.name, **options)
     find(spec.process_group, spec.where)  # one that cannot connect shows at once
-    if spec.backend != "auto" or spec.kvstore is not None:
-        find_backend(spec, [])  # one that cannot run here shows at once
+    if spec.backend != "auto" or (spec.kvstore is not None and spec.native_options()):
+        find_backend(spec, [])  # one that cannot run here, or anywhere, shows at once
     return spec
 
 
