@@ -40,7 +40,6 @@ def main() -> int:
     if group is not None and group.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     devices = [mx.cpu(0), mx.cpu(1)]
-    choice = choose(LayerSpec("doctor"), devices)
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
     print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
@@ -49,13 +48,14 @@ def main() -> int:
     print(f"resources    {settings_in_force() or 'pools of its own for each GPU'}")
     missing = native.unavailable_reason
     print(f"compiled     {'no: ' + missing if missing else 'yes, ' + native.instruction_set()}")
-    print(f"back end     {choice.name} on CPU: {choice.reason}")
+    print(f"back end     {_back_end(devices, 'CPU')}")
     if mx.context.num_gpus():
-        print(f"             {' on GPU: '.join(choose(LayerSpec('doctor'), [mx.gpu(0)]))}")
+        print(f"             {_back_end([mx.gpu(0)], 'GPU')}")
     print(f"processes    {_engines()}")
     warned = _warnings()
     try:
-        with gluon_syncbn.profile() if choice.name == "native" else contextlib.nullcontext() as report:
+        is_native = choose(LayerSpec("doctor"), devices).name == "native"
+        with gluon_syncbn.profile() if is_native else contextlib.nullcontext() as report:
             milliseconds = _all_reduce(devices, group)
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
         print(f"all-reduce   right on {where}; {milliseconds:.2f} ms for a forward and backward pass (median)")
@@ -87,6 +87,15 @@ def _join() -> Optional[gluon_syncbn.ProcessGroup]:
     except (ImportError, RuntimeError, ValueError) as problem:
         print(f"warning      this process stands alone: {problem}")
         return None
+
+
+def _back_end(devices: List[mx.Context], kind: str) -> str:
+    """The back end on these devices, and why."""
+    try:
+        choice = choose(LayerSpec("doctor"), devices)
+    except RuntimeError as problem:
+        return f"none on {kind}: {problem}"
+    return f"{choice.name} on {kind}: {choice.reason}"
 
 
 def _engines() -> str:

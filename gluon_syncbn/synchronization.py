@@ -85,6 +85,9 @@ class Synchronization:
             spec.check_devices(devices)
             if mx.autograd.is_training():
                 check_groups(spec, len(devices))
+        elif way is Way.OPEN:
+            spec.check_engine(spec.num_devices)
+            check_groups(spec, spec.num_devices)
         return way
 
     def normalize(self, F, arrays, spec: LayerSpec, devices: List[mx.Context], node: Optional[NodeOptions] = None):

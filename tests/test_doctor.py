@@ -54,3 +54,18 @@ def test_a_layer_that_cannot_run_is_an_error_code():
 def test_as_a_command():
     done = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, encoding="utf-8", timeout=HANG)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_where_no_back_end_can_run_the_report_is_made_all_the_same():
+    """As in a job of several processes where nothing is compiled."""
+    code = """
+from gluon_syncbn.backends import choose
+for backend in choose.BACKENDS.values():
+    type(backend).unavailable_reason = lambda self, spec, devices: f"{self.name} cannot"
+"""
+    done = run_python(code + DOCTOR)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        "back end     none on CPU: SyncBatchNorm 'doctor': backend='auto' cannot run here: native cannot" in done.stdout
+    )
+    assert "all-reduce   FAILED: " in done.stdout

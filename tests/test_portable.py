@@ -254,3 +254,29 @@ def test_bfloat16_where_mxnet_takes_none():
     done = run_python(BFLOAT16, DNNL_MAX_CPU_ISA="AVX2", GLUON_SYNCBN_MAX_CPU_ISA="avx2")
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert done.stdout.count("RIGHT") == 2 * len(MODES) + 2
+
+
+def test_where_nothing_was_compiled_every_device_gets_its_error():
+    """MXNet has one place for what custom operators raise: of two that fail together it lost one, and NaN was read."""
+    code = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
+import gluon_syncbn
+import mxnet as mx
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3, timeout=0.2)
+layer.initialize(ctx=[mx.cpu(i) for i in range(4)])
+assert layer.backend == "portable"
+for _ in range(10):
+    with mx.autograd.record():
+        outputs = [layer(mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(i))) for i in range(3)]
+    for output in outputs:
+        try:
+            output.asnumpy()
+        except mx.MXNetError:
+            print("ERROR")
+    gluon_syncbn.abandon_step()
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines().count("ERROR") == 30

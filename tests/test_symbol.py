@@ -271,6 +271,49 @@ def test_a_group_text_that_is_none_is_refused(backend, capfd):
     assert "describes its group as '{not a group'" in told
 
 
+@pytest.mark.parametrize("value", [{"axis": "3"}, {"in_place": 1}, {"kvstore": 5}, {"process_group": 7}, {"eps": 1}])
+def test_a_damaged_mark_is_a_value_error(value, tmp_path):
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="x")
+    graph = json.loads(sym.tojson())
+    (last,) = (node for node in graph["nodes"] if "__syncbn__" in node.get("attrs", {}))
+    mark = {**json.loads(last["attrs"]["__syncbn__"]), **value}
+    if "eps" in value:  # as version 0.1.0 wrote it, but without the rest
+        mark = {"options": {}, **value}
+    last["attrs"]["__syncbn__"] = json.dumps(mark)
+    (tmp_path / "x.json").write_text(json.dumps(graph), encoding="utf-8")
+    with pytest.raises(ValueError, match="'x'"):
+        gluon_syncbn.symbol.load(tmp_path / "x.json")
+
+
+def test_an_older_portable_symbol_with_a_native_option_does_not_train_without_it():
+    """Version 0.1.0 had both on the portable back end."""
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, name="x", backend="portable")
+    graph = json.loads(sym.tojson())
+    (custom,) = (node for node in graph["nodes"] if node["op"] == "Custom")
+    described = {**json.loads(custom["attrs"]["group"]), "renorm": [[0, 3, 5]]}
+    custom["attrs"]["group"] = json.dumps(described)
+    loaded = mx.sym.load_json(json.dumps(graph))
+    executors = [loaded.simple_bind(device, data=(2, 3)) for device in cpus(2)]
+    for executor in executors:
+        executor.forward(is_train=False)[0].wait_to_read()  # to predict needs nothing of it
+    for executor in executors:
+        executor.forward(is_train=True)
+    words = "'x': it runs on the portable back end, which has no renorm. Load its symbol with gluon_syncbn.symbol.load"
+    for executor in executors:
+        with pytest.raises(mx.MXNetError, match=words):
+            executor.outputs[0].wait_to_read()
+    gluon_syncbn.abandon_step()
+
+
+def test_a_block_before_its_devices_are_known_is_checked_as_a_symbol(monkeypatch):
+    data = mx.sym.var("data")
+    with pytest.raises(ValueError, match="group_size=3 does not divide its 4 devices"):
+        gluon_syncbn.SyncBatchNorm(num_devices=4, group_size=3)(data)
+    monkeypatch.setenv("MXNET_ENGINE_TYPE", "NaiveEngine")
+    with pytest.raises(RuntimeError, match="2 devices could never meet"):
+        gluon_syncbn.SyncBatchNorm(num_devices=2)(data)
+
+
 def test_shapes_of_which_only_some_are_known():
     """`BatchNorm` says what it can, and so does the compiled layer, if the number of axes is known."""
     data = mx.sym.var("data")

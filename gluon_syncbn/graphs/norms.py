@@ -42,13 +42,16 @@ def is_marked(symbol: mx.sym.Symbol) -> bool:
 
 def _read_mark(node: Node) -> Tuple[LayerSpec, bool]:
     """The layer that ends in this node, and whether it is a plain BatchNorm for now."""
-    values = json.loads(node.attrs[MARK])
-    is_plain = values.pop("is_plain", False)
-    if "options" in values:  # as version 0.1.0 wrote it
-        options = values.pop("options")
-        relu, scale = values.pop("relu"), not values.pop("fix_gamma")
-        values = {"epsilon": values.pop("eps"), "scale": scale, "activation": "relu" if relu else None, **values}
-        values.update(options)
+    try:
+        values = dict(json.loads(node.attrs[MARK]))
+        is_plain = values.pop("is_plain", False)
+        if "options" in values:  # as version 0.1.0 wrote it
+            options = values.pop("options")
+            relu, scale = values.pop("relu"), not values.pop("fix_gamma")
+            values = {"epsilon": values.pop("eps"), "scale": scale, "activation": "relu" if relu else None, **values}
+            values.update(options)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"the mark of node '{node.name}' is damaged: {node.attrs[MARK]!r} ({problem!r}).") from None
     return LayerSpec.from_json(json.dumps({**values, "name": node.name})), is_plain
 
 

@@ -234,7 +234,10 @@ class LayerSpec:
             made = cls(**values)
         except (TypeError, ValueError) as problem:
             raise ValueError(f"a SyncBatchNorm node describes its group as {text!r}: {problem}.") from None
-        return made.checked()
+        try:
+            return made.checked()
+        except TypeError as problem:
+            raise ValueError(str(problem)) from None
 
 
 # The options of `gluon_syncbn.SyncBatchNorm` that `nn.BatchNorm` does not have.

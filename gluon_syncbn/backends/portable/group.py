@@ -54,6 +54,11 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: it runs on the portable back end, which does not synchronize several processes."
             )
+        if self.spec.native_options():
+            raise RuntimeError(
+                f"{self.spec.where}: it runs on the portable back end, which has no "
+                f"{' and '.join(self.spec.native_options())}. Load its symbol with gluon_syncbn.symbol.load."
+            )
         if profile.is_on():
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
