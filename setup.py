@@ -110,7 +110,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["gluon_syncbn", "gluon_syncbn.*"]),
     package_data={
-        "gluon_syncbn": ["py.typed", "csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.cuh"]
+        "gluon_syncbn": ["py.typed", "csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.*"]
     },  # compiled at run time, by MXNet
     ext_modules=[
         Extension(

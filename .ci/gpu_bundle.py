@@ -110,7 +110,7 @@ def write_contents(folder: Path, python: str) -> int:
     """Write CONTENTS.txt; returns the size of the folder in bytes."""
     sizes = {item: sum(f.stat().st_size for f in [item, *item.rglob("*")] if f.is_file()) for item in folder.iterdir()}
     about = {
-        "run.sh": "bash run.sh [OUT] [--short]: does it all",
+        "run.sh": "bash run.sh [OUT] [--part 1|2|3] [--short]: does it all",
         "steps.py": "what run.sh does, step by step",
         "site.tar.xz": "MXNet's GPU build without its machine code; NumPy, pytest and psutil",
         "lib": "stubs for the libraries that MXNet loads; a forwarder to the machine's NVRTC; one GPU as two",
@@ -158,8 +158,6 @@ def rehearse(folder: Path, out: Path, home: Path, libraries: Path, words) -> int
         "STAND_IN_GPUS": "1",
         "STAND_IN_CAPABILITY": "90",
         "STAND_IN_DELAY_US": "100",  # code that forgets to wait reads old numbers
-        # MXNet's own kernels are missing, and so are those that it would compile at run time for fused operators.
-        "MXNET_USE_FUSION": "0",
     }
     environment.update({name: os.environ[name] for name in ["GLUON_SYNCBN_NVRTC"] if name in os.environ})
     # A new network namespace is empty. Not every container may create one.

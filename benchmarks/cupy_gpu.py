@@ -1,11 +1,18 @@
-"""A GPU through CuPy, with the interface that `gpu_kernels.Passes` needs: the kernels without MXNet."""
+"""A GPU through CuPy, with the interface that `gpu_kernels.Passes` needs: the kernels without MXNet.
 
-from typing import Optional
+CuPy has the memory, the streams and the clocks. Kernels are compiled, loaded and launched by the package's own code, so
+what runs is what the operator runs.
+"""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Dict, Optional, Tuple
 
 import numpy as np
-from gpu_kernels import KERNELS, SOURCE, Tuning, options
+from gpu_kernels import PASSES, SOURCE, KernelKind, Passes, Tuning, address_of, options, standalone
 
-_NUMBERS = {"c_int": np.int32, "c_long": np.int64, "c_longlong": np.int64, "c_double": np.float64}
+# CUfunction_attribute
+_ATTRIBUTES = {"shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
 _MARGIN, _PATTERN = 512, 0xA5  # bytes around an array that must not be written, and what is in them
 
 
@@ -44,7 +51,8 @@ class Placed:
 class CupyGpu:
     def __init__(self, cupy, cupyx, name: str):
         self.cupy, self._cupyx = cupy, cupyx
-        self._kernels = {}
+        self._functions: Dict[Tuple[str, ...], Dict[str, int]] = {}
+        self.ptx: Dict[Tuple[str, ...], bytes] = {}  # by the options of the compiler
         self.tuning: Optional[Tuning] = None
         runtime = cupy.cuda.runtime.runtimeGetVersion()
         self.description = f"{name}, CuPy {cupy.__version__}, CUDA {runtime}, NumPy {np.__version__}"
@@ -61,19 +69,78 @@ class CupyGpu:
     def synchronize(self):
         self.cupy.cuda.Device().synchronize()
 
-    def launch(self, kernel, dtype, grid, block, arguments):
-        self._kernel(kernel, dtype)(grid, block, tuple(self._argument(item) for item in arguments))
+    def launch(self, kernel: str, kind: KernelKind, tuning, grid, block, arguments: ctypes.Structure) -> None:
+        shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
+        stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
+        function = ctypes.c_void_p(self.functions(kind, tuning)[kernel])
+        _checked("gluon_syncbn_launch", function, *shape, ctypes.byref(arguments), stream, fails=bool)
 
-    def _kernel(self, kernel, dtype):
-        words = options(dtype, self.tuning)
-        if words not in self._kernels:
-            module = self.cupy.RawModule(code=SOURCE, options=words)
-            self._kernels[words] = {name: module.get_function(name) for name in KERNELS}
-        return self._kernels[words][kernel]
+    def attributes(self, kind: KernelKind) -> Dict[str, Dict[str, int]]:
+        """Registers, memory and versions of each kernel, as the driver has compiled it."""
+        attribute = standalone.library().gluon_syncbn_attribute
+        return {
+            kernel: {name: attribute(ctypes.c_void_p(function), number) for name, number in _ATTRIBUTES.items()}
+            for kernel, function in self.functions(kind).items()
+        }
 
-    def _argument(self, item):
-        if isinstance(item, self.cupy.ndarray):
-            return item
-        if isinstance(item, np.ndarray):  # pinned, which a GPU sees at the same address
-            return np.uint64(item.ctypes.data)
-        return _NUMBERS[type(item).__name__](item.value)
+    def functions(self, kind: KernelKind, tuning: Optional[Tuning] = None) -> Dict[str, int]:
+        """Handles of the kernels by name, compiled and loaded at first use."""
+        words = options(kind, tuning)
+        if words not in self._functions:
+            given = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+            ptx = _checked("gluon_syncbn_compile", SOURCE.encode(), given, len(words), returns=ctypes.c_char_p)
+            self.ptx[words] = ptx
+            module = ctypes.c_void_p(_checked("gluon_syncbn_load", ptx, returns=ctypes.c_void_p))
+            names = [f"{kernel}_{layout}" for kernel in PASSES for layout in ("rows", "columns")]
+            self._functions[words] = {
+                name: _checked("gluon_syncbn_function", module, name.encode(), returns=ctypes.c_void_p)
+                for name in names
+            }
+        return self._functions[words]
+
+
+def measure_latencies(gpu: CupyGpu, kind: KernelKind, layout, rounds: int) -> Dict[str, np.ndarray]:
+    """What a thread waits for in a forward pass of a layer, in microseconds, for each of ``rounds`` passes.
+
+    y lies in pinned memory, where the host sees the first value that the second kernel writes.
+    """
+    x, real = gpu.cupy.ones(layout, kind.dtype), "float64" if kind.dtype == "float64" else "float32"
+    y = gpu.pinned(int(np.prod(layout))).view(kind.dtype)[: int(np.prod(layout))]
+    passes = Passes(gpu, kind.dtype, layout, x, x)
+    vectors = [gpu.cupy.ones(layout[1], real) for _ in range(4)]
+    launches = []
+    recorded = SimpleNamespace(tuning=None, launch=lambda *told: launches.append(told))
+    passes.device = recorded
+    passes.moments(x)
+    passes.normalize(x, y, *vectors, count=layout[0] * layout[2])
+    (first, *_, moments), (second, *_, normalize) = launches
+    names = ("launch", "to the ticket", "to the stream's end", "put and launch", "to the first value", "to the end")
+    shapes = [(ctypes.c_uint * 2)(*pair) for told in launches for pair in told[3:5]]
+    handles = [ctypes.c_void_p(gpu.functions(kind)[name]) for name in (first, second)]
+    times = np.zeros((rounds, len(names)))
+    message = ctypes.c_void_p(address_of(passes.message))
+    _checked(
+        "gluon_syncbn_latencies",
+        *handles,
+        *shapes,
+        ctypes.byref(moments),
+        ctypes.byref(normalize),
+        message,
+        ctypes.c_void_p(address_of(y)),
+        y.itemsize,
+        rounds,
+        times.ctypes.data_as(ctypes.c_void_p),
+        fails=bool,
+    )
+    return dict(zip(names, times.T))
+
+
+def _checked(name: str, *arguments, returns=ctypes.c_int, fails=lambda result: result is None):
+    """Call a function of the standalone library, which says in a text why it has failed."""
+    error = ctypes.create_string_buffer(1 << 16)
+    function = getattr(standalone.library(), name)
+    function.restype = returns
+    result = function(*arguments, error, ctypes.c_int64(len(error)))
+    if fails(result):
+        raise RuntimeError(error.value.decode())
+    return result

@@ -3,13 +3,15 @@
     pip install cupy-cuda12x torch numpy   # and this package, compiled
     python tests/check_kernels.py          # whether they are right
     python benchmarks/gpu.py [--json FILE]
-    python benchmarks/gpu.py --tune        # a line per choice; its times, shape by shape, as shares of what is shipped
+    python benchmarks/gpu.py --variants    # each choice in the kernels, and the same without it
+    python benchmarks/gpu.py --code FOLDER # registers and memory of each kernel; what was compiled
+    python benchmarks/gpu.py --latency     # from a launch to its ticket, and so on
 
-The kernels are compiled from ``gluon_syncbn/csrc/cuda/kernels.cu`` with CuPy's NVRTC and launched as the operator
-launches them. The result is the number of bytes that a direction must move (forward reads x twice and writes y;
-backward reads x and dy twice and writes dx), divided by its time, as a share of what a device-to-device copy moves in
-the same run. PyTorch does the same work with the primitives of its SyncBatchNorm. All take turns. Times are medians of
-CUDA events. Tensors take turns, too, so that none is found in the cache.
+The kernels are compiled and launched by the package's own code. The result is the number of bytes that a direction must
+move (forward reads x twice and writes y; backward reads x and dy twice and writes dx), divided by its time, as a share
+of what a device-to-device copy moves in the same run. Small tensors are judged by time: two kernels that do nothing
+take as long. PyTorch does the same work with the primitives of its SyncBatchNorm. All take turns. Times are medians of
+CUDA events; the file has all of them. Tensors take turns, too, so that none is found in the cache.
 
 Without CuPy or a GPU it says so and ends with status 3.
 """
@@ -19,29 +21,45 @@ import itertools
 import json
 import statistics
 import sys
+from pathlib import Path
 
 import numpy as np
-from cupy_gpu import open_gpu
-from gpu_kernels import Passes, Tuning
+from cupy_gpu import measure_latencies, open_gpu
+from gpu_kernels import KINDS, KernelKind, Passes, Tuning
 
-SHAPES = [(32, 256, 56, 56), (2, 64, 800, 1333)]  # a ResNet's, and a detector's at full size
+# ResNet-50's from the stem to the last stage, and a detector's: the stem at full size, a level of its pyramid.
+SHAPES = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28), (32, 1024, 14, 14), (32, 2048, 7, 7)]
+SHAPES += [(2, 64, 800, 1333), (2, 256, 100, 168)]
 LAYOUTS = ["NCHW", "NHWC"]
 DTYPES = ["float32", "float16"]
+FOLLOWED = {"relu": ("relu", False, False), "skip": ("relu", True, False), "leaky in place": ("leaky", False, True)}
 ROTATE = 1 << 30  # bytes of tensors that take turns
-TUNINGS = ([128, 256, 512], [2, 4, 8], [512, 1024, 2048, 4096])  # threads, packs, blocks
+SMALL = 30 << 20  # bytes; smaller tensors are judged by time
 DIRECTIONS = {"forward": 3, "backward": 5}  # how often each must read or write as many bytes as a tensor has
+KERNELS = {"moments": 8.0, "normalize": 5.0, "gradient_sums": None, "input_gradient": None}  # goals in microseconds
+OF_COPY, OF_PYTORCH = 0.85, 1.2
+VARIANTS = {
+    "each block reads the message": Tuning(defines=("-DSHARE=0",)),
+    "forwards": Tuning(defines=("-DBACKWARDS=0",)),
+    "no prefetch": Tuning(defines=("-DPREFETCH=0",)),
+    **{f"{number} packs": Tuning(unroll=number) for number in (2, 8)},
+    **{f"{number} threads": Tuning(threads=number) for number in (128, 512)},
+    **{f"{number} blocks": Tuning(blocks=number, reducing_blocks=min(number, 396)) for number in (264, 528, 2048)},
+    **{f"{number} reducing blocks": Tuning(reducing_blocks=number) for number in (132, 264, 1024)},
+}
 
 
 class Ours:
     """Forward and backward of one device, without the exchange through the host, which is the same for all."""
 
-    def __init__(self, gpu, layout, x, y, dy, dx):
+    def __init__(self, gpu, layout, x, y, dy, dx, kind=("none", False, False), tuning=None):
         batch, (channels, size) = x.shape[0], split(x.shape, layout)
         shape = (batch, channels, size) if layout == "NCHW" else (batch * size, channels, 1)
-        self._tensors = [item.reshape(shape) for item in (x, y, dy, dx)]
-        x, y, dy, dx = self._tensors
-        self._forward = Passes(gpu, x.dtype.name, shape, x, y)
-        self._backward = Passes(gpu, x.dtype.name, shape, x, dy, dx)
+        self._x, self._y, self._dy, self._dx = (item.reshape(shape) for item in (x, y, dy, dx))
+        activation, self._has_residual, in_place = kind
+        told = {"activation": activation, "has_residual": self._has_residual, "in_place": in_place, "tuning": tuning}
+        self._forward = Passes(gpu, x.dtype.name, shape, self._x, self._y, **told)
+        self._backward = Passes(gpu, x.dtype.name, shape, self._x, self._dy, self._dx, **told)
         self._backward.saved = self._forward.saved
         real = self._forward.real
         ones = gpu.cupy.ones
@@ -49,23 +67,22 @@ class Ours:
         self._count = batch * size
 
     def moments(self):
-        self._forward.moments(self._tensors[0])
+        self._forward.moments(self._x)
 
     def normalize(self):
-        x, y = self._tensors[:2]
-        self._forward.normalize(x, y, *self._vectors, *self._running, self._count)
+        added = {"residual": self._dx} if self._has_residual else {}
+        self._forward.normalize(self._x, self._y, *self._vectors, *self._running, self._count, **added)
 
     def forward(self):
         self.moments()
         self.normalize()
 
     def gradient_sums(self):
-        x, _, dy, _ = self._tensors
-        self._backward.gradient_sums(x, dy, *self._vectors, *self._gradients)
+        added = {"y": self._y, "d_residual": self._dx} if self._has_residual else {}
+        self._backward.gradient_sums(self._x, self._dy, *self._vectors, *self._gradients, **added)
 
     def input_gradient(self):
-        x, _, dy, dx = self._tensors
-        self._backward.input_gradient(x, dy, dx, *self._vectors)
+        self._backward.input_gradient(self._x, self._dy, self._dx, *self._vectors)
 
     def backward(self):
         self.gradient_sums()
@@ -119,8 +136,8 @@ def microseconds(cupy, busy, run) -> float:
     return 1e3 * cupy.cuda.get_elapsed_time(start, end)
 
 
-def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
-    """Medians in microseconds, and what they are shares of."""
+def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int, others=()) -> dict:
+    """Medians in microseconds, and what they are shares of; ``others`` are kinds of layers and tunings by name."""
     cupy = gpu.cupy
     if layout == "NHWC":
         shape = (shape[0], *shape[2:], shape[1])
@@ -130,6 +147,8 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
     busy = [cupy.zeros(ROTATE if size > 1 << 20 else 1024, "uint8") for _ in range(2)]
     tensors = [[rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(4)] for _ in range(sets)]
     nets = {"ours": [Ours(gpu, layout, *item) for item in tensors]}
+    for name, told in dict(others).items():
+        nets[name] = [Ours(gpu, layout, *item, **told) for item in tensors]
     if torch is not None:
         nets["PyTorch"] = [Torch(torch, layout, *item) for item in tensors]
 
@@ -138,7 +157,7 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
         for name, items in nets.items():
             for direction in DIRECTIONS:
                 yield f"{name}, {direction}", getattr(items[here], direction)
-        for kernel in ("moments", "normalize", "gradient_sums", "input_gradient"):
+        for kernel in KERNELS:
             yield kernel, getattr(nets["ours"][here], kernel)
 
     times = {name: [] for name, _ in runs(0)}
@@ -146,11 +165,11 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
         for name, run in runs(i % sets):
             took = microseconds(cupy, busy, run)
             if i >= 3:  # the first compile and allocate
-                times[name].append(took)
+                times[name].append(round(took, 2))
     medians = {name: statistics.median(values) for name, values in times.items()}
     bandwidth = 2 * size / medians["copy"]  # bytes per microsecond
     result = {"dtype": dtype, "layout": layout, "shape": shape, "rounds": rounds, "copy_TB_per_s": bandwidth / 1e6}
-    result["microseconds"] = medians
+    result.update(bytes=size, microseconds=medians, times=times)
     result["of_copy"] = {
         f"{name}, {direction}": tensors_moved * size / medians[f"{name}, {direction}"] / bandwidth
         for name in nets
@@ -161,20 +180,33 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int) -> dict:
         result["times_as_fast_as_pytorch"] = {
             way: statistics.median(a / b for a, b in both) for way, both in pairs.items()
         }
+    result["missed"] = missed(result)
     return result
+
+
+def missed(result: dict) -> list:
+    """Which goals: of small tensors times, of large ones the share of a copy; and the ratio to PyTorch."""
+    took = result["microseconds"]
+    if result["bytes"] < SMALL:
+        goals = [(f"{name} {took[name]:.1f} µs", took[name] > most) for name, most in KERNELS.items() if most]
+    else:
+        shares = [(way, result["of_copy"][f"ours, {way}"]) for way in DIRECTIONS]
+        goals = [(f"{way} {share:.2f} of copy", share < OF_COPY) for way, share in shares]
+    for way, ratio in result.get("times_as_fast_as_pytorch", {}).items():
+        goals.append((f"{way} {ratio:.2f} times PyTorch", ratio < OF_PYTORCH))
+    return [what for what, is_missed in goals if is_missed]
 
 
 def say(result: dict) -> None:
     took, shares = result["microseconds"], result["of_copy"]
     print(f"\n{result['dtype']} {result['layout']} {result['shape']}: copy {result['copy_TB_per_s']:.2f} TB/s")
-    kernels = ("moments", "normalize", "gradient_sums", "input_gradient")
-    print("ours: " + ", ".join(f"{name} {took[name]:.0f} µs" for name in kernels))
-    for name in sorted({key.split(",")[0] for key in shares}):
+    print("ours: " + ", ".join(f"{name} {took[name]:.1f} µs" for name in KERNELS))
+    for name in dict.fromkeys(key.rsplit(",", 1)[0] for key in shares):
         ways = (f"{way} {took[f'{name}, {way}']:.0f} µs, {shares[f'{name}, {way}']:.2f} of copy" for way in DIRECTIONS)
         print(f"{name}: {'; '.join(ways)}")
     for way, ratio in result.get("times_as_fast_as_pytorch", {}).items():
         print(f"{way}: {ratio:.2f} times as fast as PyTorch")
-    sys.stdout.flush()
+    print(f"goals missed: {', '.join(result['missed']) or 'none'}", flush=True)
 
 
 def find_torch():
@@ -190,40 +222,50 @@ def find_torch():
 
 
 def compare_all(gpu, torch, arguments) -> None:
+    kinds = {name: {"kind": kind} for name, kind in FOLLOWED.items()}
+    variants = {name: {"tuning": tuning} for name, tuning in VARIANTS.items()}
     results = []
-    for shape in arguments.shapes or SHAPES:
-        for dtype in DTYPES:
-            for layout in LAYOUTS:
-                try:
-                    result = compare(gpu, torch, shape, layout, dtype, arguments.rounds)
-                except Exception as problem:
-                    if torch is None:
-                        raise
-                    print(f"Without PyTorch from here on: {type(problem).__name__}: {problem}")
-                    torch = None
-                    result = compare(gpu, None, shape, layout, dtype, arguments.rounds)
-                say(result)
-                results.append(result)
-                if arguments.json:  # after each shape: the run may be cut off
-                    with open(arguments.json, "w", encoding="utf-8") as output:
-                        json.dump({"device": gpu.description, "results": results}, output)
+    for shape, dtype, layout in itertools.product(arguments.shapes or SHAPES, DTYPES, LAYOUTS):
+        others = variants if arguments.variants else kinds if shape == (arguments.shapes or SHAPES)[-1] else {}
+        try:
+            result = compare(gpu, torch, shape, layout, dtype, arguments.rounds, others)
+        except Exception as problem:
+            if torch is None:
+                raise
+            print(f"Without PyTorch from here on: {type(problem).__name__}: {problem}")
+            torch = None
+            result = compare(gpu, None, shape, layout, dtype, arguments.rounds, others)
+        say(result)
+        results.append(result)
+        if arguments.json:  # after each shape: the run may be cut off
+            with open(arguments.json, "w", encoding="utf-8") as output:
+                json.dump({"device": gpu.description, "results": results}, output)
 
 
-def tune(gpu, arguments) -> None:
-    """Every combination of `TUNINGS`, our kernels only: forward plus backward, as a share of the shipped choice."""
-    shipped = {}
-    for tuning in (None, *(Tuning(*numbers) for numbers in itertools.product(*TUNINGS))):
-        gpu.tuning = tuning
-        shares = []
-        for shape, dtype, layout in itertools.product(arguments.shapes or SHAPES, DTYPES, LAYOUTS):
-            try:
-                took = compare(gpu, None, shape, layout, dtype, arguments.rounds)["microseconds"]
-            except Exception as problem:  # too many registers, say
-                shares.append(f"{type(problem).__name__}: {problem}")
-                break
-            whole = took["ours, forward"] + took["ours, backward"]
-            shares.append(f"{whole / shipped.setdefault((shape, dtype, layout), whole):.2f}")
-        print(f"{tuning or 'as shipped'}: {' '.join(shares)}", flush=True)
+def show_code(gpu, folder: Path) -> dict:
+    """Print what the driver says of each kernel, and keep what it was given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for kind in KINDS:
+        name = "_".join(str(int(item)) for item in kind.numbers())
+        found[name] = gpu.attributes(kind)
+        for kernel, numbers in found[name].items():
+            print(f"{name} {kernel}: {', '.join(f'{number} {key}' for key, number in numbers.items())}", flush=True)
+    for words, ptx in gpu.ptx.items():
+        name = "_".join(word.split("=")[1] for word in words[1:5])
+        (folder / f"kernels_{name}.ptx").write_bytes(ptx)
+    return found
+
+
+def show_latencies(gpu, rounds: int) -> dict:
+    """Of a small layer: the parts of a direction beside the two kernels' own time, in microseconds."""
+    found = {}
+    for shape in ((2, 64, 4), (32, 2048, 49)):
+        for part, times in measure_latencies(gpu, KernelKind("float32"), shape, rounds).items():
+            low, middle, high = np.percentile(times, [0, 50, 99])
+            print(f"{shape} {part}: {low:.1f} µs at least, {middle:.1f} median, {high:.1f} in 99 of 100", flush=True)
+            found[f"{shape} {part}"] = [round(float(item), 2) for item in np.sort(times)]
+    return found
 
 
 def parse_shape(text: str) -> tuple:
@@ -235,16 +277,21 @@ def main(words=None) -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", help="N,C,H,W in place of the usual ones")
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--tune", action="store_true", help="try other numbers of threads, of packs, and of blocks")
+    parser.add_argument("--variants", action="store_true", help="beside the kernels without one of their choices each")
+    parser.add_argument("--code", type=Path, metavar="FOLDER", help="what was compiled, instead of speed")
+    parser.add_argument("--latency", action="store_true", help="of launches, instead of speed")
     arguments = parser.parse_args(words)
     gpu = open_gpu()
     if gpu is None:
         return 3
     print(gpu.description)
-    if arguments.tune:
-        tune(gpu, arguments)
-    else:
-        compare_all(gpu, find_torch(), arguments)
+    if arguments.code or arguments.latency:
+        found = show_code(gpu, arguments.code) if arguments.code else show_latencies(gpu, 20 * arguments.rounds)
+        if arguments.json:
+            with open(arguments.json, "w", encoding="utf-8") as output:
+                json.dump({"device": gpu.description, "found": found}, output)
+        return 0
+    compare_all(gpu, None if arguments.variants else find_torch(), arguments)
     return 0
 
 

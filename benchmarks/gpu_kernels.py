@@ -9,7 +9,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -21,75 +21,91 @@ CSRC = Path(__file__).parents[1] / "gluon_syncbn" / "csrc"
 SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_source"]()
 # MXNet's type flags, which are also the source's VALUE_TYPE.
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
-
-
-def _read_kernels() -> Dict[str, List[Tuple[str, str]]]:
-    """By the name of each kernel, type and name of what it takes; of arrays the type is "array".
-
-    They are the lists of arguments.cuh.
-    """
-    text = (CSRC / "cuda" / "kernels" / "arguments.cuh").read_text(encoding="utf-8").replace("\\\n", " ")
-    lists = dict(re.findall(r"#define (\w+)\([A-Z, ]*\) +(.*)", text))
-
-    def arguments_of(name):
-        for macro, first, second in re.findall(r"(READ|WRITE|NUMBER)\((\w+), (\w+)\)", expanded(name)):
-            yield ("array" if macro in ("READ", "WRITE") else first), second
-
-    def expanded(name):
-        return re.sub(r"([A-Z_]{7,})\([A-Z, ]*\)", lambda found: expanded(found[1]), lists[name])
-
-    kernels = re.findall(r"KERNEL\((\w+), \w+, (\w+), \w+\)", lists["KERNELS"])
-    found = {
-        f"{kernel}_{layout}": list(arguments_of(name)) for kernel, name in kernels for layout in ("rows", "columns")
-    }
-    return {**found, "fill_nan": list(arguments_of("FILL_NAN_ARGUMENTS"))}
-
-
-KERNELS = _read_kernels()
-REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
-NUMBERS = {"int": ctypes.c_int, "int64": ctypes.c_longlong, "double": ctypes.c_double}
 ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
+PASSES = ("moments", "normalize", "gradient_sums", "input_gradient")
+REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
+
+
+class KernelKind(NamedTuple):
+    """What kernels.cu is compiled for; see program.h."""
+
+    dtype: str
+    activation: str = "none"
+    has_residual: bool = False
+    in_place: bool = False
+
+    def numbers(self) -> Tuple[int, int, bool, bool]:
+        return FLAGS[self.dtype], ACTIVATIONS.index(self.activation), self.has_residual, self.in_place
+
+
+_LAYERS = (("none",), ("relu",), ("leaky",), ("relu", True), ("none", False, True), ("leaky", False, True))
+KINDS = [KernelKind(dtype, *layer) for dtype in FLAGS for layer in _LAYERS]
 
 
 class Tuning(NamedTuple):
-    """Other numbers than the operator's; see launch.h."""
+    """Other numbers than the operator's; see launch.h. ``defines`` are further options of kernels.cu."""
 
-    threads: int
-    unroll: int
-    blocks: int
+    threads: int = 256
+    unroll: int = 4
+    blocks: int = 1024
+    reducing_blocks: int = 396
+    defines: Tuple[str, ...] = ()
 
 
-def options(dtype: str, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
+def _read_structs() -> Dict[str, type]:
+    """The structs of arguments.h, by name."""
+    text = (CSRC / "cuda" / "kernels" / "arguments.h").read_text(encoding="utf-8")
+    types = {"int": ctypes.c_int, "int64": ctypes.c_longlong, "double": ctypes.c_double}
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\};", text, flags=re.DOTALL):
+        fields = []
+        for kind, names in re.findall(r"^ +(?:const )?(\w+)([ *].*?);", body, flags=re.MULTILINE):
+            for field in names.split(","):
+                is_pointer = "*" in field
+                fields.append((field.strip(" *"), ctypes.c_void_p if is_pointer else types[kind]))
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return types
+
+
+STRUCTS = _read_structs()
+
+
+def options(kind: KernelKind, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
     """For NVRTC, as the operator passes them."""
-    threads, unroll = (tuning.threads, tuning.unroll) if tuning else default_tuning()
-    return ("--std=c++11", f"-DVALUE_TYPE={FLAGS[dtype]}", f"-DTHREADS={threads}", f"-DUNROLL={unroll}")
-
-
-def default_tuning() -> Tuple[int, int]:
-    """Threads and unroll that the operator takes."""
-    numbers = (ctypes.c_int64 * 2)()
-    standalone.library().gluon_syncbn_default_tuning(numbers)
-    return tuple(numbers)
+    tuning = tuning or Tuning()
+    text = ctypes.create_string_buffer(1000)
+    numbers = (ctypes.c_int64 * 4)(*tuning[:4])
+    standalone.library().gluon_syncbn_kernel_options((ctypes.c_int * 4)(*kind.numbers()), numbers, text, len(text))
+    return (*text.value.decode().split(), *tuning.defines)
 
 
 class Launch(NamedTuple):
     rows: bool
     aligned: bool
+    images: int
     grid: Tuple[int, int]
     block: Tuple[int, int]
     partials: int
     counters: int
+    tickets: int
 
 
-def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, tuning: Optional[Tuning] = None) -> Launch:
+def launch_for(
+    dtype: str,
+    layout: Tuple[int, int, int],
+    *addresses: int,
+    reduces: bool = True,
+    tuning: Optional[Tuning] = None,
+) -> Launch:
     """What the operator would choose for tensors (outer, channels, inner) at these addresses."""
-    numbers = (ctypes.c_int64 * 8)()
+    numbers = (ctypes.c_int64 * 10)()
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    tuned = (ctypes.c_int64 * 3)(*tuning) if tuning else None
-    standalone.library().gluon_syncbn_launch_for(FLAGS[dtype], *sizes, pointers, len(addresses), tuned, numbers)
-    rows, aligned, *rest = numbers
-    return Launch(bool(rows), bool(aligned), tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
+    tuned = (ctypes.c_int64 * 4)(*tuning[:4]) if tuning else None
+    standalone.library().gluon_syncbn_launch_for(
+        FLAGS[dtype], *sizes, pointers, len(addresses), reduces, tuned, numbers
+    )
+    rows, aligned, images, *rest = numbers
+    return Launch(bool(rows), bool(aligned), images, tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
 
 
 def address_of(array) -> int:
@@ -104,11 +120,14 @@ class Passes:
     ----------
     device
         Has ``tuning``, by default None, ``zeros(size, dtype)`` for memory of the device, ``pinned(size)`` for float64
-        numbers that device and host share, ``launch(kernel, dtype, grid, block, arguments)`` and ``synchronize()``.
+        numbers that device and host share, ``launch(kernel, kind, tuning, grid, block, arguments)`` and
+        ``synchronize()``.
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
-    activation, slope, in_place
-        What stands behind the norm, and whether the backward passes are given y in place of x.
+    activation, slope, has_residual, in_place
+        What stands after the norm, and whether the backward passes are given y in place of x.
+    tuning
+        In place of the device's.
     """
 
     def __init__(
@@ -119,27 +138,34 @@ class Passes:
         *tensors,
         activation="none",
         slope=0.1,
+        has_residual=False,
         in_place=False,
         has_scale=True,
         epsilon=1e-5,
         momentum=0.9,
+        tuning=None,
     ):
-        self.device, self.dtype, self.layout = device, dtype, layout
-        self.activation, self.slope, self.in_place = ACTIVATIONS.index(activation), slope, in_place
+        self.device, self.layout, self._tuning = device, layout, tuning or device.tuning
+        self.kind, self.slope = KernelKind(dtype, activation, has_residual, in_place), slope
         self.has_scale, self.epsilon, self.momentum = has_scale, epsilon, momentum
-        self.launch = launch_for(dtype, layout, *(address_of(tensor) for tensor in tensors), tuning=device.tuning)
+        addresses = [address_of(tensor) for tensor in tensors]
+        self.launches = {
+            reduces: launch_for(dtype, layout, *addresses, reduces=reduces, tuning=self._tuning)
+            for reduces in (True, False)
+        }
         self.real = "float64" if dtype == "float64" else "float32"
-        self.partials = device.zeros(self.launch.partials, "float64")
-        self.counters = device.zeros(self.launch.counters, "int32")
+        self._partials, self._counters, self._tickets = (
+            device.zeros(max(getattr(launch, name) for launch in self.launches.values()), number)
+            for name, number in (("partials", "float64"), ("counters", "int32"), ("tickets", "float64"))
+        )
         self.message = device.pinned(4 + 4 * layout[1])
         self.saved = device.zeros(4 * layout[1] + 3, "float64")
-        self._no_running = device.zeros(1, self.real), device.zeros(1, self.real)
         self._ticket = 0.0
 
     def moments(self, x, running=None) -> None:
         """Leave mean and M2 of this device in ``received``, and the ``running`` mean and variance, if there are any."""
-        running_mean, running_var = running or self._no_running
-        self._run("moments", x=x, running_mean=running_mean, running_var=running_var, wants_running=running is not None)
+        running_mean, running_var = running or (None, None)
+        self._run("moments", x=x, running_mean=running_mean, running_var=running_var)
 
     def normalize(
         self,
@@ -151,17 +177,15 @@ class Passes:
         running_var,
         count,
         training=True,
-        wants_y=True,
         residual=None,
         renorm=False,
     ) -> None:
         """After ``send(mean, var)`` of all devices, which hold ``count`` values per channel; with ``renorm`` after
-        ``send(mean, var, r, d)``."""
-        call = {"count": count, "round_id": 7, "active_set": 0}
+        ``send(mean, var, r, d)``. With y=None only the vectors are computed."""
+        call = {"count": count, "round_id": 7, "active_set": 0, "saved": self.saved}
         vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
-        wants = {"training": training, "renorm": renorm, "wants_y": wants_y, "wants_saved": True}
-        kernel = "normalize" if residual is None else "normalize_residual"
-        self._run(kernel, x=x, y=y, residual=residual, **vectors, **call, **wants)
+        numbers = {"epsilon": self.epsilon, "momentum": self.momentum, "training": training, "renorm": renorm}
+        self._run("normalize", x=x, y=y, residual=residual, **vectors, **call, **numbers)
 
     def gradient_sums(
         self,
@@ -179,22 +203,18 @@ class Passes:
     ) -> None:
         """Leave S1 and S2 of this device in ``received``, and the arguments of `normalize` after them.
 
-        With y and d_residual it is the pass where there is a residual.
+        Where there is a residual it needs y, and d_residual unless that is not requested.
         """
-        vectors = {"gamma": gamma, "beta": beta, "d_gamma": d_gamma, "d_beta": d_beta}
+        vectors = {"gamma": gamma, "beta": beta, "d_gamma": d_gamma, "d_beta": d_beta, "saved": self.saved}
         requests = {"gamma_request": gamma_request, "beta_request": beta_request, "residual_request": residual_request}
-        kernel = "gradient_sums" if d_residual is None else "gradient_sums_residual"
-        self._run(kernel, x=x, dy=dy, y=y, d_residual=d_residual, **vectors, **requests)
+        self._run("gradient_sums", x=x, dy=dy, y=y, d_residual=d_residual, **vectors, **requests)
 
-    def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None, is_passed=False) -> None:
-        """After ``send(S1, S2)`` of all devices. With y it is the pass with a residual; ``is_passed``
-        says that dy has been through the activation already."""
-        kernel = "input_gradient" if y is None else "input_gradient_residual"
-        activation = ACTIVATIONS.index("none") if is_passed else self.activation
-        self._run(kernel, x=x, dy=dy, y=y, dx=dx, gamma=gamma, beta=beta, add=add, activation=activation)
+    def input_gradient(self, x, dy, dx, gamma, beta, add=False, y=None) -> None:
+        """After ``send(S1, S2)`` of all devices. With y there is a residual, whose ReLU dy has yet to pass."""
+        self._run("input_gradient", x=x, dy=dy, y=y, dx=dx, gamma=gamma, beta=beta, saved=self.saved, add=add)
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The two vectors that a pass has left for the host, and what is behind them."""
+        """The two vectors that a pass has left for the host, and what comes after them."""
         self.device.synchronize()
         if self.message[0] != self._ticket:
             raise AssertionError(f"the kernel left ticket {self.message[0]}, not {self._ticket}")
@@ -209,16 +229,21 @@ class Passes:
             self.message[1 + number * channels : 1 + (number + 1) * channels] = vector
 
     def _run(self, kernel: str, **arguments) -> None:
-        name = f"{kernel}_{'rows' if self.launch.rows else 'columns'}"
-        if ("double", "ticket") in KERNELS[name]:
-            self._ticket += 1
+        launch = self.launches[kernel in ("moments", "gradient_sums")]
+        self._ticket += 1
+        memory = (self._partials, self._counters, self._tickets, self.message)
         known = {
-            **dict(zip(("outer", "channels", "inner"), self.layout)),
-            **{"aligned": self.launch.aligned, "ticket": self._ticket, "has_scale": self.has_scale},
-            **{"activation": self.activation, "slope": self.slope, "in_place": self.in_place},
-            **{"partials": self.partials, "counters": self.counters, "message": self.message, "saved": self.saved},
-            **{"epsilon": self.epsilon, "momentum": self.momentum},
-            **arguments,
+            **{name: value for name, value in arguments.items() if name != "gamma" or self.has_scale},
+            "shape": STRUCTS["Shape"](*self.layout, launch.aligned, launch.images),
+            "memory": STRUCTS["BlockMemory"](*map(address_of, memory), self._ticket),
+            "slope": self.slope,
         }
-        values = [known[item] if kind == "array" else NUMBERS[kind](known[item]) for kind, item in KERNELS[name]]
-        self.device.launch(name, self.dtype, self.launch.grid, self.launch.block, values)
+        struct = STRUCTS[f"{kernel.title().replace('_', '')}Arguments"]
+        fields = {name for name, _ in struct._fields_}
+        values = {
+            name: address_of(value) if hasattr(value, "dtype") else value
+            for name, value in known.items()
+            if name in fields and value is not None
+        }
+        name = f"{kernel}_{'rows' if launch.rows else 'columns'}"
+        self.device.launch(name, self.kind, self._tuning, launch.grid, launch.block, struct(**values))

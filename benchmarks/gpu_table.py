@@ -1,14 +1,17 @@
 """Writes the numbers measured on a GPU as the tables of docs/gpu.md.
 
-    python benchmarks/gpu_table.py OUT/results.json                        # print them
-    python benchmarks/gpu_table.py OUT/results.json --page docs/gpu.md     # put them there, in place of the old ones
+    python benchmarks/gpu_table.py OUT/results-*.tar.gz                        # print them
+    python benchmarks/gpu_table.py OUT/results-*.tar.gz --page docs/gpu.md     # put them there
 
-`run.sh` of the folder for GPUs has filled OUT. Results of several machines are written one after the other.
+`run.sh` of the folder for GPUs has filled OUT. Parts of one machine make one table; those of several machines are
+written one after the other.
 """
 
 import argparse
 import json
+import statistics
 import sys
+import tarfile
 from pathlib import Path
 
 BEGIN, END = "<!-- numbers -->", "<!-- end of numbers -->"
@@ -30,6 +33,8 @@ def describe(results: dict) -> list:
     lines += describe_steps(results)
     if "speed" in results:
         lines += describe_speed(results["speed"])
+    if "latency" in results:
+        lines += describe_latency(results["latency"])
     if "meeting" in results:
         lines += describe_meeting(results["meeting"])
     return lines
@@ -51,10 +56,12 @@ def describe_steps(results: dict) -> list:
 
 def describe_speed(speed: dict) -> list:
     """The kernels' table; benchmarks/gpu.py says what is counted."""
-    lines = ["| | copy | forward | of copy | × PyTorch | backward | of copy | × PyTorch |", "|" + " --- |" * 8]
+    names = ("copy", "moments", "normalize", *(f"{way} | of copy | × PyTorch" for way in DIRECTIONS), "goals missed")
+    lines = [f"| | {' | '.join(names)} |", "|" + " --- |" * 11]
     for result in speed["results"]:
         shape = "×".join(map(str, result["shape"]))
         row = [f"{result['dtype']} {result['layout']} {shape}", f"{result['copy_TB_per_s']:.2f} TB/s"]
+        row += [f"{result['microseconds'][name]:.1f} µs" for name in ("moments", "normalize")]
         for direction in DIRECTIONS:
             key = f"ours, {direction}"
             ratio = result.get("times_as_fast_as_pytorch", {}).get(direction)
@@ -63,7 +70,15 @@ def describe_speed(speed: dict) -> list:
                 f"{result['of_copy'][key]:.2f}",
                 f"{ratio:.2f}" if ratio else "",
             ]
-        lines.append(f"| {' | '.join(row)} |")
+        lines.append(f"| {' | '.join([*row, ', '.join(result['missed'])])} |")
+    return [*lines, ""]
+
+
+def describe_latency(latency: dict) -> list:
+    lines = ["| from one to the next | median | 99 of 100 |", "| --- | --- | --- |"]
+    for part, times in latency["found"].items():
+        most = sorted(times)[int(0.99 * (len(times) - 1))]
+        lines.append(f"| {part} | {statistics.median(times):.1f} µs | {most:.1f} µs |")
     return [*lines, ""]
 
 
@@ -76,22 +91,38 @@ def describe_meeting(meeting: dict) -> list:
     return [*lines, ""]
 
 
+def load(file: Path) -> dict:
+    with tarfile.open(file) as archive:
+        return json.load(archive.extractfile("results/results.json"))
+
+
+def merge(runs: list) -> list:
+    """Parts that one machine has run of one commit are one."""
+    merged = {}
+    for results in runs:
+        key = results["machine"]["nvidia_smi"], results["bundle"]["commit"]
+        known = merged.setdefault(key, {**results, "steps": []})
+        known.update({name: value for name, value in results.items() if name not in ("steps", "machine")})
+        known["steps"] += results["steps"]
+    return list(merged.values())
+
+
 def put(lines: list, page: Path) -> None:
     """Between the two marks of ``page``."""
     text = page.read_text(encoding="utf-8")
     before, mark, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not mark or not end:
-        raise SystemExit(f"{page} has no {BEGIN} with {END} behind it")
+        raise SystemExit(f"{page} has no {BEGIN} with {END} after it")
     page.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + END + after, encoding="utf-8")
 
 
 def main(words=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="results.json of runs")
+    parser.add_argument("results", type=Path, nargs="+", help="archives of runs")
     parser.add_argument("--page", type=Path, help="Markdown file that has the numbers")
     arguments = parser.parse_args(words)
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.results]
+    runs = merge([load(file) for file in arguments.results])
     lines = [line for results in runs for line in describe(results)]
     if arguments.page is None:
         print("\n".join(lines))

@@ -61,7 +61,8 @@ def run_two_devices(
     dxs = [gpu.place(np.full(layout, 0.25, dtype), offsets[3]) for layout in layouts]
     d_skips = [gpu.place(np.full(layout, 0.25, dtype), offsets[3]) for layout in layouts]
     channels = layouts[0][1]
-    options = {"activation": activation, "slope": SLOPE, "in_place": in_place, "has_scale": has_scale}
+    options = {"activation": activation, "slope": SLOPE, "has_scale": has_scale}
+    options.update(has_residual=has_skip, in_place=in_place)
     touched = [  # in the backward passes
         [ys[i] if in_place else xs[i], dys[i], dxs[i], *([ys[i], d_skips[i]] if has_skip else [])]
         for i in range(len(layouts))
@@ -114,7 +115,7 @@ def run_two_devices(
         device.send(*(sum(part[i] for part in sums) for i in (0, 1)))
         vectors = [item.array for item in affine]
         if has_skip and not add:
-            device.input_gradient(v.array, d_skip.array, dx.array, *vectors, add, is_passed=True)
+            device.input_gradient(v.array, d_skip.array, dx.array, *vectors, add)
         else:
             device.input_gradient(v.array, dy.array, dx.array, *vectors, add, **({"y": y.array} if has_skip else {}))
     gpu.synchronize()
@@ -155,4 +156,13 @@ def run_two_devices(
 
 def _compare(name, actual, expected, limit) -> None:
     worst = oracle.distance(actual, expected)
-    assert worst < limit, f"{name}: off by {worst:.1e} of the largest, more than {limit:.1e}"
+    if worst < limit:
+        return
+    # Where, on which device.
+    gaps = [np.nan_to_num(np.abs(a.astype(np.float64) - b), nan=np.inf) for a, b in zip(actual, expected)]
+    device = int(np.argmax([gap.max() for gap in gaps]))
+    at = tuple(int(i) for i in np.unravel_index(np.argmax(gaps[device]), gaps[device].shape))
+    raise AssertionError(
+        f"{name}: off by {worst:.1e} of the largest, more than {limit:.1e}; the most at {at} of device {device}: "
+        f"{actual[device][at]}, not {expected[device][at]}"
+    )

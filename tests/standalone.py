@@ -21,7 +21,7 @@ ROOT = HERE.parent
 READY_MADE = HERE / "libstandalone.so"
 _CSRC = Path("gluon_syncbn", "csrc")
 _SOURCES = ["cpu/kernels", *(f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "waiting", "watchdog"))]
-_SOURCES += ["cuda/launch"]
+_SOURCES += [f"cuda/{name}" for name in ("driver", "launch", "program")]
 
 
 @functools.lru_cache(maxsize=None)

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from pathlib import Path
 
+import gpu as benchmark
 import gpu_table
+import nvidia
 import pytest
 from harness import HANG, ROOT
-from stand_in import build_kernels
+from stand_in import COMPILER, build_kernels
 
 CI = os.path.join(ROOT, ".ci")
 sys.path[:0] = [CI, os.path.join(CI, "bundle")]
@@ -26,10 +29,14 @@ MACHINE = os.path.join(ROOT, "tests", "stand_in", "machine")
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """The environment of a machine whose CuPy stands in for a GPU's."""
-    kernels = tmp_path_factory.mktemp("kernels")
-    build_kernels(kernels)
-    return {**os.environ, "PYTHONPATH": MACHINE, "STAND_IN_KERNELS": str(kernels)}
+    """The environment of a machine whose CuPy and driver stand in for a GPU's."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    build_kernels(folder)
+    driver = os.path.join(ROOT, "tests", "stand_in", "driver.cpp")
+    subprocess.run([*COMPILER, driver, "-o", str(folder / "libcuda.so.1"), "-ldl"], check=True)
+    (nvrtc,) = (file for root in nvidia.__path__ for file in Path(root).glob("cuda_nvrtc/lib/libnvrtc.so.11.2"))
+    paths = {"PYTHONPATH": MACHINE, "LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(folder)}
+    return {**os.environ, **paths, "GLUON_SYNCBN_NVRTC": str(nvrtc)}
 
 
 def measured_by(program, environment, file, *words):
@@ -89,12 +96,69 @@ def test_what_is_measured(results):
         assert item["of_copy"]["ours, backward"] == pytest.approx(share)
 
 
+def packed(results, file):
+    """As run.sh leaves them."""
+    folder = file.parent / file.name.split(".")[0]
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(results))
+    with tarfile.open(file, "w:gz") as archive:
+        archive.add(folder, "results")
+
+
+def unpacked(file):
+    with tarfile.open(file) as archive:
+        return {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
+
+
+@pytest.mark.parametrize(
+    "words", [("--variants", "--rounds", "1", "--shapes", "2,8,5,5"), ("--latency", "--rounds", "1")]
+)
+def test_why(stand_in, tmp_path, words):
+    """What says why a kernel is as fast as it is."""
+    found = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", *words)
+    if "--latency" in words:
+        assert len(found["found"]) == 12 and all(len(times) == 20 for times in found["found"].values())
+    else:
+        shares = found["results"][0]["of_copy"]
+        assert {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)} == {
+            k for k in shares if k.endswith(", forward")
+        }
+
+
+def test_what_was_compiled(stand_in, tmp_path):
+    found = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", "--code", str(tmp_path / "code"))["found"]
+    assert len(found) == 18 and len(found["0_1_1_0"]) == 8
+    texts = {file.name: file.read_text(encoding="utf-8") for file in (tmp_path / "code").iterdir()}
+    assert len(texts) == 18 and "compiled_for_0_1_1_0" in texts["kernels_0_1_1_0.ptx"]
+
+
+def test_a_cut_off_run_leaves_what_it_has(folder, tmp_path, monkeypatch):
+    """SIGKILL, and no time to clean up."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.path.join(CI, "bundle")!r})
+import pathlib, steps
+steps.HERE = pathlib.Path({str(folder)!r})
+steps.STEPS = [steps.Step(1, "first", "", 20, 20, False, lambda *_: ["echo", "right"]),
+               steps.Step(1, "second", "", 20, 20, False, lambda run, _: ["kill", "-9", str(os.getpid())])]
+steps.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, timeout=HANG)
+    assert done.returncode == -9
+    files = unpacked(tmp_path / "out" / "results-1.tar.gz")
+    assert "right" in files["results/first.txt"]
+    assert [step["name"] for step in json.loads(files["results/results.json"])["steps"]] == ["first"]
+
+
 def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
-    file, page = tmp_path / "results.json", tmp_path / "page.md"
-    file.write_text(json.dumps(results))
+    file, page = tmp_path / "results-1.tar.gz", tmp_path / "page.md"
+    packed(results, file)
+    times = {"found": {"(2, 64, 4) launch": [2.5, 3.5, 30.0]}}
+    second = {"steps": [{"name": "latency", "ended": "ok", "seconds": 9, "last_line": ""}], "latency": times}
+    packed({**{key: results[key] for key in ("machine", "bundle")}, **second}, tmp_path / "results-2.tar.gz")
     page.write_text("# GPUs\n\n<!-- numbers -->\nold\n<!-- end of numbers -->\n\nmore\n", encoding="utf-8")
     for _ in range(2):
-        assert gpu_table.main([str(file), "--page", str(page)]) == 0
+        assert gpu_table.main([str(file), str(tmp_path / "results-2.tar.gz"), "--page", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
     assert "old" not in text and text.count("### NVIDIA H200") == 1
@@ -102,12 +166,13 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     assert "| operator | ok: 39 passed in 27.87s | 30 |" in text
     assert "| float32 NHWC 2×5×5×8 |" in text and "| cpu:0,gpu:0 | forward | 61 µs | 40 µs | 21 µs |" in text
     assert "gpu(1) is the same once more" in text
+    assert "| (2, 64, 4) launch | 3.5 µs | 3.5 µs |" in text and "| latency | ok | 9 |" in text
 
 
 def test_numbers_of_a_stand_in_are_not_for_the_page(results, tmp_path, capsys):
-    file, page = tmp_path / "results.json", tmp_path / "page.md"
+    file, page = tmp_path / "results.tar.gz", tmp_path / "page.md"
     page.write_text("<!-- numbers -->\n<!-- end of numbers -->\n", encoding="utf-8")
-    file.write_text(json.dumps({**results, "machine": {**results["machine"], "stands_in": True}}))
+    packed({**results, "machine": {**results["machine"], "stands_in": True}}, file)
     assert gpu_table.main([str(file), "--page", str(page)]) == 1
     assert "not of a GPU" in capsys.readouterr().err
     assert page.read_text(encoding="utf-8") == "<!-- numbers -->\n<!-- end of numbers -->\n"
@@ -166,10 +231,14 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         ("breaks_off", breaks_off, False),
         ("measures", measures, False),
     ]
-    monkeypatch.setattr(steps, "STEPS", [steps.Step(name, "", 12, 12, needs, command) for name, command, needs in made])
+    monkeypatch.setattr(
+        steps, "STEPS", [steps.Step(1, name, "", 12, 12, needs, command) for name, command, needs in made]
+    )
     monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out")])
     assert steps.main() == 1
-    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    (archive,) = (tmp_path / "out").iterdir()
+    files = unpacked(archive)
+    results = json.loads(files["results/results.json"])
     ended = {step["name"]: step["ended"] for step in results["steps"]}
     assert ended.pop("needs_mxnet").startswith("not started: this folder was made for Python 2.7, and ")
     assert ended == {
@@ -183,20 +252,24 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
     }
     assert results["measures"] == [1, 2] and "breaks_off" not in results
     assert results["steps"][-1]["last_line"] == "unpacked"
-    assert "unpacked" in (tmp_path / "out" / "measures.txt").read_text(encoding="utf-8")
-    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) < 1_000_000
-    child = int((tmp_path / "out" / "hangs.txt").read_text(encoding="utf-8").split("CHILD ")[1])
+    assert "unpacked" in files["results/measures.txt"]
+    assert archive.name == "results-1.tar.gz" and archive.stat().st_size < 1_000_000
+    child = int(files["results/hangs.txt"].split("CHILD ")[1].split()[0])
+    # Where it was: threads in the kernel, and Python's own word for it.
+    stacks = files["results/hangs-stacks.txt"]
+    assert f"== process {child}: " in stacks and stacks.count("== process") == 2
+    assert 'File "<string>", line 5 in <module>' in files["results/hangs.txt"]
     status = Path(f"/proc/{child}/stat")
     assert not status.exists() or status.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
     assert "fails: FAILED with status 7" in capsys.readouterr().out
 
 
 def test_when_no_time_is_left_that_is_said(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "STEPS", [steps.Step("late", "", 20, 20, False, in_python("pass"))])
+    monkeypatch.setattr(steps, "STEPS", [steps.Step(1, "late", "", 20, 20, False, in_python("pass"))])
     monkeypatch.setattr(steps, "TOTAL", {False: 5, True: 5})
     monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--short"])
     assert steps.main() == 1
-    (step,) = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["steps"]
+    (step,) = json.loads(unpacked(tmp_path / "out" / "results-1.tar.gz")["results/results.json"])["steps"]
     assert step["ended"] == "no time left"
 
 
@@ -204,7 +277,7 @@ def test_steps_that_do_not_exist_are_refused(folder, tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--steps", "kernels,spede"])
     with pytest.raises(SystemExit):
         steps.main()
-    assert "there is no step spede; there are kernels, speed," in capsys.readouterr().err
+    assert "there is no step spede; there are smoke, kernels," in capsys.readouterr().err
 
 
 def test_machine_code_is_blanked_and_nothing_else(tmp_path):

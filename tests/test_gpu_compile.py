@@ -13,6 +13,7 @@ import pytest
 VERSIONS = {"11": "cuda_nvrtc/lib/libnvrtc.so.11.2", "newest": "cu*/lib/libnvrtc.so.*[0-9]"}
 # The first is what MXNet asks for: nothing. The oldest GPU that this NVRTC knows can run that, and all newer ones.
 CASES = [("11", None), *(("11", f"compute_{number}") for number in (60, 70, 80, 86)), ("newest", "compute_90")]
+KERNELS = [f"{kernel}_{layout}" for kernel in gpu_kernels.PASSES for layout in ("rows", "columns")]
 
 
 @pytest.fixture(scope="module")
@@ -47,36 +48,48 @@ def compile_kernels(nvrtc, options):
     return ptx.value.decode(), log.value.decode()
 
 
-@pytest.mark.parametrize("dtype", list(gpu_kernels.FLAGS))
-@pytest.mark.parametrize("version, architecture", CASES)
-def test_it_compiles_without_warnings(compilers, version, architecture, dtype):
-    options = [*gpu_kernels.options(dtype), *([f"--gpu-architecture={architecture}"] if architecture else [])]
+# Each architecture with one kind of layer, and what MXNet's compiler makes by itself of all of them.
+@pytest.mark.parametrize(
+    "version, architecture, kind",
+    [
+        *(("11", None, kind) for kind in gpu_kernels.KINDS),
+        *((*case, gpu_kernels.KernelKind(dtype, "relu", True)) for case in CASES[1:] for dtype in gpu_kernels.FLAGS),
+    ],
+)
+def test_it_compiles_without_warnings(compilers, version, architecture, kind):
+    options = [*gpu_kernels.options(kind), *([f"--gpu-architecture={architecture}"] if architecture else [])]
     ptx, log = compile_kernels(compilers[version], options)
     assert log.strip() == ""
-    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted(gpu_kernels.KERNELS)
+    assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted(KERNELS)
     # Each pack is read and written at once, four of them in a row; 16-bit values are converted by the GPU.
+    residual = 4 * kind.has_residual
     for kernel, loads, stores in (
         ("moments", 4, 0),
-        ("normalize", 4, 4),
-        ("normalize_residual", 8, 4),
-        ("gradient_sums", 8, 0),
-        ("gradient_sums_residual", 12, 4),
-        ("input_gradient", 8, 4),
-        ("input_gradient_residual", 12, 4),
+        ("normalize", 4 + residual, 4),
+        ("gradient_sums", 8 + residual, residual),
+        ("input_gradient", 8 + residual, 4),
     ):
         for layout in ("rows", "columns"):
             (code,) = re.findall(rf"\.entry {kernel}_{layout}\((.*?)^}}", ptx, flags=re.DOTALL | re.MULTILINE)
             assert len(re.findall(r"ld\.global(?:\.nc)?\.v4\.u32", code)) >= loads
             assert len(re.findall(r"st\.global\.v4\.u32", code)) >= stores
-    assert ("cvt.rn.f16.f32" in ptx) == (dtype == "float16")
-    assert (".f32" in ptx) == (dtype != "float64")
+    assert ("cvt.rn.f16.f32" in ptx) == (kind.dtype == "float16")
+    assert (".f32" in ptx) == (kind.dtype != "float64")
+
+
+@pytest.mark.parametrize("define", ["SHARE", "BACKWARDS", "PREFETCH"])
+def test_what_a_benchmark_leaves_out(compilers, define):
+    kind = gpu_kernels.KernelKind("float16")
+    shipped, _ = compile_kernels(compilers["11"], gpu_kernels.options(kind))
+    without, log = compile_kernels(compilers["11"], [*gpu_kernels.options(kind), f"-D{define}=0"])
+    assert log.strip() == "" and without != shipped
 
 
 def test_a_warning_names_file_and_line(compilers, monkeypatch):
-    line = "KERNEL fill_nan("
+    line = "KERNEL(moments, MomentsArguments)"
     broken = gpu_kernels.SOURCE.replace(line, "__device__ void unused() { int i; } " + line)
     monkeypatch.setattr(gpu_kernels, "SOURCE", broken)
-    log = compile_kernels(compilers["11"], gpu_kernels.options("float32"))[1]
-    path = gpu_kernels.CSRC / "cuda" / "kernels" / "fill_nan.cuh"
+    log = compile_kernels(compilers["11"], gpu_kernels.options(gpu_kernels.KernelKind("float32")))[1]
+    path = gpu_kernels.CSRC / "cuda" / "kernels" / "entry_points.cuh"
     (number,) = (i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.startswith(line))
-    assert f"kernels/fill_nan.cuh({number}): warning" in log
+    assert f"kernels/entry_points.cuh({number}): warning" in log

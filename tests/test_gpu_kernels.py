@@ -3,7 +3,7 @@
 The source is the one that a GPU gets. What only a GPU can show is in check_kernels.py, gpu/ and benchmarks/gpu.py.
 """
 
-import ctypes
+import re
 
 import check_kernels
 import gpu as benchmark
@@ -14,7 +14,7 @@ import pytest
 from gpu_kernels import REQUEST_NULL, Passes, Tuning
 from harness import LONG
 from kernel_cases import BEHIND, PRECISION, draw, draw_vectors, run_two_devices
-from stand_in import Fenced, StandInGpu, build_kernels
+from stand_in import Fenced, StandInGpu
 
 # (outer, channels, inner): rows as in NCHW, columns as in NHWC and (N, C); runs that end beside packs of 16 bytes,
 # fewer and more channels than a block takes, channels that several blocks share.
@@ -42,8 +42,8 @@ DTYPES = ["float32", "float64", "float16"]
 
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory):
-    return StandInGpu(build_kernels(tmp_path_factory.mktemp("kernels")))
+def gpu():
+    return StandInGpu()
 
 
 def moments(gpu, x, offset=0):
@@ -175,16 +175,9 @@ def test_outputs_that_nobody_wants_are_not_written(gpu):
     passes = Passes(gpu, "float32", x.shape, x, y)
     gamma, beta, mean, var = draw_vectors(passes, 3, 4, 5, 6)
     passes.send(np.zeros(5), np.ones(5))
-    passes.normalize(x, y, gamma, beta, mean, var, count=147, wants_y=False)
+    passes.normalize(x, None, gamma, beta, mean, var, count=147)
     assert (y == 0).all()
     assert (passes.saved[:5] == 0).all() and passes.saved[20] == 147
-
-
-def test_an_output_can_be_lost(gpu):
-    values = Fenced(np.zeros(1000, "float16"))
-    gpu.launch("fill_nan", "float16", (2, 1), (256, 1), [values.array, ctypes.c_longlong(999)])
-    values.check()
-    assert np.isnan(values.array[:999]).all() and values.array[999] == 0
 
 
 @pytest.mark.parametrize("layout", [(4, 3, 20001), (2000, 20, 1)], ids=str)
@@ -196,23 +189,31 @@ def test_results_are_the_same_bits_in_any_order_of_blocks_and_threads(gpu, layou
     for _ in range(3):
         passes.moments(x)
         results.append(np.array(passes.received()[:2]))
-    assert passes.launch.grid[1] > 1
+    assert passes.launches[True].grid[1] > 1
     assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
 
 
 def test_what_runs_on_a_gpu_first(gpu, monkeypatch):
     """check_kernels.py draws cases that the kernels do right, and sees when they do not."""
-    assert check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG) == 25
+    assert check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG) == (25, [])
     monkeypatch.setitem(kernel_cases.PRECISION, "float32", 1e-9)
-    with pytest.raises(AssertionError, match="case [0-9]+, {'layouts'"):
-        check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG)
+    monkeypatch.setattr(check_kernels, "MOST_FAILURES", 3)
+    done, failures = check_kernels.check(gpu, cases=25, values=20_000, seconds=LONG)
+    assert done < 25 and len(failures) == 3
+    assert all(re.match(r"case [0-9]+, {'layouts'.*: .* off by .* at \(", failure) for failure in failures)
 
 
-def test_other_numbers_of_threads_are_right_too(tmp_path):
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(threads=512, unroll=2, blocks=256, reducing_blocks=64),
+        Tuning(defines=("-DSHARE=0", "-DBACKWARDS=0", "-DPREFETCH=0")),
+    ],
+    ids=["threads", "without"],
+)
+def test_what_a_benchmark_compares_is_right_too(tuning):
     """What benchmarks/gpu.py tries on a GPU."""
-    tuning = Tuning(threads=512, unroll=2, blocks=256)
-    tuned = StandInGpu(build_kernels(tmp_path, tuning), tuning)
-    assert check_kernels.check(tuned, cases=25, values=20_000, seconds=LONG) == 25
+    assert check_kernels.check(StandInGpu(tuning), cases=25, values=20_000, seconds=LONG) == (25, [])
 
 
 @pytest.mark.parametrize("program", [check_kernels, benchmark])

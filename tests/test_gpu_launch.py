@@ -22,9 +22,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", list(PACK))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("address", [0, 8])
-def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype, address):
+@pytest.mark.parametrize("reduces", [True, False])
+def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype, address, reduces):
     outer, channels, inner = layout
-    launch = launch_for(dtype, layout, address)
+    launch = launch_for(dtype, layout, address, reduces=reduces)
     (tiles, parts), (x, y) = launch.grid, launch.block
     assert launch.rows == (inner > 1)
     assert x * y == 256 and x & (x - 1) == 0
@@ -32,12 +33,20 @@ def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype, address)
     width = PACK[dtype] if launch.aligned else 1
     channels_of_tile = y if launch.rows else x * width
     assert (tiles - 1) * channels_of_tile < channels <= tiles * channels_of_tile
-    assert launch.partials == 3 * parts * channels and launch.counters == tiles + 1
+    assert launch.partials == max(3 * parts, 5) * channels
+    assert launch.counters == 2 * tiles + 1 and launch.tickets == tiles
     # No block without work, and enough blocks where there is enough work for them.
-    pieces = outer * -(-inner // (x * width * 4)) if launch.rows else -(-outer // (y * 4))
+    if not launch.rows:
+        pieces = -(-outer // (y * 4))
+    elif launch.images > 1:
+        assert launch.images == 4 and -(-inner // width) <= x
+        pieces = -(-outer // 4)
+    else:
+        pieces = outer * -(-inner // (x * width * 4))
     assert parts <= pieces
-    assert tiles * parts >= min(1024, tiles * pieces)
-    assert tiles == 1 or parts == 1 or tiles * parts < 1024 + tiles
+    blocks = 396 if reduces and not launch.rows else 1024
+    assert tiles * parts >= min(blocks, tiles * pieces)
+    assert tiles == 1 or parts == 1 or tiles * parts < blocks + tiles
 
 
 @pytest.mark.parametrize("layout", [(32, 256, 3136), (2, 64, 800 * 1333), (6272, 256, 1), (2, 2048, 49)], ids=str)
@@ -66,14 +75,50 @@ def test_packs_are_read_only_where_all_tensors_allow_it(dtype):
 @pytest.mark.parametrize("dtype", list(PACK))
 @pytest.mark.parametrize("inner", [*range(2, 70), 121, 169])
 def test_single_values_at_the_ends_of_runs_have_a_thread_each(dtype, inner):
-    """Up to a pack less one, wherever a run begins."""
+    """Up to a pack less one at either end, wherever a run begins."""
     pack, size = PACK[dtype], 16 // PACK[dtype]
     for shift in range(pack):
-        launch = launch_for(dtype, (2, 64, inner), shift * size)
-        if launch.aligned and (shift or inner % pack):
-            assert launch.block[0] >= pack - 1
+        for channels in (64, 63):
+            launch = launch_for(dtype, (2, channels, inner), shift * size)
+            if launch.aligned and (shift or inner % pack):
+                assert launch.block[0] >= 2 * (pack - 1)
 
 
-@pytest.mark.parametrize("inner, threads", [(2, 2), (4, 1), (9, 4), (49, 16), (196, 64), (784, 256), (1 << 20, 256)])
-def test_small_channels_share_a_block(inner, threads):
-    assert launch_for("float32", (2, 512, inner), 0).block[0] == threads
+# ResNet-50's maps, and a pyramid's; (threads on a channel, images). float16 has twice as many values in a pack.
+SMALL = [
+    ("float32", 112 * 112, 256, 1),
+    ("float32", 56 * 56, 256, 1),
+    ("float32", 28 * 28, 64, 1),
+    ("float32", 14 * 14, 16, 1),
+    ("float32", 7 * 7, 16, 4),  # 12 packs and single values
+    ("float16", 56 * 56, 128, 1),
+    ("float16", 28 * 28, 32, 1),
+    ("float16", 14 * 14, 32, 4),
+    ("float16", 7 * 7, 16, 4),
+    ("float32", 4, 1, 4),
+    ("float32", 1 << 20, 256, 1),
+]
+
+
+@pytest.mark.parametrize("dtype, inner, threads, images", SMALL)
+def test_a_thread_has_several_packs_under_way(dtype, inner, threads, images):
+    """Of one image, if each thread finds at least three there; or one of each of several images."""
+    launch = launch_for(dtype, (32, 512, inner), 0)
+    assert (launch.block[0], launch.images) == (threads, images)
+    packs = inner // PACK[dtype]
+    assert images == 4 or packs >= 3 * threads
+
+
+def test_images_are_taken_together_only_if_their_packs_lie_alike():
+    assert launch_for("float32", (32, 4, 49), 0).images == 4
+    assert launch_for("float32", (32, 3, 49), 0).images == 1
+    assert launch_for("float32", (1, 4, 49), 0).images == 1
+    assert launch_for("float32", (32, 3, 49), 0, 4).images == 1  # not aligned, and many single values
+    assert launch_for("float32", (32, 3, 3), 0, 4).images == 4
+
+
+def test_few_blocks_have_more_threads_on_a_channel():
+    """One or two images on each GPU: else most of it would idle."""
+    assert launch_for("float32", (32, 512, 196), 0).block[0] == 16
+    launch = launch_for("float32", (2, 64, 196), 0)
+    assert launch.block[0] == 64 and launch.grid[0] * launch.grid[1] == 32

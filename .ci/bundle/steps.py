@@ -1,9 +1,10 @@
 """The steps of run.sh. This file is in the folder and needs nothing but Python.
 
-Each step is a program in a process group of its own, with a time limit after which the whole group is killed. If a step
-fails, the next ones still run. The output of a step goes to OUT/NAME.txt (head and tail if it is long), its
-measurements to OUT/results.json. That file is written anew after every step, so nothing is lost if the machine is taken
-away. MXNet is unpacked while the first steps run, which do not need it.
+Each step is a program in a process group of its own, with a time limit after which the stacks of all its threads are
+written down and the whole group is killed. If a step fails, the next ones still run. Everything ends in one archive,
+OUT/results-PART.tar.gz: the text of each step (head and tail if it is long), results.json with what was measured, what
+was compiled. It is written anew after every step, so that nothing is lost if the machine is taken away, and holds only
+whole files. The steps are in three parts, each of which ends in time where one command may take ten minutes.
 """
 
 import argparse
@@ -29,12 +30,13 @@ HERE = Path(__file__).resolve().parent
 # On a stand-in for a GPU, sizes are smaller and limits longer: a fraction of a CPU core does a GPU's work.
 STANDS_IN = "STAND_IN_KERNELS" in os.environ
 PATIENCE = 4 if STANDS_IN else 1
-# Seconds for all steps, by whether the run is short; a little less than promised.
-TOTAL = {False: 880 * PATIENCE, True: 460 * PATIENCE}
+# Seconds for a part, by whether the run is short; a little less than promised.
+TOTAL = {False: 560 * PATIENCE, True: 270 * PATIENCE}
 KEEP = 40_000  # characters of a step's text, at each end
 
 
 class Step(NamedTuple):
+    part: int
     name: str
     what: str
     limit: int  # seconds
@@ -46,9 +48,11 @@ class Step(NamedTuple):
 class Run:
     """One run of all steps: where things are, and what is known so far."""
 
-    def __init__(self, out: Path, short: bool):
-        self.out, self.short = out, short
+    def __init__(self, archive: Path, short: bool):
+        self.archive, self.short = archive, short
         self.work = Path(tempfile.mkdtemp(prefix="gluon_syncbn-"))
+        self.out = self.work / "results"
+        self.out.mkdir()
         self.python = self.work / "venv" / "bin" / "python"
         self.gpus = count_gpus()
         self.nvrtc = find_nvrtc()
@@ -86,14 +90,17 @@ class Run:
 
     def environment(self, needs_mxnet: bool) -> Dict[str, str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(self.work)}
+        environment["PYTHONFAULTHANDLER"] = "1"
+        if self.nvrtc:
+            environment["GLUON_SYNCBN_NVRTC"] = self.nvrtc
         if needs_mxnet:
             # Ours first, but for CUDA's runtime, of which a machine may have its own.
             inherited = os.environ.get("LD_LIBRARY_PATH", "").split(":")
             paths = [str(HERE / "lib"), *filter(None, inherited), str(HERE / "lib_last")]
             environment.update(LD_LIBRARY_PATH=":".join(paths), MXNET_CUDNN_LIB_CHECKING="0")
             environment.setdefault("CUDA_MODULE_LOADING", "LAZY")
-            if self.nvrtc:
-                environment["GLUON_SYNCBN_NVRTC"] = self.nvrtc
+            # MXNet compiles fused operators for the GPU's own architecture, which its compiler may not know.
+            environment.setdefault("MXNET_USE_FUSION", "0")
         return environment
 
     def do(self, step: Step) -> None:
@@ -135,6 +142,7 @@ class Run:
                 ended = "ok" if status == 0 else f"FAILED with status {status}"
             except subprocess.TimeoutExpired:
                 status, ended = None, "OUT OF TIME"
+                write_stacks(process.pid, self.out / f"{step.name}-stacks.txt")
             finally:
                 kill_group(process)
         said = text.read_text(errors="replace")
@@ -149,9 +157,48 @@ class Run:
         return ended, status, last
 
     def save(self) -> None:
-        written = self.out / "results.json.new"
-        written.write_text(json.dumps(self.results, indent=1) + "\n")
-        written.replace(self.out / "results.json")
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1) + "\n")
+        written = self.archive.with_suffix(".new")
+        with tarfile.open(written, "w:gz", compresslevel=6) as archive:
+            archive.add(self.out, "results")
+        written.replace(self.archive)
+
+
+def write_stacks(group: int, file: Path) -> None:
+    """Where each thread of each process of a group is: in the kernel, in Python, and in C if there is a debugger."""
+    debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
+    with open(file, "w", encoding="utf-8") as output:
+        for process in members_of(group):
+            output.write(f"== process {process}: {read(f'/proc/{process}/cmdline')}\n")
+            for thread in glob.glob(f"/proc/{process}/task/*"):
+                said = [read(f"{thread}/{name}").strip() for name in ("comm", "wchan", "syscall")]
+                output.write(f"{os.path.basename(thread)}: {'; '.join(said)}\n")
+            if debugger:
+                command = [debugger, "--batch", "-p", str(process), "-ex", "thread apply all bt 30"]
+                output.write(said_by(command) or "")
+                output.flush()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGABRT)  # Python's own stacks, to the step's output
+    time.sleep(1)
+
+
+def members_of(group: int) -> List[int]:
+    processes = [int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*")]
+    return [process for process in processes if group_of(process) == group]
+
+
+def group_of(process: int) -> Optional[int]:
+    try:
+        return os.getpgid(process)
+    except ProcessLookupError:
+        return None
+
+
+def read(file: str) -> str:
+    try:
+        return Path(file).read_text(errors="replace").replace("\0", " ")
+    except OSError as problem:
+        return f"({problem.strerror})"
 
 
 def kill_group(process: subprocess.Popen) -> None:
@@ -196,10 +243,13 @@ def describe_machine(run: Run) -> Dict[str, object]:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     query = "name,driver_version,memory.total,compute_cap,clocks.max.sm,clocks.max.memory"
+    state = "compute_mode,mig.mode.current,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.mem"
     return {
         "gpus": run.gpus,
         "stands_in": STANDS_IN,
-        "nvidia_smi": said(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]),
+        "nvidia_smi": said_by(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]),
+        # Compute mode, MIG, PCI Express generation and width, clocks now.
+        "state": said_by(["nvidia-smi", f"--query-gpu={state}", "--format=csv,noheader"]),
         "processor": processor,
         "cores": os.cpu_count(),
         "kernel": platform.release(),
@@ -210,11 +260,16 @@ def describe_machine(run: Run) -> Dict[str, object]:
     }
 
 
-def said(command: List[str]) -> Optional[str]:
+def said_by(command: List[str]) -> Optional[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def is_exclusive(run: Run) -> bool:
+    """Whether only one process at a time may use the GPU, so that tests cannot run beside each other."""
+    return "Exclusive" in (run.results["machine"]["state"] or "")
 
 
 def find_sanitizer() -> Optional[str]:
@@ -234,28 +289,44 @@ def kernels(run: Run, seconds: float) -> List[str]:
 
 
 def speed(run: Run, seconds: float) -> List[str]:
-    told = ["--rounds", 20 if run.short else 50]
+    told = ["--rounds", 10 if run.short else 25]
     if STANDS_IN:
         told = ["--rounds", 2, "--shapes", "2,8,5,5", "4,16,3,3"]
     return [sys.executable, "benchmarks/gpu.py", *told, *measured(run, "speed")]
 
 
-def pytest(run: Run, *words) -> List[str]:
-    workers = min(6, os.cpu_count() or 1)
-    told = ["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-n", workers, "--timeout=120", "-q", "--durations=5"]
+def smoke(run: Run, seconds: float) -> List[str]:
+    return [run.python, "tests/gpu/smoke.py", *measured(run, "smoke")]
+
+
+def code(run: Run, seconds: float) -> List[str]:
+    return [sys.executable, "benchmarks/gpu.py", "--code", run.out / "code", *measured(run, "code")]
+
+
+def latency(run: Run, seconds: float) -> List[str]:
+    told = ["--rounds", 2] if STANDS_IN else []
+    return [sys.executable, "benchmarks/gpu.py", "--latency", *told, *measured(run, "latency")]
+
+
+def variants(run: Run, seconds: float) -> List[str]:
+    sizes = ["--shapes", "2,8,5,5", "--rounds", 1]
+    if not STANDS_IN:
+        sizes = ["--rounds", 8, "--shapes", "32,256,56,56", "32,512,28,28", "32,2048,7,7", "2,64,800,1333"]
+    return [sys.executable, "benchmarks/gpu.py", "--variants", *sizes, *measured(run, "variants")]
+
+
+def pytest(run: Run, name: str, *words) -> List[str]:
+    workers = 0 if is_exclusive(run) else min(6, os.cpu_count() or 1)
+    told = ["--confcutdir=tests/gpu", "-p", "no:cacheprovider", "-n", workers, "--timeout=120", "-q", "-rA"]
+    told += ["--durations=5", f"--junitxml={run.out / name}.xml"]
     return [run.python, "-m", "pytest", *told, *words]
-
-
-def tuning(run: Run, seconds: float) -> List[str]:
-    sizes = ["--shapes", "2,8,5,5", "--rounds", 1] if STANDS_IN else ["--rounds", 8]
-    return [sys.executable, "benchmarks/gpu.py", "--tune", *sizes]
 
 
 TESTS = [f"tests/gpu/test_{name}.py" for name in ("operator", "fallback", "faults_on_gpus")]  # numbers first
 
 
 def operator(run: Run, seconds: float) -> List[str]:
-    return pytest(run, "-m", "not several_gpus", *TESTS)
+    return pytest(run, "operator", "-m", "not several_gpus", *TESTS)
 
 
 def as_two(run: Run) -> List[str]:
@@ -265,7 +336,8 @@ def as_two(run: Run) -> List[str]:
 
 def groups(run: Run, seconds: float) -> List[str]:
     """Everything that needs two GPUs."""
-    return [*as_two(run), *pytest(run, "-m", "several_gpus", *(TESTS[:1] if STANDS_IN and run.short else TESTS))]
+    chosen = TESTS[:1] if STANDS_IN and run.short else TESTS
+    return [*as_two(run), *pytest(run, "groups", "-m", "several_gpus", *chosen)]
 
 
 def meeting(run: Run, seconds: float) -> List[str]:
@@ -299,32 +371,42 @@ def soak(run: Run, seconds: float) -> List[str]:
 
 
 STEPS = [
-    Step("kernels", "the kernels against the oracle on random shapes, through CuPy", 70, 40, False, kernels),
-    Step("speed", "the kernels beside a copy and PyTorch's", 130, 90, False, speed),
-    Step("operator", "the operator inside MXNet, on a GPU and a CPU", 110, 80, True, operator),
-    Step("groups", "the operator inside MXNet, on two GPUs (or one as two)", 160, 80, True, groups),
-    Step("meeting", "what it costs to meet", 40, 30, True, meeting),
-    Step("memcheck", "the kernels under compute-sanitizer", 60, 40, False, sanitizer("memcheck")),
-    Step("racecheck", "the kernels under compute-sanitizer", 80, 45, False, sanitizer("racecheck")),
-    Step("synccheck", "the kernels under compute-sanitizer", 60, 40, False, sanitizer("synccheck")),
-    Step("tuning", "the kernels with other numbers of threads", 300, 200, False, tuning),
-    Step("soak", "the same bits every step", 330, 65, True, soak),
+    # Is it right, and how fast is it?
+    Step(1, "smoke", "the whole chain once", 40, 30, True, smoke),
+    Step(1, "kernels", "the kernels against the oracle on random shapes, through CuPy", 60, 30, False, kernels),
+    Step(1, "operator", "the operator inside MXNet, on a GPU and a CPU", 90, 50, True, operator),
+    Step(1, "groups", "the operator inside MXNet, on two GPUs (or one as two)", 150, 60, True, groups),
+    Step(1, "code", "registers and memory of each kernel, and what was compiled", 40, 20, False, code),
+    Step(1, "speed", "the kernels beside a copy and PyTorch's", 170, 80, False, speed),
+    # Why?
+    Step(2, "latency", "from a launch to what the host sees of it", 40, 20, False, latency),
+    Step(2, "meeting", "what it costs to meet", 60, 30, True, meeting),
+    Step(2, "variants", "the kernels without one of their choices each", 440, 200, False, variants),
+    # Is it right for long, and in places where nobody looks?
+    Step(3, "memcheck", "the kernels under compute-sanitizer", 60, 30, False, sanitizer("memcheck")),
+    Step(3, "racecheck", "the kernels under compute-sanitizer", 70, 40, False, sanitizer("racecheck")),
+    Step(3, "initcheck", "the kernels under compute-sanitizer", 60, 30, False, sanitizer("initcheck")),
+    Step(3, "synccheck", "the kernels under compute-sanitizer", 60, 30, False, sanitizer("synccheck")),
+    Step(3, "soak", "the same bits every step", 300, 120, True, soak),
 ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="run.sh", description="Proves the GPU side of gluon_syncbn on this machine.")
-    parser.add_argument("out", nargs="?", type=Path, default=Path("results"), help="folder for text and JSON")
-    parser.add_argument("--short", action="store_true", help="at most 8 minutes, in place of 15")
-    usual = ",".join(step.name for step in STEPS if step.name != "tuning")
-    parser.add_argument("--steps", default=usual, help="which (default: %(default)s); there is also tuning")
+    parser.add_argument("out", nargs="?", type=Path, default=Path("results"), help="folder for the archive")
+    parts = "1: is it right, and how fast; 2: why; 3: is it right for long (default: %(default)s)"
+    parser.add_argument("--part", type=int, choices=[1, 2, 3], default=1, help=parts)
+    parser.add_argument("--short", action="store_true", help="in half of the time")
+    parser.add_argument("--steps", help="which, in place of a part")
     arguments = parser.parse_args()
-    chosen = arguments.steps.split(",")
-    unknown = set(chosen) - {step.name for step in STEPS}
+    names = [step.name for step in STEPS]
+    chosen = arguments.steps.split(",") if arguments.steps else [s.name for s in STEPS if s.part == arguments.part]
+    unknown = set(chosen) - set(names)
     if unknown:
-        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in STEPS)}")
+        parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run = Run(arguments.out.resolve(), arguments.short)
+    which = "steps" if arguments.steps else arguments.part
+    run = Run(arguments.out.resolve() / f"results-{which}.tar.gz", arguments.short)
     # A signal that ends this program lets it clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -336,11 +418,12 @@ def main() -> int:
             if step.name in chosen:
                 run.do(step)
     finally:
+        run.save()
         shutil.rmtree(run.work, ignore_errors=True)
     print()
     for step in run.results["steps"]:
         print(f"{step['name']}: {step['ended']} ({step['seconds']:.0f} s)")
-    print(f"All of it is in {run.out}.")
+    print(f"All of it is in {run.archive}.")
     return 0 if all(step["ended"] == "ok" for step in run.results["steps"]) else 1
 
 

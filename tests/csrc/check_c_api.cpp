@@ -44,9 +44,6 @@ SAME_FUNCTION(engine_push, MXEnginePushSyncND);
 SAME_FUNCTION(engine_push_async, MXEnginePushAsyncND);
 SAME_FUNCTION(array_wait, MXNDArrayWaitToRead);
 SAME_FUNCTION(array_copy_from_cpu, MXNDArraySyncCopyFromCPU);
-SAME_FUNCTION(program_create, MXRtcCudaModuleCreate);
-SAME_FUNCTION(kernel_create, MXRtcCudaKernelCreate);
-SAME_FUNCTION(kernel_call, MXRtcCudaKernelCall);
 SAME_FUNCTION(custom_op_register, MXCustomOpRegister);
 
 SAME(ours::CustomOpDelete, CustomOpDelFunc);

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cuda/driver.h"
 #include "cuda/launch.h"
+#include "cuda/program.h"
 #include "exported.h"
 #include "meeting/rendezvous.h"
 #include "meeting/waiting.h"
@@ -119,22 +121,141 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
   }
 }
 
-// Threads and unroll of a GPU's kernels as the operator has them.
-EXPORTED void gluon_syncbn_default_tuning(int64_t* numbers) {
-  numbers[0] = Tuning().threads;
-  numbers[1] = Tuning().unroll;
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernels for GPUs. `kind` is dtype, activation, whether there is a residual, and whether it works in place; `tuning`
+// is threads, unroll, blocks and reducing_blocks.
+
+namespace {
+
+Tuning tuning_of(const int64_t* numbers) { return {numbers[0], numbers[1], numbers[2], numbers[3]}; }
+
+// Leaves what is thrown in `error`; returns 0, or 1.
+template <typename Action>
+int or_error(char* error, int64_t error_size, const Action& action) {
+  try {
+    action();
+    return 0;
+  } catch (const std::exception& problem) {
+    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
+    return 1;
+  }
 }
 
-// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, grid (2), block
-// (2), and the sizes of partials and counters. `tuning` is threads, unroll and blocks, or null for what the operator
-// takes.
+}  // namespace
+
+// The options that the operator gives to NVRTC, with a space between two.
+EXPORTED void gluon_syncbn_kernel_options(const int* kind, const int64_t* tuning, char* text, int64_t size) {
+  const KernelKind chosen{dtype_of(kind[0]), static_cast<Activation::Kind>(kind[1]), kind[2] != 0, kind[3] != 0};
+  std::string options;
+  for (const std::string& option : GpuProgram::options(chosen, tuning_of(tuning))) options += option + ' ';
+  std::snprintf(text, static_cast<size_t>(size), "%s", options.c_str());
+}
+
+// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, images, grid
+// (2), block (2), and the sizes of partials, counters and tickets. `tuning` may be null.
 EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner,
-                                      const void* const* addresses, int count, const int64_t* tuning, int64_t* launch) {
+                                      const void* const* addresses, int count, int reduces, const int64_t* tuning,
+                                      int64_t* launch) {
   const Layout layout{outer, channels, inner};
-  const Tuning tuned = tuning ? Tuning{tuning[0], tuning[1], tuning[2]} : Tuning{};
-  const Launch chosen =
-      launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), tuned);
-  const int64_t numbers[] = {chosen.rows,    chosen.aligned, chosen.grid_x,           chosen.grid_y,
-                             chosen.block_x, chosen.block_y, chosen.partials(layout), chosen.counters()};
+  const Launch chosen = launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count),
+                                   reduces != 0, tuning ? tuning_of(tuning) : Tuning{});
+  const int64_t numbers[] = {chosen.rows,       chosen.aligned,  chosen.images,  chosen.grid_x,
+                             chosen.grid_y,     chosen.block_x,  chosen.block_y, chosen.partials(layout),
+                             chosen.counters(), chosen.tickets()};
   std::memcpy(launch, numbers, sizeof numbers);
+}
+
+// Compiles as the operator does, with `count` options; a text that lives for good, or null after leaving an error.
+EXPORTED const char* gluon_syncbn_compile(const char* source, const char* const* options, int count, char* error,
+                                          int64_t error_size) {
+  auto* ptx = new std::string;
+  return or_error(error, error_size, [&] { *ptx = compile_cuda(source, options, count); }) == 0 ? ptx->c_str()
+                                                                                                : nullptr;
+}
+
+// Loads what was compiled onto GPU number 0.
+EXPORTED void* gluon_syncbn_load(const char* ptx, char* error, int64_t error_size) {
+  void* module = nullptr;
+  or_error(error, error_size, [&] {
+    const GpuContext context(0);
+    check_cuda(cuda().load_module(&module, ptx, 0, nullptr, nullptr), "the kernels could not be loaded");
+  });
+  return module;
+}
+
+EXPORTED void* gluon_syncbn_function(void* module, const char* name, char* error, int64_t error_size) {
+  void* function = nullptr;
+  or_error(error, error_size, [&] { check_cuda(cuda().get_function(&function, module, name), name); });
+  return function;
+}
+
+// An attribute (CUfunction_attribute) of a kernel.
+EXPORTED int gluon_syncbn_attribute(void* function, int attribute) {
+  int value = -1;
+  cuda().get_attribute(&value, attribute, function);
+  return value;
+}
+
+// Launches with a struct of arguments, on a stream of GPU number 0.
+EXPORTED int gluon_syncbn_launch(void* function, const unsigned* grid, const unsigned* block, void* arguments,
+                                 void* stream, char* error, int64_t error_size) {
+  return or_error(error, error_size, [&] {
+    const GpuContext context(0);
+    void* addresses[] = {arguments};
+    check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
+               "the kernel could not be launched");
+  });
+}
+
+// Two kernels as in a forward pass, on a stream of GPU number 0, `rounds` times. Six times of each round, in
+// microseconds: to launch the first; until the ticket is seen in `message`; until the stream is idle; to launch the
+// second; until the first value of `y`, `value_size` bytes in pinned memory, is seen to change; until the stream is
+// idle. The struct of the first begins its ticket anew each time.
+EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsigned* moments_grid,
+                                    const unsigned* moments_block, const unsigned* normalize_grid,
+                                    const unsigned* normalize_block, MomentsArguments* first,
+                                    NormalizeArguments* second, volatile double* message, void* y, int value_size,
+                                    int rounds, double* times, char* error, int64_t error_size) {
+  return or_error(error, error_size, [&] {
+    using Time = std::chrono::steady_clock;
+    const GpuContext context(0);
+    void* stream = nullptr;
+    check_cuda(cuda().create_stream(&stream, 1), "a stream could not be created");
+    const auto launch = [&](void* function, const unsigned* grid, const unsigned* block, void* arguments) {
+      void* addresses[] = {arguments};
+      check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
+                 "a kernel could not be launched");
+    };
+    const auto wait = [&](const auto& is_done) {
+      const Time::time_point until = Time::now() + std::chrono::seconds(10);
+      while (!is_done()) {
+        if (Time::now() > until) throw CudaFailure("a kernel has not ended within 10 s");
+      }
+    };
+    const auto is_idle = [&] { return cuda().query_stream(stream) == 0; };
+    std::vector<char> untouched(static_cast<size_t>(value_size), 0x55);
+    double ticket = 1e9;
+    for (int round = 0; round < rounds; ++round) {
+      std::memcpy(y, untouched.data(), untouched.size());
+      first->memory.ticket = ++ticket;
+      Time::time_point seen[7] = {Time::now()};
+      launch(moments, moments_grid, moments_block, first);
+      seen[1] = Time::now();
+      wait([&] { return *message == ticket; });
+      seen[2] = Time::now();
+      wait(is_idle);
+      seen[3] = Time::now();
+      second->memory.ticket = ++ticket;
+      message[1] = message[1] * 1.0;
+      launch(normalize, normalize_grid, normalize_block, second);
+      seen[4] = Time::now();
+      wait([&] { return std::memcmp(y, untouched.data(), untouched.size()) != 0; });
+      seen[5] = Time::now();
+      wait(is_idle);
+      seen[6] = Time::now();
+      for (int i = 0; i < 6; ++i) {
+        times[6 * round + i] = std::chrono::duration<double, std::micro>(seen[i + 1] - seen[i]).count();
+      }
+    }
+  });
 }

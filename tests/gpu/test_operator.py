@@ -170,6 +170,33 @@ def test_what_follows_in_place_and_renormalized(devices, behind, in_place, renor
 
 
 @alone
+@pytest.mark.parametrize("requested", ["neither", "input", "skip"])
+def test_a_skip_whose_gradients_are_not_all_asked_for(devices, requested):
+    """A net on data, or after frozen layers."""
+    layer = make(devices)
+    net = Followed(layer, "skip")
+    net.hybridize(static_alloc=True, static_shape=True)
+    shapes = [(3, 5, 7, 9), (2, 5, 7, 9)]
+    arrays, skips, heads = (draw(shapes, "float32", seed) for seed in (0, 2, 1))
+    inputs, added, head_gradients = place(arrays, devices), place(skips, devices), place(heads, devices)
+    wanted = {"neither": [], "input": inputs, "skip": added}[requested]
+    gradients = place([np.zeros(shape, "float32") for shape in shapes], devices)
+    autograd.mark_variables(wanted, gradients[: len(wanted)])
+    with autograd.record():
+        outputs = [net(x, skip) for x, skip in zip(inputs, added)]
+    autograd.backward(outputs, head_gradients)
+    gamma, beta = (item.data(devices[0]).asnumpy().astype(np.float64) for item in (layer.gamma, layer.beta))
+    plain = oracle.batch_norm(arrays, gamma, beta)
+    passed = [head * (z + skip > 0) for head, z, skip in zip(heads, plain.outputs, skips)]
+    expected = oracle.batch_norm(arrays, gamma, beta, heads=passed)
+    d_gamma = sum(layer.gamma.grad(device).asnumpy().astype(np.float64) for device in devices)
+    assert np.abs(d_gamma - expected.gamma_gradient).max() < 1e-5 * sum(np.abs(head).sum() for head in passed)
+    if wanted:
+        results = expected.input_gradients if requested == "input" else passed
+        assert oracle.distance([gradient.asnumpy() for gradient in gradients], results) < 1e-4
+
+
+@alone
 def test_a_gamma_near_zero_is_told_in_place(devices):
     layer = make(devices, in_place=True)
     layer.gamma.set_data(mx.nd.array([1, 0, 1, 1, 1]))

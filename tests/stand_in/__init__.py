@@ -1,13 +1,18 @@
 """The CPU in place of a GPU: see gpu_threads.h for what that shows and what not."""
 
+import concurrent.futures
 import ctypes
+import fcntl
+import hashlib
 import mmap
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Optional
 
 import numpy as np
-from gpu_kernels import FLAGS, Tuning, options
+from gpu_kernels import CSRC, KINDS, KernelKind, Tuning, options
 
 HERE = Path(__file__).parent
 COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -15,27 +20,40 @@ COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wex
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 # A template's shared memory would be that of the library that was loaded first, whatever its number of threads.
 _CHECKED += ["-fno-gnu-unique"]
+_SOURCES = [HERE / "gpu_threads.h", HERE / "kernels_on_cpu.cpp", *sorted((CSRC / "cuda").glob("kernels*"))]
+_SOURCES += sorted((CSRC / "cuda" / "kernels").iterdir())
+_KEPT = HERE.parents[1] / "build" / "kernels_on_cpu"
 
 
-def build_kernels(folder: Path, tuning: Optional[Tuning] = None) -> dict:
-    """kernels.cu as a library for the CPU, for each dtype."""
-    files = {dtype: folder / f"kernels_{dtype}.so" for dtype in FLAGS}
-    source = str(HERE / "kernels_on_cpu.cpp")
-    builds = [
-        subprocess.Popen([*COMPILER, *_CHECKED, *options(dtype, tuning)[1:], source, "-o", str(file)])
-        for dtype, file in files.items()
-    ]
-    if any(build.wait() != 0 for build in builds):
-        raise RuntimeError("kernels.cu does not compile for the CPU")
-    return files
+def library_of(kind: KernelKind, tuning: Optional[Tuning] = None) -> Path:
+    """kernels.cu as a library for the CPU, compiled at first use under a name that changes with what it is made of."""
+    defined = options(kind, tuning)[1:]
+    text = b"".join(path.read_bytes() for path in _SOURCES if path.is_file())
+    name = hashlib.sha256(text + repr((defined, COMPILER, _CHECKED)).encode()).hexdigest()[:16]
+    _KEPT.mkdir(parents=True, exist_ok=True)
+    file = _KEPT / f"{name}.so"
+    with open(_KEPT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            made = file.with_suffix(".made")
+            subprocess.run([*COMPILER, *_CHECKED, *defined, str(HERE / "kernels_on_cpu.cpp"), "-o", made], check=True)
+            made.rename(file)
+    return file
+
+
+def build_kernels(folder: Path) -> None:
+    """Fill ``folder`` with the libraries for all kinds of layers, under the names that driver.cpp looks for."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for kind, library in zip(KINDS, pool.map(library_of, KINDS)):
+            shutil.copy(library, folder / f"kernels_{'_'.join(str(int(item)) for item in kind.numbers())}.so")
 
 
 class StandInGpu:
     """A device for `gpu_kernels.Passes`."""
 
-    def __init__(self, libraries: dict, tuning: Optional[Tuning] = None):
+    def __init__(self, tuning: Optional[Tuning] = None):
         self.tuning = tuning
-        self._libraries = {dtype: ctypes.CDLL(str(file)) for dtype, file in libraries.items()}
+        self._libraries = {}
 
     def zeros(self, size: int, dtype: str) -> np.ndarray:
         return Fenced(np.zeros(size, dtype)).array
@@ -49,11 +67,11 @@ class StandInGpu:
     def synchronize(self) -> None:
         pass
 
-    def launch(self, kernel: str, dtype: str, grid, block, arguments) -> None:
-        values = [ctypes.c_void_p(item.ctypes.data) if isinstance(item, np.ndarray) else item for item in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    def launch(self, kernel: str, kind: KernelKind, tuning, grid, block, arguments: ctypes.Structure) -> None:
+        if (kind, tuning) not in self._libraries:
+            self._libraries[kind, tuning] = ctypes.CDLL(str(library_of(kind, tuning)))
         shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
-        if self._libraries[dtype].launch_on_cpu(kernel.encode(), *shape, pointers) != 0:
+        if self._libraries[kind, tuning].launch_on_cpu(kernel.encode(), *shape, ctypes.byref(arguments)) != 0:
             raise ValueError(f"there is no kernel {kernel}")
 
 

@@ -7,11 +7,11 @@
 //             every piece of work begin late, by a random time up to that.
 //   contexts  A thread has none before it gets one; loading a module without is an error.
 //
-// Kernels come as PTX from the real NVRTC. Their names and arguments are read from it; which type of activations they
-// are for, from its instructions. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
-// folder with kernels_float32.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes
+// Kernels come as PTX from the real NVRTC. Their names, the sizes of their arguments, and for which kind of layer they
+// were compiled are read from it. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
+// folder with kernels_0_0_0_0.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes
 // loading fail, as on a driver that is older than the compiler; STAND_IN_LAUNCHES is after how many launches all others
-// fail.
+// fail; STAND_IN_HANGS is the number of a launch that never ends.
 
 #include "driver.h"
 
@@ -38,7 +38,7 @@
 namespace {
 
 constexpr int kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidContext = 201, kInvalidPtx = 218,
-              kNotFound = 500, kIllegalAddress = 700;
+              kNotFound = 500, kNotReady = 600, kIllegalAddress = 700;
 
 std::string setting(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);
@@ -135,6 +135,11 @@ class Stream {
     changed_.notify_all();
   }
 
+  bool is_idle() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return tasks_.empty();
+  }
+
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return tasks_.empty(); });
@@ -180,13 +185,13 @@ Stream* stream_of(void* stream) {
   return found;
 }
 
-using LaunchOnCpu = int (*)(const char*, const unsigned*, const unsigned*, void**);
+using LaunchOnCpu = int (*)(const char*, const unsigned*, const unsigned*, const void*);
 
 struct Module;
 struct Function {
   const Module* module;
   std::string name;
-  std::vector<size_t> sizes;  // of the arguments
+  size_t size;  // of its argument, a struct
 };
 struct Module {
   Context* context;
@@ -194,26 +199,31 @@ struct Module {
   std::map<std::string, Function> functions;
 };
 
-// .param .u64 name, .param .f64 name, ...
-void read_arguments(const std::string& list, Function& function) {
-  const std::map<std::string, size_t> sizes{{"u64", 8}, {"f64", 8}, {"u32", 4}, {"f32", 4}, {"b64", 8}, {"b32", 4}};
-  for (size_t at = list.find(".param"); at != std::string::npos; at = list.find(".param", at + 1)) {
-    const size_t dot = list.find('.', at + 1);
-    function.sizes.push_back(sizes.at(list.substr(dot + 1, 3)));
-  }
+// .param .align 8 .b8 name[176]
+size_t read_size(const std::string& list) {
+  const size_t bracket = list.find('[');
+  return bracket == std::string::npos ? 0 : std::stoul(list.substr(bracket + 1));
 }
 
 LaunchOnCpu kernels_for(const std::string& ptx) {
-  const std::string dtype = ptx.find(".f16") != std::string::npos   ? "float16"
-                            : ptx.find(".f32") != std::string::npos ? "float32"
-                                                                    : "float64";
-  const std::string file = setting("STAND_IN_KERNELS", ".") + "/kernels_" + dtype + ".so";
+  const std::string mark = "compiled_for_";
+  const size_t at = ptx.find(mark);
+  if (at == std::string::npos) return nullptr;
+  const size_t kind = at + mark.size();
+  const std::string file = setting("STAND_IN_KERNELS", ".") + "/kernels_" +
+                           ptx.substr(kind, ptx.find_first_not_of("0123456789_", kind) - kind) + ".so";
   void* library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) std::fprintf(stderr, "stand-in for CUDA: %s\n", dlerror());
-  auto* translate = library ? static_cast<void* (**)(const void*)>(dlsym(library, "translate_address")) : nullptr;
-  if (!translate) return nullptr;
-  *translate = [](const void* address) { return Memory::get().seen(address); };
-  return reinterpret_cast<LaunchOnCpu>(dlsym(library, "launch_on_cpu"));
+  return library ? reinterpret_cast<LaunchOnCpu>(dlsym(library, "launch_on_cpu")) : nullptr;
+}
+
+// Arguments as a kernel is to see them: addresses of "GPU memory" are others there. They are the only numbers of 8
+// bytes in that range.
+std::vector<void*> seen_arguments(const void* arguments, size_t size) {
+  std::vector<void*> words((size + 7) / 8);
+  std::memcpy(words.data(), arguments, size);
+  for (void*& word : words) word = Memory::get().seen(word);
+  return words;
 }
 
 }  // namespace
@@ -328,7 +338,7 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**)
     Function& function = loaded->functions[name];
     function.module = loaded;
     function.name = name;
-    read_arguments(ptx.substr(open, close - open), function);
+    function.size = read_size(ptx.substr(open, close - open));
   }
   *module = loaded;
   return 0;
@@ -351,23 +361,45 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
 int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                    unsigned block_z, unsigned, void* stream, void** arguments, void**) {
   const auto& function = *static_cast<Function*>(handle);
-  static std::atomic<int> launches{0};
-  if (++launches > std::stoi(setting("STAND_IN_LAUNCHES", "2000000000"))) return kIllegalAddress;
+  static std::atomic<int> launched{0};
+  const int launches = ++launched;
+  if (launches > std::stoi(setting("STAND_IN_LAUNCHES", "2000000000"))) return kIllegalAddress;
   if (current != function.module->context) return kInvalidContext;
   const bool fits = grid_x > 0 && grid_y > 0 && grid_x <= 0x7fffffff && grid_y <= 65535 && grid_z == 1 &&
                     block_x * block_y > 0 && block_x * block_y <= 1024 && block_z == 1;
   if (!fits) return kInvalidValue;
-  std::vector<std::vector<char>> copies;
-  for (size_t i = 0; i < function.sizes.size(); ++i) {
-    const char* from = static_cast<char*>(arguments[i]);
-    copies.emplace_back(from, from + function.sizes[i]);
-  }
-  stream_of(stream)->push([=, &function]() mutable {
-    std::vector<void*> pointers;
-    for (auto& copy : copies) pointers.push_back(copy.data());
+  const bool hangs = launches == std::stoi(setting("STAND_IN_HANGS", "0"));
+  stream_of(stream)->push([=, &function, words = seen_arguments(arguments[0], function.size)] {
+    while (hangs) std::this_thread::sleep_for(std::chrono::seconds(1));
     const unsigned grid[] = {grid_x, grid_y}, block[] = {block_x, block_y};
-    if (function.module->launch(function.name.c_str(), grid, block, pointers.data()) != 0) std::abort();
+    if (function.module->launch(function.name.c_str(), grid, block, words.data()) != 0) std::abort();
   });
+  if (!stream) stream_of(stream)->wait();  // arrays of the stand-in for CuPy, which uses it, are the host's
+  return 0;
+}
+
+int cuFuncGetAttribute(int* value, int, void*) {
+  *value = 0;
+  return 0;
+}
+
+int cuStreamCreate(void** stream, unsigned) {
+  if (!current) return kInvalidContext;
+  *stream = new Stream;
+  return 0;
+}
+
+int cuStreamQuery(void* stream) { return !current ? kInvalidContext : stream_of(stream)->is_idle() ? 0 : kNotReady; }
+
+int cuStreamSynchronize(void* stream) {
+  if (!current) return kInvalidContext;
+  stream_of(stream)->wait();
+  return 0;
+}
+
+int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t size, void* stream) {
+  if (!current) return kInvalidContext;
+  stand_in_set(reinterpret_cast<void*>(address), value, size, stream);
   return 0;
 }
 

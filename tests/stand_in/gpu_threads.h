@@ -4,7 +4,7 @@
 // then the next. Blocks run one after the other. Both orders are drawn anew each time, so that a kernel that lacks a
 // __syncthreads, or believes in an order of blocks, gives wrong numbers sooner or later. A barrier that some threads
 // of a block pass while others have ended is an error, as it is on a GPU. What this cannot show: memory that is not yet
-// visible to another block for lack of a __threadfence, and speed.
+// visible to another block for lack of a __threadfence, blocks that wait for each other, and speed.
 #pragma once
 
 #include <setjmp.h>
@@ -60,6 +60,10 @@ inline double __hiloint2double(int high, int low) {
 
 inline float half_to_float(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
 inline unsigned short float_to_half(float value) { return bits_as<unsigned short>(static_cast<_Float16>(value)); }
+
+inline void prefetch(const void*) {}
+// Blocks run one after the other, so whoever would have to wait would wait for ever.
+inline void wait_for_block() { std::abort(); }
 
 inline uint4 load_pack(const void* from) { return *static_cast<const uint4*>(from); }
 inline void store_pack(void* to, const uint4& bits) { *static_cast<uint4*>(to) = bits; }
@@ -138,6 +142,18 @@ class Block {
 };
 
 inline void __syncthreads() { Block::get().wait(); }
+
+// All threads of the block must call it, not only those of the warp, and wait for each other: stricter than a GPU.
+template <typename T, int S>
+void add_across(T* values, int apart) {
+  static thread_local T all[2][1024][S];
+  static thread_local unsigned turns[1024];
+  const unsigned me = threadIdx.y * blockDim.x + threadIdx.x;
+  T(*const shared)[S] = all[turns[me]++ % 2];  // what the others read may be overwritten after their next turn
+  std::copy(values, values + S, shared[me]);
+  __syncthreads();
+  for (int s = 0; s < S; ++s) values[s] += shared[me ^ static_cast<unsigned>(apart)][s];
+}
 
 // Runs a kernel on a grid, as cuLaunchKernel would.
 inline void launch_grid(const std::function<void()>& kernel, const unsigned* grid, const unsigned* block) {

@@ -1,58 +1,39 @@
-// kernels.cu as a library for the CPU, for one VALUE_TYPE: launch_on_cpu runs a kernel by its name.
+// kernels.cu as a library for the CPU, for one kind of layer: launch_on_cpu runs a kernel by its name.
 #include "gpu_threads.h"
 
 #include "../../gluon_syncbn/csrc/cuda/kernels.cu"
 
+#include <functional>
 #include <map>
 #include <string>
-#include <type_traits>
-#include <utility>
-
-// Where the memory is that a kernel calls by an address; as it is, unless driver.cpp knows better.
-extern "C" {
-void* (*translate_address)(const void*) = [](const void* address) { return const_cast<void*>(address); };
-}
 
 namespace {
 
-using Launcher = std::function<void(void** arguments)>;
+using Launcher = std::function<void(const void* arguments)>;
 
-// An argument as the kernel is to see it: addresses may be those that only a GPU knows.
-template <typename T>
-T seen(void* argument) {
-  const T value = *static_cast<T*>(argument);
-  if constexpr (std::is_pointer_v<T>) {
-    return static_cast<T>(const_cast<void*>(static_cast<const void*>(translate_address(value))));
-  } else {
-    return value;
-  }
-}
-
-template <typename... Arguments, size_t... I>
-void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I...>) {
-  kernel(seen<Arguments>(arguments[I])...);
-}
-
-template <typename... Arguments>
-Launcher launcher(void (*kernel)(Arguments...)) {
-  return [kernel](void** arguments) { call(kernel, arguments, std::index_sequence_for<Arguments...>()); };
+template <typename Arguments>
+Launcher launcher(void (*kernel)(Arguments)) {
+  return [kernel](const void* arguments) { kernel(*static_cast<const Arguments*>(arguments)); };
 }
 
 const std::map<std::string, Launcher>& kernels() {
-  static const std::map<std::string, Launcher> all {
-#define LAUNCHERS(kernel, ...) \
-  {#kernel "_rows", launcher(kernel##_rows)}, {#kernel "_columns", launcher(kernel##_columns)},
-    KERNELS(LAUNCHERS)
-#undef LAUNCHERS
-        {"fill_nan", launcher(fill_nan)},
+  static const std::map<std::string, Launcher> all{
+      {"moments_rows", launcher(moments_rows)},
+      {"moments_columns", launcher(moments_columns)},
+      {"normalize_rows", launcher(normalize_rows)},
+      {"normalize_columns", launcher(normalize_columns)},
+      {"gradient_sums_rows", launcher(gradient_sums_rows)},
+      {"gradient_sums_columns", launcher(gradient_sums_columns)},
+      {"input_gradient_rows", launcher(input_gradient_rows)},
+      {"input_gradient_columns", launcher(input_gradient_columns)},
   };
   return all;
 }
 
 }  // namespace
 
-// `arguments` are pointers to the arguments' values, as for cuLaunchKernel; 0, or 1 if there is no such kernel.
-extern "C" int launch_on_cpu(const char* name, const unsigned* grid, const unsigned* block, void** arguments) {
+// `arguments` is the kernel's struct; 0, or 1 if there is no such kernel.
+extern "C" int launch_on_cpu(const char* name, const unsigned* grid, const unsigned* block, const void* arguments) {
   const auto found = kernels().find(name);
   if (found == kernels().end()) return 1;
   launch_grid([&] { found->second(arguments); }, grid, block);

@@ -5,17 +5,18 @@
 //
 // Where the time of a direction goes, beside the two kernels' own (each step is one arrow above):
 //
-//   1. To the GPU: this thread hands the first kernel to MXNet's engine, whose thread for the GPU wakes up and launches
-//      it: inputs are ready when MXNet calls us, so nothing else is waited for.
+//   1. To the GPU: this thread launches the first kernel, on a stream of its own; inputs are ready when MXNet calls
+//      (scratch.h says why).
 //   2. Back: the kernel's last block writes 2C numbers and a ticket over the bus into pinned memory, where this thread
-//      sees it (Scratch::wait). It is the one time that a direction waits for the GPU.
+//      sees it.
 //   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else it is waiting for
 //      the slower device, which every synchronized layer must. The merge in float64 is some ns per channel and device.
-//   4. To the GPU again, as 1. Blocks read the two numbers of each of their channels over the bus.
+//   4. To the GPU again, as 1. One block of each tile of channels reads the numbers over the bus, for all.
+//   5. The end: this thread watches the stream, and returns when the second kernel has ended; MXNet's engine goes on.
 //
-// The callback returns with the second kernel in the engine's hands: MXNet lets nobody read the outputs before the
-// kernels that name them are done. MXNet synchronizes its stream after each kernel that it launches (rtc.cc), on its
-// own thread; nobody here waits for that.
+// All waits end with the layer's timeout, and an error that names the kernel or the devices that are missing.
+
+#include "cuda/scratch.h"
 
 #include <memory>
 #include <stdexcept>
@@ -23,62 +24,83 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/driver.h"
 #include "in_place.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
-#include "cuda/program.h"
-#include "cuda/scratch.h"
 #include "mxnet/operator.h"
 
 namespace gluon_syncbn {
 namespace {
 
-bool is_requested(Request request) { return request != Request::kNull; }
+int number_of(const std::string& device) { return std::stoi(device.substr(4)); }  // "gpu(1)"
+
+// The memory of an array that is asked for, or null.
+void* data_if(bool is_wanted, const Array& array) { return is_wanted ? array.data() : nullptr; }
+void* data_if(Request request, const Array& array) { return data_if(request != Request::kNull, array); }
 
 class GpuOperator : public Operator {
  public:
   explicit GpuOperator(Call call)
-      : Operator(std::move(call)), program_(GpuProgram::of(call_.dtype)), device_(std::stoi(call_.device.substr(4))) {}
+      : Operator(std::move(call)), device_(number_of(call_.device)), program_(GpuProgram::of(kind(), device_)) {
+    for (const std::string& other : call_.group->devices()) {
+      if (other.compare(0, 4, "gpu(") == 0) GpuProgram::of(kind(), number_of(other));
+    }
+  }
 
   void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
-    try {
-      is_train ? train(*arrays, requests) : predict(*arrays, requests);
-      end_forward();
-    } catch (...) {
-      fill_nan(program_, requests.out, arrays->out, call_.layout.size());
-      rethrow("forward pass");
-    }
+    named("forward pass", [&] {
+      const GpuContext context(device_);
+      try {
+        is_train ? train(*arrays, requests) : predict(*arrays, requests);
+        end_forward();
+      } catch (const CudaFailure&) {
+        throw;  // nothing can be filled then
+      } catch (...) {
+        fill_nan({{data_if(requests.out, arrays->out), bytes_of(call_.dtype) * call_.layout.size()}});
+        throw;
+      }
+    });
   }
 
   void backward(std::shared_ptr<const BackwardArrays> handed, BackwardRequests requests) override {
     const BackwardArrays& arrays = *handed;
-    try {
-      send_back(arrays, requests);
-    } catch (...) {
-      fill_nan(program_, requests.data, arrays.d_data, call_.layout.size());
-      fill_nan(program_, requests.skip, arrays.d_skip, call_.layout.size());
-      GpuProgram& parameters = GpuProgram::of(call_.group->dtype);
-      fill_nan(parameters, requests.gamma, arrays.d_gamma, call_.layout.channels);
-      fill_nan(parameters, requests.beta, arrays.d_beta, call_.layout.channels);
-      rethrow("backward pass");
-    }
+    named("backward pass", [&] {
+      const GpuContext context(device_);
+      try {
+        send_back(arrays, requests);
+      } catch (const CudaFailure&) {
+        throw;
+      } catch (...) {
+        const int64_t values = bytes_of(call_.dtype) * call_.layout.size();
+        const int64_t vector = bytes_of(call_.group->dtype) * channels();
+        fill_nan({{data_if(requests.data, arrays.d_data), values},
+                  {data_if(requests.skip, arrays.d_skip), values},
+                  {data_if(requests.gamma, arrays.d_gamma), vector},
+                  {data_if(requests.beta, arrays.d_beta), vector}});
+        throw;
+      }
+    });
   }
 
  private:
-  static int number(Request request) { return static_cast<int>(request); }
+  KernelKind kind() const { return {call_.dtype, call_.activation.kind, call_.has.skip, call_.in_place}; }
+  int64_t channels() const { return call_.layout.channels; }
+  double timeout() const { return call_.group->timeout_seconds; }
 
   void train(const ForwardArrays& arrays, ForwardRequests requests) {
     begin_forward();
     Meeting meeting(*call_.group, call_.device, true);
     meeting.begin_pass();
-    const Launch launch = launch_forward(arrays, requests);
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    const bool wants_running = call_.group->has_renorm();
-    const double* numbers = find_moments(program_, device_, launch, call_.layout, arrays.data, arrays.running_mean,
-                                         arrays.running_var, wants_running, *scratch);
+    const bool has_renorm = call_.group->has_renorm();
+    const Launch reducing = launch_forward(arrays, requests, true), launch = launch_forward(arrays, requests, false);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {reducing, launch});
+    const double* numbers =
+        find_moments(program_, reducing, call_.layout, arrays.data.data(), data_if(has_renorm, arrays.running_mean),
+                     data_if(has_renorm, arrays.running_var), *scratch, timeout());
     const Moments local{call_.layout.count(), vector_at(numbers, 0), vector_at(numbers, 1)};
     std::vector<double> running_mean, running_var;
-    if (wants_running) {
+    if (has_renorm) {
       running_mean = vector_at(numbers, 2);
       running_var = vector_at(numbers, 3);
     }
@@ -92,69 +114,107 @@ class GpuOperator : public Operator {
       scratch->put({&all.mean, &all.variance, &made.r, &made.d});
     }
     normalize(arrays, requests, launch, *scratch, all.call, !all.renorm.is_off());
-    Scratch::give_back(scratch);
   }
 
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {
-    const Launch launch = launch_forward(arrays, requests);
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
+    const Launch launch = launch_forward(arrays, requests, false);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {launch});
     normalize(arrays, requests, launch, *scratch, {}, false);
-    Scratch::give_back(scratch);
+  }
+
+  Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests, bool reduces) const {
+    std::vector<const void*> tensors{arrays.data.data()};
+    if (requests.out != Request::kNull) tensors.push_back(arrays.out.data());
+    if (call_.has.skip) tensors.push_back(arrays.skip.data());
+    return launch_for(call_.dtype, call_.layout, tensors, reduces);
+  }
+
+  void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, Scratch& scratch,
+                 const ForwardCall& forward_call, bool renorm) {
+    NormalizeArguments arguments{};
+    arguments.shape = shape_of(call_.layout, launch);
+    arguments.x = arrays.data.data();
+    arguments.residual = data_if(call_.has.skip, arrays.skip);
+    arguments.y = data_if(requests.out, arrays.out);
+    arguments.gamma = data_if(call_.group->scale, arrays.gamma);
+    arguments.beta = arrays.beta.data();
+    arguments.running_mean = arrays.running_mean.data();
+    arguments.running_var = arrays.running_var.data();
+    arguments.saved = static_cast<double*>(data_if(requests.saved, arrays.saved));
+    arguments.memory = scratch.memory();
+    arguments.epsilon = call_.group->epsilon;
+    arguments.momentum = call_.group->momentum;
+    arguments.slope = call_.activation.slope;
+    arguments.count = forward_call.count;
+    arguments.round_id = static_cast<double>(forward_call.round_id);
+    arguments.active_set = static_cast<double>(forward_call.active_set);
+    arguments.training = forward_call.is_training();
+    arguments.renorm = renorm;
+    scratch.launch(program_, Kernel::kNormalize, launch, &arguments);
+    scratch.wait(timeout());
   }
 
   void send_back(const BackwardArrays& arrays, const BackwardRequests& requests) {
     begin_backward();
     Meeting meeting(*call_.group, call_.device, false);
     meeting.begin_pass();
-    const bool has_residual = call_.has.skip, in_place = call_.in_place;
-    const Array& values = in_place ? arrays.out : arrays.data;
-    const Array& d_data = is_requested(requests.data) ? arrays.d_data : values;
-    const Array& d_residual = is_requested(requests.skip) ? arrays.d_skip : d_data;
-    const void *v = values.data(), *out = has_residual ? arrays.out.data() : v;
-    const Launch launch =
-        launch_for(call_.dtype, call_.layout, {v, arrays.d_out.data(), d_data.data(), out, d_residual.data()});
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, launch, call_.layout);
-    const double ticket = Scratch::next_ticket();
-    GradientSumsArguments arguments{};
-    arguments.x = &values;
-    arguments.dy = &arrays.d_out;
-    arguments.gamma = &arrays.gamma;
-    arguments.beta = &arrays.beta;
-    arguments.saved = &arrays.saved;
-    arguments.partials = &scratch->partials;
-    arguments.counters = &scratch->counters;
-    arguments.message = &scratch->message;
-    arguments.d_gamma = &arrays.d_gamma;
-    arguments.d_beta = &arrays.d_beta;
-    arguments.ticket = ticket;
-    arguments.has_scale = call_.group->scale;
-    arguments.gamma_request = number(requests.gamma);
-    arguments.beta_request = number(requests.beta);
-    if (has_residual) {
-      arguments.y = &arrays.out;
-      arguments.d_residual = &d_residual;
-      arguments.residual_request = number(requests.skip);
-      program_.gradient_sums_residual(device_, launch, call_.layout, arguments);
-    } else {
-      set_epilogue(arguments, call_.activation.kind);
-      program_.gradient_sums(device_, launch, call_.layout, arguments);
+    const bool has_residual = call_.has.skip;
+    InputGradientArguments input{};
+    input.x = (call_.in_place ? arrays.out : arrays.data).data();
+    input.dy = arrays.d_out.data();
+    input.y = data_if(has_residual, arrays.out);
+    input.dx = data_if(requests.data, arrays.d_data);
+    input.gamma = data_if(call_.group->scale, arrays.gamma);
+    input.beta = arrays.beta.data();
+    input.saved = static_cast<const double*>(arrays.saved.data());
+    input.slope = call_.activation.slope;
+    input.add = requests.data == Request::kAdd;
+    void* const d_residual = data_if(requests.skip, arrays.d_skip);
+    std::vector<const void*> tensors{input.x, input.dy};
+    for (const void* tensor : {input.y, static_cast<const void*>(input.dx), static_cast<const void*>(d_residual)}) {
+      if (tensor) tensors.push_back(tensor);
     }
-    const double* numbers = scratch->wait(ticket);
+    const Launch reducing = launch_for(call_.dtype, call_.layout, tensors, true);
+    const Launch launch = launch_for(call_.dtype, call_.layout, tensors, false);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {reducing, launch});
+
+    GradientSumsArguments sums{};
+    sums.shape = shape_of(call_.layout, reducing);
+    sums.x = input.x;
+    sums.dy = input.dy;
+    sums.y = input.y;
+    sums.d_residual = d_residual;
+    sums.gamma = input.gamma;
+    sums.beta = input.beta;
+    sums.saved = input.saved;
+    sums.d_gamma = data_if(requests.gamma, arrays.d_gamma);
+    sums.d_beta = data_if(requests.beta, arrays.d_beta);
+    sums.memory = scratch->memory();
+    sums.slope = input.slope;
+    sums.residual_request = static_cast<int>(requests.skip);
+    sums.gamma_request = static_cast<int>(requests.gamma);
+    sums.beta_request = static_cast<int>(requests.beta);
+    scratch->launch(program_, Kernel::kGradientSums, reducing, &sums);
+    const double* numbers = scratch->wait_for_message(timeout());
     const double* rest = numbers + 2 * channels();
     const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, rest);
-    if (in_place) warn_of_moved_gamma(rest + ForwardCall::kSize);
+    if (call_.in_place) warn_of_moved_gamma(rest + ForwardCall::kSize);
     if (forward_call.is_training()) {  // else the statistics did not depend on x
       const std::vector<double> local(numbers, rest);
       wait_until_done([&](Meeting::Done done) { meeting.bring_sums(local, forward_call, std::move(done)); });
       const std::vector<double> total = meeting.sums();
       scratch->put({&total});
     }
-    if (is_requested(requests.data)) {
-      const bool is_there = has_residual && requests.skip != Request::kNull && requests.skip != Request::kAdd;
-      input_gradient(arrays, values, is_there ? arrays.d_skip : arrays.d_out, has_residual && !is_there, launch,
-                     *scratch, requests.data);
+    if (!input.dx) return scratch->wait(timeout());
+    // The gradient of the residual is that of z, if nothing else was added to it.
+    if (has_residual && (requests.skip == Request::kWrite || requests.skip == Request::kWriteInplace)) {
+      input.dy = d_residual;
+      input.y = nullptr;
     }
-    Scratch::give_back(scratch);
+    input.shape = shape_of(call_.layout, launch);
+    input.memory = scratch->memory();
+    scratch->launch(program_, Kernel::kInputGradient, launch, &input);
+    scratch->wait(timeout());
   }
 
   void warn_of_moved_gamma(const double* moved) const {
@@ -165,99 +225,41 @@ class GpuOperator : public Operator {
     }
   }
 
-  Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests) const {
-    const Array& out = is_requested(requests.out) ? arrays.out : arrays.data;
-    const Array& skip = call_.has.skip ? arrays.skip : arrays.data;
-    return launch_for(call_.dtype, call_.layout, {arrays.data.data(), out.data(), skip.data()});
-  }
-
   // Number `which` of the vectors of C numbers.
   std::vector<double> vector_at(const double* numbers, int64_t which) const {
     return {numbers + which * channels(), numbers + (which + 1) * channels()};
   }
 
   // Runs while another exception propagates; its own failure is ignored.
-  void fill_nan(GpuProgram& program, Request request, const Array& values, int64_t size) const {
+  void fill_nan(std::initializer_list<std::pair<void*, int64_t>> arrays) const {
     try {
-      if (is_requested(request)) program.fill_nan(device_, values, size);
-    } catch (const MXNetFailure&) {
+      const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {});
+      for (const auto& [values, bytes] : arrays) {
+        if (values) scratch->fill_nan(values, static_cast<size_t>(bytes));
+      }
+      scratch->wait(timeout());
+    } catch (const std::exception&) {
     }
   }
 
-  // What is being thrown, with the layer's name if it has none yet.
-  [[noreturn]] void rethrow(const std::string& direction) const {
+  // Runs a pass; what CUDA or MXNet could not do is thrown with the layer's name.
+  template <typename Pass>
+  void named(const std::string& direction, const Pass& pass) const {
+    const auto fail = [&](const std::exception& problem) {
+      throw std::runtime_error("SyncBatchNorm '" + call_.group->name + "': " + direction + " on " + call_.device +
+                               ": " + problem.what());
+    };
     try {
-      throw;
+      pass();
+    } catch (const CudaFailure& problem) {
+      fail(problem);
     } catch (const MXNetFailure& problem) {
-      throw MXNetFailure("SyncBatchNorm '" + call_.group->name + "': " + direction + " on " + call_.device + ": " +
-                         problem.what());
+      fail(problem);
     }
   }
 
-  void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, const Scratch& scratch,
-                 const ForwardCall& forward_call, bool renorm) {
-    NormalizeArguments arguments{};
-    arguments.x = &arrays.data;
-    arguments.y = &arrays.out;
-    arguments.gamma = &arrays.gamma;
-    arguments.beta = &arrays.beta;
-    arguments.running_mean = &arrays.running_mean;
-    arguments.running_var = &arrays.running_var;
-    arguments.saved = &arrays.saved;
-    arguments.message = &scratch.message;
-    arguments.epsilon = call_.group->epsilon;
-    arguments.momentum = call_.group->momentum;
-    arguments.count = forward_call.count;
-    arguments.round_id = static_cast<double>(forward_call.round_id);
-    arguments.active_set = static_cast<double>(forward_call.active_set);
-    set_epilogue(arguments, call_.activation.kind);
-    arguments.training = forward_call.is_training();
-    arguments.has_scale = call_.group->scale;
-    arguments.renorm = renorm;
-    arguments.wants_y = is_requested(requests.out);
-    arguments.wants_saved = is_requested(requests.saved);
-    arguments.residual = &arrays.skip;
-    if (call_.has.skip) {
-      program_.normalize_residual(device_, launch, call_.layout, arguments);
-    } else {
-      program_.normalize(device_, launch, call_.layout, arguments);
-    }
-  }
-
-  // With `masks`, d_out has yet to pass the ReLU after the residual; without, it has passed it where there is a
-  // residual.
-  void input_gradient(const BackwardArrays& arrays, const Array& values, const Array& d_out, bool masks,
-                      const Launch& launch, const Scratch& scratch, Request request) {
-    InputGradientArguments arguments{};
-    arguments.x = &values;
-    arguments.dy = &d_out;
-    arguments.dx = &arrays.d_data;
-    arguments.gamma = &arrays.gamma;
-    arguments.beta = &arrays.beta;
-    arguments.saved = &arrays.saved;
-    arguments.message = &scratch.message;
-    arguments.has_scale = call_.group->scale;
-    arguments.add = request == Request::kAdd;
-    if (masks) {
-      arguments.y = &arrays.out;
-      program_.input_gradient_residual(device_, launch, call_.layout, arguments);
-    } else {
-      set_epilogue(arguments, call_.has.skip ? Activation::kNone : call_.activation.kind);
-      program_.input_gradient(device_, launch, call_.layout, arguments);
-    }
-  }
-
-  template <typename Arguments>
-  void set_epilogue(Arguments& arguments, Activation::Kind activation) const {
-    arguments.activation = activation;
-    arguments.slope = call_.activation.slope;
-    arguments.in_place = call_.in_place;
-  }
-
-  int64_t channels() const { return call_.layout.channels; }
-
-  GpuProgram& program_;
   const int device_;
+  const GpuProgram& program_;
 };
 
 }  // namespace
@@ -270,8 +272,8 @@ std::shared_ptr<Operator> make_gpu_operator(Call call) {
   const std::string name = call.group->name;
   try {
     return std::make_shared<GpuOperator>(std::move(call));
-  } catch (const MXNetFailure& problem) {
-    throw MXNetFailure("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
+  } catch (const CudaFailure& problem) {
+    throw std::runtime_error("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
   }
 }
 

@@ -1,66 +1,67 @@
-// kernels.cu as MXNet's run-time compiler makes it, launched through MXNet's engine on MXNet's own streams. No CUDA
-// header and no CUDA library is used: a kernel is called by its name with arrays of MXNet's and with numbers.
+// The kernels of kernels.cu, compiled for one kind of layer and loaded onto GPUs.
 #pragma once
 
-#include <cstdint>
-#include <map>
-#include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "mxnet/array.h"
-#include "cuda/scratch.h"
-#include "tensor.h"
+#include "activation.h"
 #include "cuda/launch.h"
+#include "tensor.h"
 
 namespace gluon_syncbn {
 
-// The arguments of the kernels, by name. The arrays must live until the launch has returned, no longer.
-#define READ_ARRAY(type) const Array*
-#define WRITE_ARRAY(type) const Array*
+// The structs of the kernels' arguments, with pointers to memory that the GPU can reach.
 using int64 = int64_t;
-#include "cuda/kernels/arguments.cuh"
+using value_t = void;
+using real_t = void;
+#include "cuda/kernels/arguments.h"
 
-// The kernels for one type of activations. Compiled at first use, loaded onto each GPU at its first launch there, and
-// kept for good.
+// What kernels.cu is compiled for.
+struct KernelKind {
+  DType dtype;
+  Activation::Kind activation;
+  bool has_residual, in_place;
+
+  bool operator<(const KernelKind& other) const {
+    return std::tie(dtype, activation, has_residual, in_place) <
+           std::tie(other.dtype, other.activation, other.has_residual, other.in_place);
+  }
+};
+
+enum class Kernel { kMoments, kNormalize, kGradientSums, kInputGradient };
+
+// The kernels on one GPU.
 class GpuProgram {
  public:
   // Sets the text of kernels.cu.
   static void set_source(const char* source);
 
-  // Throws MXNetFailure with the compiler's log if it does not compile.
-  static GpuProgram& of(DType dtype);
+  // The options that NVRTC is given.
+  static std::vector<std::string> options(const KernelKind& kind, const Tuning& tuning = {});
 
-  // A function for each kernel of arguments.cuh, which has all arguments but those of the shape. The engine runs the
-  // kernel when what wrote its arrays is done; errors of the launch itself are thrown where an array that it writes is
-  // read. Throw MXNetFailure if the kernel cannot be loaded.
-#define DECLARE(kernel, Arguments, LIST, has_residual) \
-  void kernel(int device, const Launch& launch, const Layout& layout, Arguments arguments);
-  KERNELS(DECLARE)
-#undef DECLARE
+  // Compiles and loads at the first call, which takes some seconds, and keeps it for good. Throws CudaFailure.
+  static const GpuProgram& of(const KernelKind& kind, int device);
 
-  // NaN everywhere in `values`.
-  void fill_nan(int device, const Array& values, int64_t size);
+  // What was compiled for all GPUs.
+  static std::string ptx(const KernelKind& kind);
+
+  static const char* name(Kernel kernel);
+
+  // Launches on `stream` of the thread's current context, which must be that of this GPU. `arguments` is the kernel's
+  // struct, which is copied. Throws CudaFailure.
+  void launch(Kernel kernel, const Launch& launch, const void* arguments, void* stream) const;
 
  private:
-  explicit GpuProgram(DType dtype);
-  struct Parameter {
-    int is_array, is_const, dtype;
-  };
-  void create(void* program, const std::string& kernel, const std::vector<Parameter>& parameters);
-  void call(const std::string& kernel, int device, const unsigned* grid, const unsigned* block, void** arguments);
+  GpuProgram(const std::string& ptx, int device);
 
-  std::mutex mutex_;  // MXNet's own tables of loaded kernels have none
-  std::map<std::string, void*> kernels_;
+  struct Functions {
+    void *rows, *columns;
+  };
+  Functions functions_[4];
 };
 
-// Launches the moments of x and waits for them: mean[C] and M2[C], and if they are wanted the running mean[C] and
-// variance[C]. They stay until `scratch` is used again.
-const double* find_moments(GpuProgram& program, int device, const Launch& launch, const Layout& layout, const Array& x,
-                           const Array& running_mean, const Array& running_var, bool wants_running,
-                           const Scratch& scratch);
-
-// Runs a kernel on numbers whose moments are known. Throws MXNetFailure if it cannot, or gives others.
-void check_gpu(int device);
+// The shape as the kernels take it.
+Shape shape_of(const Layout& layout, const Launch& launch);
 
 }  // namespace gluon_syncbn

@@ -10,19 +10,40 @@
 #include <thread>
 #include <tuple>
 
+#include "cuda/driver.h"
+#include "numbers.h"
+
 namespace gluon_syncbn {
 namespace {
 
-// Waiting through the engine takes a hand-over to one of MXNet's CPU threads, which may have other work. Kernels of
-// this length are worth watching for.
-constexpr std::chrono::microseconds kWatch{500};
+// Kernels of this length are worth watching for; whoever waits longer sleeps between two looks.
+constexpr std::chrono::microseconds kWatch{500}, kNap{50};
 
-void* new_counters(int device, int64_t size) {
-  void* array = new_array(kGpu, device, kInt32, size);
-  const std::vector<int32_t> zeros(static_cast<size_t>(size), 0);
+// So many looks at memory for one question to the driver, which takes about as long.
+constexpr int kLooks = 32;
+
+constexpr int kNotReady = 600;        // CUDA_ERROR_NOT_READY
+constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
+
+// From MXNet, whose pool gives back to CUDA what it does not use when there is no memory left. A handle that the caller
+// frees (Array does).
+void* new_array(int device_type, int device, int dtype, int64_t size) {
+  if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
+  const auto shape = static_cast<unsigned>(size);
+  void* array = nullptr;
+  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
+  return array;
+}
+
+template <typename Number>
+void* new_zeros(int device, int dtype, int64_t size) {
+  void* array = new_array(kGpu, device, dtype, size);
+  const std::vector<Number> zeros(static_cast<size_t>(size), 0);
   check_mxnet(mxnet().array_copy_from_cpu(array, zeros.data(), zeros.size()), "zeros could not be copied to a GPU");
   return array;
 }
+
+constexpr int kFloat64 = static_cast<int>(DType::kFloat64);
 
 // Sizes are rounded up, so that layers of about the same size share.
 int64_t rounded(int64_t size) {
@@ -33,17 +54,9 @@ int64_t rounded(int64_t size) {
 
 }  // namespace
 
-void* new_array(int device_type, int device, int dtype, int64_t size) {
-  if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
-  const auto shape = static_cast<unsigned>(size);
-  void* array = nullptr;
-  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
-  return array;
-}
-
 struct Scratch::Pool {
   std::mutex mutex;
-  std::map<Sizes, std::vector<std::shared_ptr<Scratch>>> free;
+  std::map<Sizes, std::vector<Scratch*>> free;
 };
 
 Scratch::Pool& Scratch::pool() {
@@ -52,64 +65,131 @@ Scratch::Pool& Scratch::pool() {
 }
 
 bool Scratch::Sizes::operator<(const Sizes& other) const {
-  return std::tie(device, partials, counters, message) <
-         std::tie(other.device, other.partials, other.counters, other.message);
+  return std::tie(device, partials, counters, tickets, message) <
+         std::tie(other.device, other.partials, other.counters, other.tickets, other.message);
 }
 
 Scratch::Scratch(const Sizes& sizes)
-    : partials(new_array(kGpu, sizes.device, static_cast<int>(DType::kFloat64), sizes.partials)),
-      counters(new_counters(sizes.device, sizes.counters)),
-      message(new_array(kPinned, sizes.device, static_cast<int>(DType::kFloat64), sizes.message)),
-      sizes_(sizes),
-      numbers_(static_cast<double*>(message.data())) {
+    : sizes_(sizes),
+      partials_(new_array(kGpu, sizes.device, kFloat64, sizes.partials)),
+      counters_(new_zeros<int32_t>(sizes.device, kInt32, sizes.counters)),
+      tickets_(new_zeros<double>(sizes.device, kFloat64, sizes.tickets)),
+      message_(new_array(kPinned, sizes.device, kFloat64, sizes.message)),
+      numbers_(static_cast<double*>(message_.data())) {
+  check_cuda(cuda().create_stream(&stream_, kNonBlocking), "a stream could not be created");
   numbers_[0] = 0;
 }
 
-std::shared_ptr<Scratch> Scratch::lease(int device, const Launch& launch, const Layout& layout) {
-  const Sizes sizes{device, rounded(launch.partials(layout)), rounded(launch.counters()),
-                    rounded(4 + 4 * layout.channels)};
+std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, std::initializer_list<Launch> launches) {
+  Sizes sizes{device, 0, 0, 0, rounded(4 + 4 * layout.channels)};
+  for (const Launch& launch : launches) {
+    sizes.partials = std::max(sizes.partials, rounded(launch.partials(layout)));
+    sizes.counters = std::max(sizes.counters, rounded(launch.counters()));
+    sizes.tickets = std::max(sizes.tickets, rounded(launch.tickets()));
+  }
+  Scratch* found = nullptr;
   {
     Pool& all = pool();
     std::lock_guard<std::mutex> lock(all.mutex);
-    std::vector<std::shared_ptr<Scratch>>& free = all.free[sizes];
+    std::vector<Scratch*>& free = all.free[sizes];
     if (!free.empty()) {
-      const std::shared_ptr<Scratch> found = free.back();
+      found = free.back();
       free.pop_back();
-      return found;
     }
   }
-  return std::shared_ptr<Scratch>(new Scratch(sizes));
+  return {found ? found : new Scratch(sizes), give_back};
 }
 
-void Scratch::give_back(const std::shared_ptr<Scratch>& scratch) {
+void Scratch::give_back(Scratch* scratch) {
+  if (!scratch->running_.empty()) return;
   Pool& all = pool();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.free[scratch->sizes_].push_back(scratch);
 }
 
-double Scratch::next_ticket() {
-  static std::atomic<int64_t> last{0};
-  return static_cast<double>(++last);
+BlockMemory Scratch::memory() {
+  static std::atomic<int64_t> last{0};  // different for every launch of the process
+  ticket_ = static_cast<double>(++last);
+  return {static_cast<double*>(partials_.data()), static_cast<int*>(counters_.data()),
+          static_cast<double*>(tickets_.data()), numbers_, ticket_};
 }
 
-const double* Scratch::wait(double ticket) const {
-  const auto arrived = [&] { return *static_cast<const volatile double*>(numbers_) == ticket; };
-  const auto until = std::chrono::steady_clock::now() + kWatch;
-  while (!arrived()) {
-    if (std::chrono::steady_clock::now() < until) {
-      std::this_thread::yield();
-      continue;
+void Scratch::launch(const GpuProgram& program, Kernel kernel, const Launch& launch, const void* arguments) {
+  running_ = std::string("CUDA kernel ") + GpuProgram::name(kernel);
+  program.launch(kernel, launch, arguments, stream_);
+}
+
+void Scratch::fill_nan(void* values, size_t bytes) {
+  running_ = "filling with NaN";
+  // In every type of numbers here, all bits set are a NaN.
+  check_cuda(cuda().fill_bytes(reinterpret_cast<unsigned long long>(values), 0xff, bytes, stream_), running_);
+}
+
+template <typename IsDone>
+void Scratch::poll(double timeout_seconds, const IsDone& is_done) {
+  const auto began = std::chrono::steady_clock::now();
+  for (int look = 1; !is_done(); ++look) {
+    const auto waited = std::chrono::steady_clock::now() - began;
+    if (std::chrono::duration<double>(waited).count() > timeout_seconds) {
+      throw CudaFailure(running_ + " has not ended within " + text_of(timeout_seconds, std::defaultfloat, 6) + " s");
     }
-    check_mxnet(mxnet().array_wait(message.handle()), "a CUDA kernel failed");
-    if (!arrived()) throw MXNetFailure("a CUDA kernel ended without a result");
+    waited < kWatch ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
+  running_.clear();
+}
+
+bool Scratch::has_ended() const {
+  const int code = cuda().query_stream(stream_);
+  if (code != kNotReady) check_cuda(code, running_ + " failed");
+  return code == 0;
+}
+
+const double* Scratch::wait_for_message(double timeout_seconds) {
+  const auto is_there = [&] { return *static_cast<const volatile double*>(numbers_) == ticket_; };
+  int looks = 0;
+  poll(timeout_seconds, [&] {
+    if (is_there()) return true;
+    if (++looks % kLooks != 0 || !has_ended()) return false;
+    if (!is_there()) throw CudaFailure(running_ + " ended without a result");
+    return true;
+  });
   std::atomic_thread_fence(std::memory_order_acquire);
   return numbers_ + 1;
+}
+
+void Scratch::wait(double timeout_seconds) {
+  poll(timeout_seconds, [&] { return has_ended(); });
 }
 
 void Scratch::put(std::initializer_list<const std::vector<double>*> vectors) const {
   double* to = numbers_ + 1;
   for (const std::vector<double>* vector : vectors) to = std::copy(vector->begin(), vector->end(), to);
+}
+
+const double* find_moments(const GpuProgram& program, const Launch& launch, const Layout& layout, const void* x,
+                           const void* running_mean, const void* running_var, Scratch& scratch,
+                           double timeout_seconds) {
+  const MomentsArguments arguments{shape_of(layout, launch), x, running_mean, running_var, scratch.memory()};
+  scratch.launch(program, Kernel::kMoments, launch, &arguments);
+  return scratch.wait_for_message(timeout_seconds);
+}
+
+void check_gpu(int device) {
+  const GpuProgram& program = GpuProgram::of({DType::kFloat32, Activation::kNone, false, false}, device);
+  const GpuContext context(device);
+  const float values[] = {1, 2, 3, 6};
+  const Layout layout{1, 1, 4};
+  const Array x(new_array(kGpu, device, static_cast<int>(DType::kFloat32), 4));
+  check_mxnet(mxnet().array_copy_from_cpu(x.handle(), values, 4), "numbers could not be copied to a GPU");
+  const Launch launch = launch_for(DType::kFloat32, layout, {x.data()}, true);
+  const auto scratch = Scratch::lease(device, layout, {launch});
+  constexpr double kSeconds = 60;
+  const double* numbers = find_moments(program, launch, layout, x.data(), nullptr, nullptr, *scratch, kSeconds);
+  if (numbers[0] != 3 || numbers[1] != 14) {
+    throw CudaFailure("the moments of 1, 2, 3, 6 came out as " + std::to_string(numbers[0]) + " and " +
+                      std::to_string(numbers[1]) + ", not 3 and 14");
+  }
+  scratch->wait(kSeconds);  // x goes now
 }
 
 }  // namespace gluon_syncbn

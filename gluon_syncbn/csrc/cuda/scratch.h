@@ -1,59 +1,83 @@
-// The memory beside activations that a call on a GPU needs: what blocks leave for each other, and a few numbers that
-// GPU and host share. Lent for the time of a callback and lent again; nothing is allocated in a training step.
+// What a call on a GPU needs beside its arrays: a stream to launch on, memory in which blocks leave numbers for each
+// other, and a few numbers that GPU and host share. Lent for the time of a callback; nothing is allocated in a training
+// step.
 //
 // `message` lies in pinned host memory, where kernels write and read it without a copy being asked for. Its first
-// number is a ticket: the last block of a kernel leaves the one that it was given when all else is written, so a host
-// thread sees that from memory, without the engine's help (wait). After it come up to 4C + 3 numbers.
+// number is a ticket: the last block of a kernel that reduces leaves the one that it was given when all else is
+// written, so a host thread sees from memory that it is done. After it come up to 4C + 3 numbers.
 //
-// A scratch may be lent again while the kernels of the last holder have not all run: they name its arrays, so the
-// engine runs those of the next holder after them; and a host thread only touches the numbers between its own ticket
-// and its own next launch.
+// Why nothing else is waited for: MXNet calls a custom operator when its inputs have been computed, since each of its
+// operators on a GPU synchronizes its stream before it is complete; and nobody reads or overwrites inputs or outputs
+// before the callback returns. So kernels may be launched at once, on a stream that does not wait for MXNet's, if the
+// callback returns only when they have ended. The holder sees to that (`wait`).
+//
+// What ends a wait: the kernel has ended; CUDA reports an error; or the timeout. After the last two the scratch is
+// never lent or freed again, because its kernel may still run and write there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "cuda/program.h"
 #include "mxnet/array.h"
-#include "cuda/launch.h"
 
 namespace gluon_syncbn {
 
-// A handle that the caller frees (Array does). Throws MXNetFailure.
-void* new_array(int device_type, int device, int dtype, int64_t size);
-
 class Scratch {
  public:
-  static std::shared_ptr<Scratch> lease(int device, const Launch& launch, const Layout& layout);
+  // For kernels that are launched in these ways; given back when the last pointer goes. The thread must be in the
+  // device's context, here and below.
+  static std::shared_ptr<Scratch> lease(int device, const Layout& layout, std::initializer_list<Launch> launches);
 
-  // Only after success: what a failed call leaves behind is not used again.
-  static void give_back(const std::shared_ptr<Scratch>& scratch);
+  // For the next kernel, with a ticket of its own.
+  BlockMemory memory();
 
-  // Different for every launch of the process.
-  static double next_ticket();
+  // Both return before it has ended. `arguments` is the kernel's struct.
+  void launch(const GpuProgram& program, Kernel kernel, const Launch& launch, const void* arguments);
+  void fill_nan(void* values, size_t bytes);
 
-  // Waits until the kernel that was given `ticket` has left its numbers, and returns them. Throws MXNetFailure if it
-  // failed.
-  const double* wait(double ticket) const;
+  // Waits until the kernel that was launched last has left its numbers, and returns them: the next one may be launched,
+  // and they stay until it is. Throws CudaFailure if it has failed, or has not ended in time.
+  const double* wait_for_message(double timeout_seconds);
+
+  // Waits until what was launched last has ended.
+  void wait(double timeout_seconds);
 
   // Leaves for the kernel that is launched next up to four vectors of C numbers, one after the other.
   void put(std::initializer_list<const std::vector<double>*> vectors) const;
 
-  const Array partials, counters, message;
-
  private:
   struct Sizes {
     int device;
-    int64_t partials, counters, message;
+    int64_t partials, counters, tickets, message;
     bool operator<(const Sizes& other) const;
   };
   explicit Scratch(const Sizes& sizes);
   struct Pool;
   static Pool& pool();
+  static void give_back(Scratch* scratch);
+  bool has_ended() const;
+  template <typename IsDone>
+  void poll(double timeout_seconds, const IsDone& is_done);
 
   const Sizes sizes_;
+  const Array partials_, counters_, tickets_, message_;
   double* const numbers_;
+  double ticket_ = 0;
+  void* stream_ = nullptr;
+  std::string running_;  // what was launched, and has not been seen to end
 };
+
+// Launches the moments of x and waits for them: mean[C] and M2[C], and if they are there the running mean[C] and
+// variance[C].
+const double* find_moments(const GpuProgram& program, const Launch& launch, const Layout& layout, const void* x,
+                           const void* running_mean, const void* running_var, Scratch& scratch, double timeout_seconds);
+
+// Runs a kernel on numbers whose moments are known. Throws CudaFailure or MXNetFailure if it cannot, or gives others.
+void check_gpu(int device);
 
 }  // namespace gluon_syncbn

@@ -57,11 +57,11 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
       epsilon(spec.epsilon),
       scale(spec.scale != 0),
       dtype(dtype_of(spec.dtype)),
+      timeout_seconds(spec.timeout_seconds),
       renorm_(spec.renorm_points, spec.renorm_points + spec.num_renorm_points),
       devices_(std::move(devices)),
       num_devices_(static_cast<size_t>(spec.num_devices)),
       group_size_(static_cast<size_t>(spec.group_size)),
-      timeout_(spec.timeout_seconds),
       advice_(std::move(advice)),
       connect_(std::move(connect)),
       drop_(std::move(drop)) {
@@ -69,7 +69,12 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
   const std::string unknown =
       "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices_);
   opening_ = std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': forward pass",
-                                          std::vector<std::string>(num_devices_, unknown), timeout_, advice_);
+                                          std::vector<std::string>(num_devices_, unknown), timeout_seconds, advice_);
+}
+
+std::vector<std::string> Group::devices() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return devices_;
 }
 
 void Group::connect() {
@@ -174,8 +179,9 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
     }
   }
   for (const auto& [number, names] : neighbours) {
-    const auto subgroup = std::make_shared<Subgroup>(
-        name, names, timeout_, advice_, exchange_of(true, number, active_set), exchange_of(false, number, active_set));
+    const auto subgroup =
+        std::make_shared<Subgroup>(name, names, timeout_seconds, advice_, exchange_of(true, number, active_set),
+                                   exchange_of(false, number, active_set));
     for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, subgroup};
   }
 }

@@ -92,6 +92,10 @@ class Group : public std::enable_shared_from_this<Group> {
   const double epsilon;
   const bool scale;
   const DType dtype;
+  const double timeout_seconds;
+
+  // Those that are known: of an open group, who has come.
+  std::vector<std::string> devices();
 
   // Must be called before a pass in training, by a thread that may wait; may throw.
   void connect();
@@ -142,7 +146,6 @@ class Group : public std::enable_shared_from_this<Group> {
   std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open
   const size_t num_devices_;
   const size_t group_size_;
-  const double timeout_;
   const std::string advice_;
   const std::function<Link()> connect_;
   const std::function<void()> drop_;

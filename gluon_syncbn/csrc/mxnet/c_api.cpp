@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include "cuda/driver.h"
 #include "exported.h"
 
 namespace gluon_syncbn {
@@ -31,8 +32,7 @@ EXPORTED int gluon_syncbn_connect(void* libmxnet) {
       find(libmxnet, "MXNDArrayCreateEx", f.array_create) && find(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
       find(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
       find(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
-      find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu) &&
-      find(libmxnet, "MXRtcCudaModuleCreate", f.program_create) &&
-      find(libmxnet, "MXRtcCudaKernelCreate", f.kernel_create) && find(libmxnet, "MXRtcCudaKernelCall", f.kernel_call);
+      find(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu);
+  gluon_syncbn::set_cuda_library(libmxnet);
   return found ? 0 : 1;
 }

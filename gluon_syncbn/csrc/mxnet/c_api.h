@@ -66,14 +66,7 @@ struct MXNetFunctions {
                            const void* context, void** reads, int num_reads, void** writes, int num_writes,
                            const void* property, int priority, const char* name, bool wait);
   int (*array_wait)(void* array);
-  // The rest is for GPUs.
   int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
-  int (*program_create)(const char* source, int num_options, const char** options, int num_exports,
-                        const char** exports, void** program);
-  int (*kernel_create)(void* program, const char* name, int num_args, int* is_ndarray, int* is_const, int* dtypes,
-                       void** kernel);
-  int (*kernel_call)(void* kernel, int device, void** args, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared);
 };
 
 }  // extern "C"

@@ -29,7 +29,7 @@
 #include <vector>
 
 #include "cpu/float16.h"
-#include "cuda/program.h"
+#include "cuda/scratch.h"
 #include "exported.h"
 #include "meeting/all_reduce.h"
 #include "meeting/group.h"

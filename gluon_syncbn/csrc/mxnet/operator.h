@@ -76,7 +76,8 @@ class Operator : public std::enable_shared_from_this<Operator> {
 
 std::shared_ptr<Operator> make_cpu_operator(Call call);
 
-// Throws std::invalid_argument for what kernels.cu does not take, MXNetFailure where it cannot be compiled.
+// Compiles and loads what all GPUs of the group run, at the first call of this kind of layer. Throws
+// std::invalid_argument for what kernels.cu does not take, std::runtime_error where it cannot be compiled.
 std::shared_ptr<Operator> make_gpu_operator(Call call);
 
 }  // namespace gluon_syncbn

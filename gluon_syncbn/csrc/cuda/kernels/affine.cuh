@@ -1,79 +1,59 @@
 // z = (x − shift)·scale + bias, then y = activation(z + residual). Shift is the mean as real_t, and bias makes up for
 // the rest.
 
-// What follows the affine map. The numbers are those of Activation::Kind.
-struct Epilogue {
-  int activation;  // 0 none, 1 ReLU, 2 leaky ReLU
-  real_t slope;
-  int in_place;  // backward passes find z in y
+constexpr int kActivation = ACTIVATION;  // 0 none, 1 ReLU, 2 leaky ReLU, as Activation::Kind
+constexpr bool kResidual = RESIDUAL;
+constexpr bool kInPlace = IN_PLACE;  // backward passes find z in y
 
-  // NaN stays. Rounded after each step, as if the activation were an operator of its own.
-  __device__ real_t activate(real_t z) const {
-    if (activation == 0) return z;
-    const real_t value = widen(narrow(z));
-    return value <= 0 ? (activation == 1 ? real_t(0) : value * slope) : value;
-  }
+// NaN stays. Rounded after each step, as if the activation were an operator of its own.
+__device__ inline real_t activate(real_t z, real_t slope) {
+  if (kActivation == 0) return z;
+  const real_t value = widen(narrow(z));
+  return value <= 0 ? (kActivation == 1 ? real_t(0) : value * slope) : value;
+}
 
-  // v, of which the backward passes take x̂: x as it is, or z from y.
-  __device__ real_t value(real_t stored) const {
-    return in_place && activation == 2 && stored <= 0 ? stored / slope : stored;
-  }
-};
+// v, of which the backward passes take x̂: x as it is, or z from y.
+__device__ inline real_t value_of(real_t stored, real_t slope) {
+  return kInPlace && kActivation == 2 && stored <= 0 ? stored / slope : stored;
+}
 
-template <typename Arguments>
-__device__ inline Epilogue epilogue_of(const Arguments& arguments) {
-  const Epilogue epilogue = {arguments.activation, static_cast<real_t>(arguments.slope), arguments.in_place};
-  return epilogue;
+// Shift, scale and bias of a channel.
+__device__ inline void set_affine(double center, double times, double beta, real_t* out) {
+  out[0] = static_cast<real_t>(center);
+  out[1] = static_cast<real_t>(times);
+  out[2] = static_cast<real_t>(multiply_add(static_cast<double>(out[0]) - center, times, beta));
 }
 
 template <int S>
 struct Affine {
   real_t shift[S], scale[S], bias[S];
-  Epilogue epilogue;
 
-  __device__ void set(int s, double center, double times, double beta) {
-    shift[s] = static_cast<real_t>(center);
-    scale[s] = static_cast<real_t>(times);
-    bias[s] = static_cast<real_t>(multiply_add(static_cast<double>(shift[s]) - center, times, beta));
+  // All shifts, then all scales, then all biases.
+  __device__ void take(const real_t* known) {
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      shift[s] = known[s];
+      scale[s] = known[S + s];
+      bias[s] = known[2 * S + s];
+    }
   }
 
   __device__ real_t apply(int s, real_t x) const { return multiply_add(x - shift[s], scale[s], bias[s]); }
 
-  // The gradient of z. Where z was NaN that of y is kept, which must not be lost.
-  __device__ real_t passed(int s, real_t v, real_t dy) const {
-    if (epilogue.activation == 0) return dy;
-    const bool negative = (epilogue.in_place ? v : apply(s, v)) <= 0;
-    return negative ? (epilogue.activation == 1 ? real_t(0) : epilogue.slope * dy) : dy;
+  // The gradient of z, without a residual. Where z was NaN that of y is kept, which must not be lost.
+  __device__ real_t passed(int s, real_t v, real_t dy, real_t slope) const {
+    if (kActivation == 0) return dy;
+    const bool negative = (kInPlace ? v : apply(s, v)) <= 0;
+    return negative ? (kActivation == 1 ? real_t(0) : slope * dy) : dy;
   }
 };
 
-// Passes what each channel needs from the thread that has computed it to those that share the channel.
-template <int S>
-__device__ inline void hand_out(real_t* shared, const Place& place, real_t* values) {
-  const int me = thread_number(), first = me - place.position * place.stride;
-  __syncthreads();
-  if (place.position == 0) {
-#pragma unroll
-    for (int s = 0; s < S; ++s) shared[s * kThreads + me] = values[s];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int s = 0; s < S; ++s) values[s] = shared[s * kThreads + first];
-}
-
-template <int S>
-__device__ inline void hand_out(real_t* shared, const Place& place, Affine<S>& affine) {
-  hand_out<S>(shared, place, affine.shift);
-  hand_out<S>(shared, place, affine.scale);
-  hand_out<S>(shared, place, affine.bias);
-}
-
-// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and as in_place.h has it. True
-// if another γ was taken for that.
-__device__ inline bool effective(int in_place, double r, double d, double& gamma, double& beta) {
+// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and if `clamps` as in_place.h
+// has it. True if another γ was taken for that.
+__device__ inline bool effective(bool clamps, double r, double d, double& gamma, double& beta) {
   beta += gamma * d;
   gamma *= r;
-  if (!in_place) return false;
+  if (!clamps) return false;
   const double least = kLeastGamma * (fabs(beta) > 1 ? fabs(beta) : 1);
   if (fabs(gamma) >= least) return false;
   gamma = gamma < 0 ? -least : least;
@@ -87,35 +67,32 @@ struct Saved {
 
   template <typename Arguments>
   __device__ Saved(const Arguments& arguments, int64 c) {
-    const int64 channels = arguments.channels;
+    const int64 channels = arguments.shape.channels;
     const double* const saved = arguments.saved;
-    const int in_place = arguments.in_place;
     invstd = saved[channels + c];
     r = saved[2 * channels + c];
     d = saved[3 * channels + c];
-    gamma = arguments.has_scale ? arguments.gamma[c] : 1;
+    gamma = arguments.gamma ? arguments.gamma[c] : 1;
     beta = arguments.beta[c];
-    moved = effective(in_place, r, d, gamma, beta);
-    center = in_place ? beta : saved[c];
-    xhat_scale = in_place ? 1 / gamma : invstd;
+    moved = effective(kInPlace, r, d, gamma, beta);
+    center = kInPlace ? beta : saved[c];
+    xhat_scale = kInPlace ? 1 / gamma : invstd;
+  }
+};
+
+// The affine map of a channel in the backward passes.
+template <typename Arguments>
+struct SavedChannel {
+  const Arguments& arguments;
+
+  __device__ void operator()(int64 c, bool, real_t* out) const {
+    const Saved then(arguments, c);
+    set_affine(then.center, then.gamma * then.invstd, then.beta, out);
   }
 };
 
 // After the four vectors of `saved`: count, round_id, active_set.
 template <typename Arguments>
 __device__ inline const double* call_of(const Arguments& arguments) {
-  return arguments.saved + 4 * arguments.channels;
-}
-
-// The same in both passes of the backward direction.
-template <typename Arguments, int S>
-__device__ inline void affine_from_saved(const Arguments& arguments, const Place& place, Affine<S>& affine) {
-  if (place.position != 0) return;
-#pragma unroll
-  for (int s = 0; s < S; ++s) {
-    const int64 c = place.channel + s;
-    if (c >= arguments.channels) continue;
-    const Saved then(arguments, c);
-    affine.set(s, then.center, then.gamma * then.invstd, then.beta);
-  }
+  return arguments.saved + 4 * arguments.shape.channels;
 }

@@ -1,21 +1,20 @@
-// The kernels themselves: each gathers its parameters in the struct of arguments.cuh, in registers, and runs its pass.
+// The kernels themselves.
 
-#define SET_ARGUMENT(type, name) arguments.name = name;
-
-#define ENTRY_POINTS(kernel, Arguments, LIST, has_residual) \
-  KERNEL kernel##_rows(PARAMETERS(LIST)) {                  \
-    Arguments arguments = {};                               \
-    LIST(SET_ARGUMENT, SET_ARGUMENT, SET_ARGUMENT)          \
-    run<Rows, has_residual>(arguments);                     \
-  }                                                         \
-  KERNEL kernel##_columns(PARAMETERS(LIST)) {               \
-    Arguments arguments = {};                               \
-    LIST(SET_ARGUMENT, SET_ARGUMENT, SET_ARGUMENT)          \
-    if (aligned) {                                          \
-      run<Columns<kPack>, has_residual>(arguments);         \
-    } else {                                                \
-      run<Columns<1>, has_residual>(arguments);             \
-    }                                                       \
+#define KERNEL(name, Arguments)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads) name##_rows(Arguments arguments) { run<Rows>(arguments); } \
+  extern "C" __global__ void __launch_bounds__(kThreads) name##_columns(Arguments arguments) {                      \
+    arguments.shape.aligned ? run<Columns<kPack>>(arguments) : run<Columns<1>>(arguments);                          \
   }
 
-KERNELS(ENTRY_POINTS)
+KERNEL(moments, MomentsArguments)
+KERNEL(normalize, NormalizeArguments)
+KERNEL(gradient_sums, GradientSumsArguments)
+KERNEL(input_gradient, InputGradientArguments)
+
+// So that what was compiled says for what.
+#define COMPILED_FOR(type, activation, residual, in_place) COMPILED_FOR_(type, activation, residual, in_place)
+#define COMPILED_FOR_(type, activation, residual, in_place)                    \
+  extern "C" {                                                                 \
+  __device__ int compiled_for_##type##_##activation##_##residual##_##in_place; \
+  }
+COMPILED_FOR(VALUE_TYPE, ACTIVATION, RESIDUAL, IN_PLACE)

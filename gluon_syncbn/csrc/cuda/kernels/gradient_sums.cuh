@@ -2,70 +2,90 @@
 // S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Where there is a residual, dz is also its gradient, and y shows where the ReLU
 // let it pass.
 
-template <int S, bool kResidual>
+template <int S>
 struct GradientSumsPass {
-  __device__ explicit GradientSumsPass(const GradientSumsArguments& arguments)
-      : x(arguments.x),
-        dy(arguments.dy),
-        y(arguments.y),
-        d_residual(arguments.d_residual),
-        residual_request(arguments.residual_request) {
-    affine.epilogue = epilogue_of(arguments);
-#pragma unroll
-    for (int s = 0; s < S; ++s) sum[s] = centred[s] = 0;
-  }
-
   const value_t *x, *dy, *y;
   value_t* d_residual;
   int residual_request;
+  real_t slope;
   Affine<S> affine;
-  real_t sum[S], centred[S];
+  real_t sums[2 * S];  // Σ dz, then Σ dz·(v − shift)
 
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
-    real_t values[kUnroll][V], gradients[kUnroll][V], outs[kUnroll][V];
-    load_packs<V>(x + offset, stride, packs, values);
-    load_packs<V>(dy + offset, stride, packs, gradients);
-    if (kResidual) load_packs<V>(y + offset, stride, packs, outs);
+    const Packs<V> loaded(x + offset, stride, packs);
+    const Packs<V> incoming(dy + offset, stride, packs);
+    const Packs<V> outputs(y + offset, stride, kResidual ? packs : 0);
     // Each chunk is added up on its own, which keeps the sums of long channels short.
-    real_t sums[S], products[S];
+    real_t chunk[2 * S];
 #pragma unroll
-    for (int s = 0; s < S; ++s) sums[s] = products[s] = 0;
+    for (int s = 0; s < 2 * S; ++s) chunk[s] = 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u >= packs) continue;
+      real_t values[V], gradients[V], outs[V];
+      loaded.raw[u].unpack(values);
+      incoming.raw[u].unpack(gradients);
+      if (kResidual) outputs.raw[u].unpack(outs);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const int s = S == 1 ? 0 : i;
-        const real_t value = affine.epilogue.value(values[u][i]);
-        real_t& gradient = gradients[u][i];
+        const real_t value = value_of(values[i], slope);
+        real_t& gradient = gradients[i];
         if (kResidual) {
-          gradient = outs[u][i] <= 0 ? real_t(0) : gradient;
+          gradient = outs[i] <= 0 ? real_t(0) : gradient;
         } else {
-          gradient = affine.passed(s, value, gradient);
+          gradient = affine.passed(s, value, gradient, slope);
         }
-        sums[s] += gradient;
-        products[s] = multiply_add(gradient, value - affine.shift[s], products[s]);
+        chunk[s] += gradient;
+        chunk[S + s] = multiply_add(gradient, value - affine.shift[s], chunk[S + s]);
       }
-      if (kResidual) store_residual_gradient<V>(d_residual + offset + u * stride, gradients[u]);
+      if (kResidual) store_residual_gradient<V>(d_residual + offset + u * stride, gradients);
     }
 #pragma unroll
-    for (int s = 0; s < S; ++s) {
-      sum[s] += sums[s];
-      centred[s] += products[s];
-    }
+    for (int s = 0; s < 2 * S; ++s) sums[s] += chunk[s];
   }
 
   template <int V>
   __device__ void store_residual_gradient(value_t* to, real_t (&gradient)[V]) const {
     if (residual_request == 0) return;
     if (residual_request == 3) {
-      real_t before[V];
-      Access<V>::load(to, before);
+      Raw<V> before;
+      real_t values[V];
+      before.load(to);
+      before.unpack(values);
 #pragma unroll
-      for (int i = 0; i < V; ++i) gradient[i] += before[i];
+      for (int i = 0; i < V; ++i) gradient[i] += values[i];
     }
-    Access<V>::store(to, gradient);
+    Raw<V>::store(to, gradient);
+  }
+};
+
+// What the blocks of a tile have left for the channels of a thread.
+template <int S>
+struct GradientParts {
+  const volatile double* left;
+  const Shape& shape;
+  int64 channel;
+  double sums[2 * S];
+
+  template <int N>
+  __device__ void take(int part, int step) {
+    double found[N][2 * S];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int s = 0; s < S; ++s) {
+        const int64 c = channel + s;
+        found[n][s] = c < shape.channels ? left[partial_at(shape, 0, part + n * step, c)] : 0;
+        found[n][S + s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int s = 0; s < 2 * S; ++s) sums[s] += found[n][s];
+    }
   }
 };
 
@@ -75,69 +95,66 @@ __device__ inline void store_gradient(real_t* to, double value, int request) {
 
 // `pass` on every thread of the block → dγ and dβ, and the message: S1[C], S2[C], the three numbers that the forward
 // pass has left in `saved` (count, round_id, active_set), and in place for each channel whether another γ was taken.
-template <int S, bool kResidual>
+template <int S>
 __device__ inline void finish_sums(const GradientSumsArguments& arguments, const Place& place,
-                                   GradientSumsPass<S, kResidual>& pass, double* shared) {
-  real_t* real_shared = reinterpret_cast<real_t*>(shared);
-  const Shape shape = shape_of(arguments);
-  double* const partials = arguments.partials;
-  double* const message = arguments.message;
+                                   GradientSumsPass<S>& pass) {
+  __shared__ double shared[2 * S * kThreads];
+  const Shape& shape = arguments.shape;
+  double* const partials = arguments.memory.partials;
+  double* const message = arguments.memory.message;
   const bool leads = place.position == 0;
-  add_up<real_t, S>(real_shared, place, pass.sum);
-  add_up<real_t, S>(real_shared, place, pass.centred);
+  add_up<real_t, 2 * S>(reinterpret_cast<real_t*>(shared), place, pass.sums);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 c = place.channel + s;
     if (leads && c < shape.channels) {
-      partials[partial_at(shape, 0, blockIdx.y, c)] = pass.sum[s];
-      partials[partial_at(shape, 1, blockIdx.y, c)] = pass.centred[s];
+      partials[partial_at(shape, 0, blockIdx.y, c)] = pass.sums[s];
+      partials[partial_at(shape, 1, blockIdx.y, c)] = pass.sums[S + s];
     }
   }
-  if (!is_last_of_tile(arguments.counters)) return;
-  const volatile double* left = partials;
-  double sums[S], centred[S];
-#pragma unroll
-  for (int s = 0; s < S; ++s) sums[s] = centred[s] = 0;
-  for (int part = place.position; part < static_cast<int>(gridDim.y); part += place.size) {
-#pragma unroll
-    for (int s = 0; s < S; ++s) {
-      const int64 c = place.channel + s;
-      if (c < shape.channels) {
-        sums[s] += left[partial_at(shape, 0, part, c)];
-        centred[s] += left[partial_at(shape, 1, part, c)];
-      }
-    }
-  }
-  add_up<double, S>(shared, place, sums);
-  add_up<double, S>(shared, place, centred);
+  if (!is_last_of_tile(arguments.memory.counters)) return;
+  GradientParts<S> whole = {partials, shape, place.channel, {}};
+  over_parts<S>(place, whole);
+  add_up<double, 2 * S>(shared, place, whole.sums);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 c = place.channel + s;
     if (!leads || c >= shape.channels) continue;
     const Saved then(arguments, c);
+    const double s1 = whole.sums[s];
     const double s2 =
-        then.xhat_scale * (centred[s] - (then.center - static_cast<double>(pass.affine.shift[s])) * sums[s]);
-    message[1 + c] = sums[s];
+        then.xhat_scale * (whole.sums[S + s] - (then.center - static_cast<double>(pass.affine.shift[s])) * s1);
+    message[1 + c] = s1;
     message[1 + shape.channels + c] = s2;
-    if (arguments.in_place) message[4 + 2 * shape.channels + c] = then.moved;
-    store_gradient(arguments.d_beta + c, sums[s], arguments.beta_request);
-    store_gradient(arguments.d_gamma + c, arguments.has_scale ? then.r * s2 + then.d * sums[s] : 0,
-                   arguments.gamma_request);
+    if (kInPlace) message[4 + 2 * shape.channels + c] = then.moved;
+    store_gradient(arguments.d_beta + c, s1, arguments.beta_request);
+    store_gradient(arguments.d_gamma + c, arguments.gamma ? then.r * s2 + then.d * s1 : 0, arguments.gamma_request);
     if (c == 0) {
       for (int i = 0; i < 3; ++i) message[1 + 2 * shape.channels + i] = call_of(arguments)[i];
     }
   }
-  finish_tile(arguments.counters, message, arguments.ticket);
+  finish_tile(arguments.memory);
 }
 
-template <typename Threads, bool kResidual>
+template <typename Threads>
 __device__ inline void run(const GradientSumsArguments& arguments) {
   constexpr int S = Threads::kChannels;
-  __shared__ double shared[S * kThreads];
+  const Shape& shape = arguments.shape;
   const Place place = Threads::place();
-  GradientSumsPass<S, kResidual> pass(arguments);
-  affine_from_saved(arguments, place, pass.affine);
-  hand_out(reinterpret_cast<real_t*>(shared), place, pass.affine);
-  Threads::walk(shape_of(arguments), arguments.x, arguments.aligned, place, pass);
-  finish_sums(arguments, place, pass, shared);
+  prefetch_first<Threads, false>(shape, place, arguments.x, arguments.dy, kResidual ? arguments.y : nullptr);
+  GradientSumsPass<S> pass;
+  pass.x = arguments.x;
+  pass.dy = arguments.dy;
+  pass.y = arguments.y;
+  pass.d_residual = arguments.d_residual;
+  pass.residual_request = arguments.residual_request;
+  pass.slope = static_cast<real_t>(arguments.slope);
+  SavedChannel<GradientSumsArguments> compute = {arguments};
+  real_t known[3 * S];
+  prepare<S, 3, false>(shape, arguments.memory, place, compute, known);
+  pass.affine.take(known);
+#pragma unroll
+  for (int s = 0; s < 2 * S; ++s) pass.sums[s] = 0;
+  Threads::template walk<false, false>(shape, pass.x, place, pass);
+  finish_sums(arguments, place, pass);
 }

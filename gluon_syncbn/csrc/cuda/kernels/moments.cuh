@@ -10,19 +10,19 @@ struct MomentsPass {
 
   template <int V>
   __device__ void take(int64 offset, int64 stride, int packs) {
-    real_t values[kUnroll][V];
-    load_packs<V>(x + offset, stride, packs, values);
+    const Packs<V> loaded(x + offset, stride, packs);
     constexpr int kPerChannel = S == 1 ? V : 1;  // of a pack
     const real_t size = static_cast<real_t>(packs * kPerChannel);
     const real_t share = 1 / size;
     count += size;
     const real_t weight = size / count;
-    real_t sum[S], squares[S];
+    real_t values[kUnroll][V], sum[S], squares[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) sum[s] = squares[s] = 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u >= packs) continue;
+      loaded.raw[u].unpack(values[u]);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const int s = S == 1 ? 0 : i;
@@ -51,27 +51,89 @@ struct MomentsPass {
   }
 };
 
+// What the blocks of a tile have left for the channels of a thread: counts and weighted means, then squares.
+template <int S>
+struct CountsAndMeans {
+  const volatile double* left;
+  const Shape& shape;
+  int64 channel;
+  double sums[S + 1];  // the last: the count
+
+  template <int N>
+  __device__ void take(int part, int step) {
+    double counts[N], means[N][S];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      counts[n] = channel < shape.channels ? left[partial_at(shape, 0, part + n * step, channel)] : 0;
+#pragma unroll
+      for (int s = 0; s < S; ++s) {
+        const int64 c = channel + s;
+        means[n][s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      sums[S] += counts[n];
+#pragma unroll
+      for (int s = 0; s < S; ++s) sums[s] += counts[n] * means[n][s];
+    }
+  }
+};
+
+template <int S>
+struct Squares {
+  const volatile double* left;
+  const Shape& shape;
+  int64 channel;
+  const double* mean;
+  double sums[S];
+
+  template <int N>
+  __device__ void take(int part, int step) {
+    double counts[N], means[N][S], squares[N][S];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      counts[n] = channel < shape.channels ? left[partial_at(shape, 0, part + n * step, channel)] : 0;
+#pragma unroll
+      for (int s = 0; s < S; ++s) {
+        const int64 c = channel + s;
+        means[n][s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
+        squares[n][s] = c < shape.channels ? left[partial_at(shape, 2, part + n * step, c)] : 0;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int s = 0; s < S; ++s) {
+        const double distance = means[n][s] - mean[s];
+        sums[s] += squares[n][s] + counts[n] * distance * distance;
+      }
+    }
+  }
+};
+
 // `pass` on every thread of the block → the message: mean[C] and M2[C], and if they are wanted, for Batch
 // Renormalization, the running mean[C] and variance[C].
 template <int S>
 __device__ inline void finish_moments(const MomentsArguments& arguments, const Place& place,
                                       const MomentsPass<S>& pass) {
-  __shared__ double shared[S * kThreads];
+  __shared__ double shared[(S + 1) * kThreads];
   real_t* real_shared = reinterpret_cast<real_t*>(shared);
-  const Shape shape = shape_of(arguments);
-  double* const partials = arguments.partials;
-  double* const message = arguments.message;
+  const Shape& shape = arguments.shape;
+  double* const partials = arguments.memory.partials;
+  double* const message = arguments.memory.message;
   const bool leads = place.position == 0;
-  const int parts = static_cast<int>(gridDim.y);
 
-  real_t count[1] = {pass.count}, mean[S], m2[S];
-  add_up<real_t, 1>(real_shared, place, count);
+  real_t sums[S + 1], m2[S];  // of sums the last is the count
 #pragma unroll
-  for (int s = 0; s < S; ++s) mean[s] = count[0] > 0 ? pass.mean[s] * (pass.count / count[0]) : 0;
-  add_up<real_t, S>(real_shared, place, mean);
+  for (int s = 0; s < S; ++s) sums[s] = pass.count * pass.mean[s];
+  sums[S] = pass.count;
+  add_up<real_t, S + 1>(real_shared, place, sums);
+  const real_t count = sums[S];
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const real_t distance = pass.mean[s] - mean[s];
+    sums[s] = count > 0 ? sums[s] / count : 0;  // the mean now
+    const real_t distance = pass.mean[s] - sums[s];
     m2[s] = pass.count > 0 ? multiply_add(pass.count * distance, distance, pass.m2[s]) : 0;
   }
   add_up<real_t, S>(real_shared, place, m2);
@@ -79,81 +141,50 @@ __device__ inline void finish_moments(const MomentsArguments& arguments, const P
   for (int s = 0; s < S; ++s) {
     const int64 channel = place.channel + s;
     if (leads && channel < shape.channels) {
-      partials[partial_at(shape, 0, blockIdx.y, channel)] = count[0];
-      partials[partial_at(shape, 1, blockIdx.y, channel)] = mean[s];
+      partials[partial_at(shape, 0, blockIdx.y, channel)] = count;
+      partials[partial_at(shape, 1, blockIdx.y, channel)] = sums[s];
       partials[partial_at(shape, 2, blockIdx.y, channel)] = m2[s];
     }
   }
-  if (!is_last_of_tile(arguments.counters)) return;
+  if (!is_last_of_tile(arguments.memory.counters)) return;
 
-  const volatile double* left = partials;
-  double total[1] = {0}, sums[S];
+  CountsAndMeans<S> whole = {partials, shape, place.channel, {}};
+  over_parts<S>(place, whole);
+  add_up<double, S + 1>(shared, place, whole.sums);
 #pragma unroll
-  for (int s = 0; s < S; ++s) sums[s] = 0;
-  for (int part = place.position; part < parts; part += place.size) {
-    if (place.channel < shape.channels) total[0] += left[partial_at(shape, 0, part, place.channel)];
-#pragma unroll
-    for (int s = 0; s < S; ++s) {
-      const int64 channel = place.channel + s;
-      if (channel < shape.channels) {
-        sums[s] += left[partial_at(shape, 0, part, channel)] * left[partial_at(shape, 1, part, channel)];
-      }
-    }
-  }
-  add_up<double, 1>(shared, place, total);
-  add_up<double, S>(shared, place, sums);
-  double squares[S];
-#pragma unroll
-  for (int s = 0; s < S; ++s) {
-    sums[s] /= total[0];  // the mean now
-    squares[s] = 0;
-  }
-  for (int part = place.position; part < parts; part += place.size) {
-#pragma unroll
-    for (int s = 0; s < S; ++s) {
-      const int64 channel = place.channel + s;
-      if (channel < shape.channels) {
-        const double distance = left[partial_at(shape, 1, part, channel)] - sums[s];
-        squares[s] +=
-            left[partial_at(shape, 2, part, channel)] + left[partial_at(shape, 0, part, channel)] * distance * distance;
-      }
-    }
-  }
-  add_up<double, S>(shared, place, squares);
+  for (int s = 0; s < S; ++s) whole.sums[s] /= whole.sums[S];  // the mean now
+  Squares<S> squares = {partials, shape, place.channel, whole.sums, {}};
+  over_parts<S>(place, squares);
+  add_up<double, S>(shared, place, squares.sums);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 channel = place.channel + s;
     if (leads && channel < shape.channels) {
-      message[1 + channel] = pass.origin[s] + sums[s];
-      message[1 + shape.channels + channel] = squares[s];
-      if (arguments.wants_running) {
+      message[1 + channel] = pass.origin[s] + whole.sums[s];
+      message[1 + shape.channels + channel] = squares.sums[s];
+      if (arguments.running_mean) {
         message[1 + 2 * shape.channels + channel] = arguments.running_mean[channel];
         message[1 + 3 * shape.channels + channel] = arguments.running_var[channel];
       }
     }
   }
-  finish_tile(arguments.counters, message, arguments.ticket);
+  finish_tile(arguments.memory);
 }
 
-template <int S>
-__device__ inline MomentsPass<S> start_moments(const Shape& shape, const Place& place, const value_t* x) {
+template <typename Threads>
+__device__ inline void run(const MomentsArguments& arguments) {
+  constexpr int S = Threads::kChannels;
+  const Shape& shape = arguments.shape;
+  const Place place = Threads::place();
   MomentsPass<S> pass;
-  pass.x = x;
+  pass.x = arguments.x;
   pass.count = 0;
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64 channel = place.channel + s;
-    pass.origin[s] = channel < shape.channels ? widen(x[channel * shape.inner]) : 0;
+    pass.origin[s] = channel < shape.channels ? widen(pass.x[channel * shape.inner]) : 0;
     pass.mean[s] = pass.m2[s] = 0;
   }
-  return pass;
-}
-
-template <typename Threads, bool kResidual>
-__device__ inline void run(const MomentsArguments& arguments) {
-  const Shape shape = shape_of(arguments);
-  const Place place = Threads::place();
-  MomentsPass<Threads::kChannels> pass = start_moments<Threads::kChannels>(shape, place, arguments.x);
-  Threads::walk(shape, arguments.x, arguments.aligned, place, pass);
+  Threads::template walk<false, false>(shape, pass.x, place, pass);
   finish_moments(arguments, place, pass);
 }

@@ -12,20 +12,6 @@ typedef float real_t;
 #endif
 typedef long long int64;
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
-
-// For arguments.cuh.
-#define READ_ARRAY(type) const type*
-#define WRITE_ARRAY(type) type*
-
-// The parameters of a kernel: a comma before each, and the first comma taken away.
-#define READ_PARAMETER(type, name) , READ_ARRAY(type) name
-#define WRITE_PARAMETER(type, name) , WRITE_ARRAY(type) name
-#define NUMBER_PARAMETER(type, name) , type name
-#define PARAMETERS(LIST) WITHOUT_FIRST(LIST(READ_PARAMETER, WRITE_PARAMETER, NUMBER_PARAMETER))
-#define WITHOUT_FIRST(...) REST(__VA_ARGS__)
-#define REST(first, ...) __VA_ARGS__
-
 constexpr int kThreads = THREADS;  // in a block
 constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
@@ -67,6 +53,17 @@ __device__ inline void store_pack(void* to, const uint4& bits) {
                : "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
                : "memory");
 }
+__device__ inline void prefetch(const void* from) {
+  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %0; prefetch.global.L2 [at]; }" : : "l"(from));
+}
+__device__ inline void wait_for_block() {}  // which runs beside this one
+
+// Adds to each of S values that of the thread of the warp whose number differs in the bit `apart`.
+template <typename T, int S>
+__device__ inline void add_across(T* values, int apart) {
+#pragma unroll
+  for (int s = 0; s < S; ++s) values[s] += __shfl_xor_sync(0xffffffff, values[s], apart);
+}
 #endif
 
 __device__ inline real_t widen(value_t value) {
@@ -89,21 +86,6 @@ __device__ inline value_t narrow(real_t value) {
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ inline double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 
-// The values of 16 bytes, and back.
-__device__ inline void unpack(const uint4& bits, real_t* values) {
-  const unsigned words[] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-  for (int i = 0; i < kPack; ++i) {
-#if VALUE_TYPE == 1
-    values[i] = __hiloint2double(static_cast<int>(words[2 * i + 1]), static_cast<int>(words[2 * i]));
-#elif VALUE_TYPE == 2
-    values[i] = half_to_float(static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2))));
-#else
-    values[i] = __uint_as_float(words[i]);
-#endif
-  }
-}
-
 __device__ inline uint4 pack(const real_t* values) {
   unsigned words[4];
 #pragma unroll
@@ -119,23 +101,45 @@ __device__ inline uint4 pack(const real_t* values) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// V values at a time: 1 or kPack.
+// V values as they lie in memory: one, or a pack.
 template <int V>
-struct Access {
-  __device__ static void load(const value_t* from, real_t* to) { unpack(load_pack(from), to); }
-  __device__ static void store(value_t* to, const real_t* from) { store_pack(to, pack(from)); }
+struct Raw {
+  uint4 bits;
+
+  __device__ void load(const value_t* from) { bits = load_pack(from); }
+  __device__ void unpack(real_t* values) const {
+    const unsigned words[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+#if VALUE_TYPE == 1
+      values[i] = __hiloint2double(static_cast<int>(words[2 * i + 1]), static_cast<int>(words[2 * i]));
+#elif VALUE_TYPE == 2
+      values[i] = half_to_float(static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2))));
+#else
+      values[i] = __uint_as_float(words[i]);
+#endif
+    }
+  }
+  __device__ static void store(value_t* to, const real_t* values) { store_pack(to, pack(values)); }
 };
 template <>
-struct Access<1> {
-  __device__ static void load(const value_t* from, real_t* to) { *to = widen(*from); }
-  __device__ static void store(value_t* to, const real_t* from) { *to = narrow(*from); }
+struct Raw<1> {
+  value_t bits;
+
+  __device__ void load(const value_t* from) { bits = *from; }
+  __device__ void unpack(real_t* values) const { *values = widen(bits); }
+  __device__ static void store(value_t* to, const real_t* values) { *to = narrow(*values); }
 };
 
-// Up to kUnroll of them, so that all are under way before the first is used.
+// Up to kUnroll packs of a thread, as they are in memory: all loads are under way before the first value is unpacked.
 template <int V>
-__device__ inline void load_packs(const value_t* from, int64 stride, int packs, real_t (&to)[kUnroll][V]) {
+struct Packs {
+  Raw<V> raw[kUnroll];
+
+  __device__ Packs(const value_t* from, int64 stride, int packs) {
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    if (u < packs) Access<V>::load(from + u * stride, to[u]);
+    for (int u = 0; u < kUnroll; ++u) {
+      if (u < packs) raw[u].load(from + u * stride);
+    }
   }
-}
+};

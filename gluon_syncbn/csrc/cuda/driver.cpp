@@ -1,0 +1,140 @@
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+namespace gluon_syncbn {
+namespace {
+
+void* library_of_mxnet = nullptr;
+
+template <typename Function>
+bool find(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+// Found once, for good. Names that end in _v2 are those that CUDA's header gives to callers.
+struct Driver {
+  CudaFunctions functions{};
+  std::string missing;
+
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) {
+      missing = "there is no CUDA driver (libcuda.so.1)";
+      return;
+    }
+    CudaFunctions& f = functions;
+    const bool found =
+        find(library, "cuInit", f.init) && find(library, "cuDeviceGet", f.get_device) &&
+        find(library, "cuDevicePrimaryCtxRetain", f.retain_context) &&
+        find(library, "cuCtxGetCurrent", f.get_current) && find(library, "cuCtxSetCurrent", f.set_current) &&
+        find(library, "cuStreamCreate", f.create_stream) && find(library, "cuStreamQuery", f.query_stream) &&
+        find(library, "cuModuleLoadDataEx", f.load_module) && find(library, "cuModuleGetFunction", f.get_function) &&
+        find(library, "cuFuncGetAttribute", f.get_attribute) && find(library, "cuLaunchKernel", f.launch) &&
+        find(library, "cuMemsetD8Async", f.fill_bytes) && find(library, "cuGetErrorString", f.get_error_string);
+    if (!found) missing = std::string("the CUDA driver is too old: ") + dlerror();
+  }
+};
+
+struct Compiler {
+  int (*create)(void** program, const char* source, const char* name, int num_headers, const char* const* headers,
+                const char* const* header_names) = nullptr;
+  int (*compile)(void* program, int num_options, const char* const* options) = nullptr;
+  int (*destroy)(void** program) = nullptr;
+  int (*get_log_size)(void* program, size_t* size) = nullptr;
+  int (*get_log)(void* program, char* log) = nullptr;
+  int (*get_ptx_size)(void* program, size_t* size) = nullptr;
+  int (*get_ptx)(void* program, char* ptx) = nullptr;
+  bool is_found = false;
+
+  // GLUON_SYNCBN_NVRTC; the one that MXNet has loaded, whatever its version; or the newest that the loader knows.
+  Compiler() {
+    const char* chosen = std::getenv("GLUON_SYNCBN_NVRTC");
+    if (chosen && *chosen) {
+      use(dlopen(chosen, RTLD_NOW | RTLD_LOCAL));
+      return;
+    }
+    if (use(library_of_mxnet)) return;
+    for (const char* version : {"", ".13", ".12", ".11.2", ".11.1", ".11.0", ".10.2", ".10.1"}) {
+      if (use(dlopen((std::string("libnvrtc.so") + version).c_str(), RTLD_NOW | RTLD_LOCAL))) return;
+    }
+  }
+
+  bool use(void* library) {
+    is_found = library && find(library, "nvrtcCreateProgram", create) &&
+               find(library, "nvrtcCompileProgram", compile) && find(library, "nvrtcDestroyProgram", destroy) &&
+               find(library, "nvrtcGetProgramLogSize", get_log_size) && find(library, "nvrtcGetProgramLog", get_log) &&
+               find(library, "nvrtcGetPTXSize", get_ptx_size) && find(library, "nvrtcGetPTX", get_ptx);
+    return is_found;
+  }
+};
+
+// Contexts are retained once per device, for good: MXNet keeps them as long.
+void* context_of(int device) {
+  static auto* mutex = new std::mutex;
+  static auto* contexts = new std::map<int, void*>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  void*& context = (*contexts)[device];
+  if (!context) {
+    int number = 0;
+    check_cuda(cuda().init(0), "CUDA could not be initialized");
+    check_cuda(cuda().get_device(&number, device), "there is no gpu(" + std::to_string(device) + ")");
+    void* retained = nullptr;
+    check_cuda(cuda().retain_context(&retained, number), "gpu(" + std::to_string(device) + ") gave no context");
+    context = retained;
+  }
+  return context;
+}
+
+}  // namespace
+
+void set_cuda_library(void* handle) { library_of_mxnet = handle; }
+
+const CudaFunctions& cuda() {
+  static const auto* driver = new Driver;
+  if (!driver->missing.empty()) throw CudaFailure(driver->missing);
+  return driver->functions;
+}
+
+void check_cuda(int code, const std::string& what) {
+  if (code == 0) return;
+  const char* text = nullptr;
+  cuda().get_error_string(code, &text);
+  throw CudaFailure(what + ": CUDA error " + std::to_string(code) + (text ? std::string(", ") + text : ""));
+}
+
+std::string compile_cuda(const std::string& source, const char* const* options, int num_options) {
+  static const auto* nvrtc = new Compiler;
+  const std::string failed = "the CUDA kernels could not be compiled at run time";
+  if (!nvrtc->is_found) {
+    throw CudaFailure(failed +
+                      ": there is no NVRTC. MXNet has loaded none, and the loader finds no libnvrtc.so; name one with "
+                      "the environment variable GLUON_SYNCBN_NVRTC");
+  }
+  void* program = nullptr;
+  if (nvrtc->create(&program, source.c_str(), "kernels.cu", 0, nullptr, nullptr) != 0) throw CudaFailure(failed);
+  size_t size = 0;
+  std::string text;
+  const bool is_compiled = nvrtc->compile(program, num_options, options) == 0;
+  (is_compiled ? nvrtc->get_ptx_size : nvrtc->get_log_size)(program, &size);
+  text.resize(size);
+  (is_compiled ? nvrtc->get_ptx : nvrtc->get_log)(program, &text[0]);
+  nvrtc->destroy(&program);
+  if (!is_compiled) throw CudaFailure(failed + ": " + text.c_str());
+  return text;
+}
+
+GpuContext::GpuContext(int device) {
+  void* const context = context_of(device);
+  check_cuda(cuda().get_current(&before_), "the current context could not be asked for");
+  check_cuda(cuda().set_current(context), "the context of gpu(" + std::to_string(device) + ") could not be used");
+}
+
+GpuContext::~GpuContext() { cuda().set_current(before_); }
+
+}  // namespace gluon_syncbn

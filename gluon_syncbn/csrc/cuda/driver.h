@@ -1,0 +1,60 @@
+// CUDA as the package uses it: the driver's functions, and those of NVRTC, the compiler. No CUDA header is used and
+// nothing is linked; both libraries are looked up by name when the first layer is made on a GPU.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace gluon_syncbn {
+
+// What CUDA could not do. Whoever catches it adds for which layer.
+class CudaFailure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The same from CUDA 10.1 on. All return 0, or an error's number.
+struct CudaFunctions {
+  int (*init)(unsigned flags);
+  int (*get_device)(int* device, int ordinal);
+  int (*retain_context)(void** context, int device);
+  int (*get_current)(void** context);
+  int (*set_current)(void* context);
+  int (*create_stream)(void** stream, unsigned flags);
+  int (*query_stream)(void* stream);
+  int (*load_module)(void** module, const void* image, unsigned num_options, int* options, void** values);
+  int (*get_function)(void** function, void* module, const char* name);
+  int (*get_attribute)(int* value, int attribute, void* function);
+  int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra);
+  int (*fill_bytes)(unsigned long long address, unsigned char value, size_t size, void* stream);
+  int (*get_error_string)(int error, const char** text);
+};
+
+// Throws CudaFailure if the process has no CUDA driver.
+const CudaFunctions& cuda();
+
+// Throws CudaFailure with the error's number and the driver's text if `code` is not 0.
+void check_cuda(int code, const std::string& what);
+
+// Compiles to PTX, which a driver compiles for its GPU. Throws CudaFailure with the compiler's log.
+std::string compile_cuda(const std::string& source, const char* const* options, int num_options);
+
+// Sets where NVRTC is looked for first: in what the library with this handle (of dlopen) has loaded. MXNet has one.
+void set_cuda_library(void* handle);
+
+// While it lives, this thread works in the primary context of a GPU, which is the one that MXNet uses; then in the one
+// that it had before. The threads that call custom operators have none. Throws CudaFailure if there is no such GPU.
+class GpuContext {
+ public:
+  explicit GpuContext(int device);
+  ~GpuContext();
+  GpuContext(const GpuContext&) = delete;
+  GpuContext& operator=(const GpuContext&) = delete;
+
+ private:
+  void* before_ = nullptr;
+};
+
+}  // namespace gluon_syncbn

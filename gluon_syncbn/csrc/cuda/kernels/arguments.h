@@ -1,0 +1,85 @@
+// What each kernel takes: one struct, the same for the host, which fills it, and for the GPU. This file includes
+// nothing: NVRTC is handed one text. value_t is the type of activations, real_t that of parameters and statistics; for
+// the host both are void. An array that is null is not there, or not asked for.
+//
+//   saved              what the forward pass leaves for the backward pass: mean[C], invstd[C], r[C], d[C], and count,
+//                      round_id and active_set of the call
+//   message, ticket    what GPU and host leave for each other, see scratch.h
+//   partials, counters, tickets   what blocks leave for each other, see sums.cuh and prepare.cuh
+//   ..._request        MXNet's OpReqType of a gradient: 0 nothing, 3 add, else write
+
+// A dense tensor (outer, channels, inner), and how threads take it (launch.h).
+struct Shape {
+  int64 outer, channels, inner;
+  int aligned;  // whether packs of 16 bytes may be read and written
+  int images;   // rows: of how many images in a row a thread takes its packs; 1: all from one
+};
+
+struct BlockMemory {
+  double* partials;
+  int* counters;
+  double* tickets;
+  double* message;
+  double ticket;
+};
+
+struct MomentsArguments {
+  Shape shape;
+  const value_t* x;
+  const real_t* running_mean;  // both only for Batch Renormalization
+  const real_t* running_var;
+  BlockMemory memory;
+};
+
+struct NormalizeArguments {
+  Shape shape;
+  const value_t* x;
+  const value_t* residual;  // is added before the activation
+  value_t* y;
+  const real_t* gamma;  // null: 1
+  const real_t* beta;
+  real_t* running_mean;
+  real_t* running_var;
+  double* saved;
+  BlockMemory memory;
+  double epsilon;
+  double momentum;
+  double slope;
+  double count;
+  double round_id;
+  double active_set;
+  int training;
+  int renorm;
+};
+
+struct GradientSumsArguments {
+  Shape shape;
+  const value_t* x;  // in place y
+  const value_t* dy;
+  const value_t* y;  // where there is a residual
+  value_t* d_residual;
+  const real_t* gamma;
+  const real_t* beta;
+  const double* saved;
+  real_t* d_gamma;
+  real_t* d_beta;
+  BlockMemory memory;
+  double slope;
+  int residual_request;
+  int gamma_request;
+  int beta_request;
+};
+
+struct InputGradientArguments {
+  Shape shape;
+  const value_t* x;  // in place y
+  const value_t* dy;
+  const value_t* y;  // where there is a residual whose ReLU dy has yet to pass; null: it has passed it
+  value_t* dx;
+  const real_t* gamma;
+  const real_t* beta;
+  const double* saved;
+  BlockMemory memory;
+  double slope;
+  int add;
+};

@@ -1,0 +1,118 @@
+"""The whole chain once, in some seconds: what is here, what the compiler and the driver take, and one layer's steps.
+
+    python tests/gpu/smoke.py [--json FILE]
+
+A layer on a CPU and a GPU trains for two steps in each type, against the oracle. Says how long it took to compile the
+kernels, to load them (which is where a driver compiles), to make the first step, and to make the second. Exits with 1
+if something is wrong, and with 3 if MXNet sees no GPU.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE), os.path.join(HERE, "..", "..", "benchmarks")]
+
+import gpu_kernels  # noqa: E402
+import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
+import oracle  # noqa: E402
+from conftest import GPUS, zeros_by_copy  # noqa: E402
+from mxnet import autograd  # noqa: E402
+
+import gluon_syncbn  # noqa: E402
+from gluon_syncbn.backends import native  # noqa: E402
+
+PRECISION = {"float32": 4e-6, "float64": 1e-12, "float16": 4e-3}
+
+
+def timed(action):
+    started = time.perf_counter()
+    result = action()
+    return time.perf_counter() - started, result
+
+
+def compile_and_load(kind) -> dict:
+    """Seconds; raises what the compiler or the driver says."""
+    library = gpu_kernels.standalone.library()
+    library.gluon_syncbn_compile.restype = library.gluon_syncbn_load.restype = ctypes.c_void_p
+    words = [word.encode() for word in gpu_kernels.options(kind)]
+    error = ctypes.create_string_buffer(1 << 16)
+    where = error, ctypes.c_int64(len(error))
+    given = (ctypes.c_char_p * len(words))(*words)
+    compiled, ptx = timed(lambda: library.gluon_syncbn_compile(gpu_kernels.SOURCE.encode(), given, len(words), *where))
+    if ptx is None:
+        raise RuntimeError(error.value.decode())
+    loaded, module = timed(lambda: library.gluon_syncbn_load(ctypes.c_void_p(ptx), *where))
+    if module is None:
+        raise RuntimeError(error.value.decode())
+    return {"compile": compiled, "load": loaded}
+
+
+def train(dtype: str, devices) -> dict:
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=16, backend="native", timeout=60)
+    layer.cast(dtype)
+    layer.initialize(ctx=devices)
+    arrays, heads = (
+        [np.random.RandomState(seed + i).standard_normal((2, 16, 9, 9)).astype(dtype) for i in (0, 1)]
+        for seed in (0, 5)
+    )
+
+    def step():
+        inputs, head_gradients, gradients = (
+            [mx.nd.array(array, dtype=dtype).copyto(device) for array, device in zip(items, devices)]
+            for items in (arrays, heads, [np.zeros_like(array) for array in arrays])
+        )
+        autograd.mark_variables(inputs, gradients)
+        with autograd.record():
+            outputs = [layer(x) for x in inputs]
+        autograd.backward(outputs, head_gradients)
+        return [item.asnumpy() for item in (*outputs, *gradients)]
+
+    first, results = timed(step)
+    expected = oracle.batch_norm(arrays, np.ones(16), np.zeros(16), heads=heads)
+    worst = max(
+        oracle.distance(results[:2], expected.outputs), oracle.distance(results[2:], expected.input_gradients) / 4
+    )
+    second, again = timed(step)
+    same = all(np.array_equal(a, b) for a, b in zip(results, again))
+    if not worst < PRECISION[dtype] or not same:
+        raise RuntimeError(f"off by {worst:.1e}" if same else "two steps differ in their bits")
+    return {"first step": first, "second step": second}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="file for the result")
+    arguments = parser.parse_args()
+    if GPUS == 0:
+        print("NOT RUN: MXNet sees no GPU")
+        return 3
+    mx.nd.zeros = zeros_by_copy(mx.nd.zeros)
+    seconds, why = timed(lambda: native.unavailable_reason_on_gpu(0))
+    print(f"the check of gpu(0): {why or 'all is well'} ({seconds:.2f} s)", flush=True)
+    found, failed = {"check": {"all": seconds}}, bool(why)
+    for dtype in PRECISION:
+        found[dtype] = {}
+        for action in (
+            lambda: compile_and_load(gpu_kernels.KernelKind(dtype)),  # noqa: B023
+            lambda: train(dtype, [mx.cpu(0), mx.gpu(0)]),  # noqa: B023
+        ):
+            try:
+                found[dtype].update(action())
+            except Exception as problem:
+                failed = True
+                print(f"{dtype}: {type(problem).__name__}: {problem}", flush=True)
+        print(f"{dtype}: {', '.join(f'{what} {took:.3f} s' for what, took in found[dtype].items())}", flush=True)
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as output:
+            json.dump({"failed": failed, "seconds": found}, output)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
