@@ -17,9 +17,13 @@ Without CuPy or a GPU it says so and ends with status 3.
 """
 
 import argparse
+import glob
 import itertools
 import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -251,10 +255,29 @@ def show_code(gpu, folder: Path) -> dict:
         found[name] = gpu.attributes(kind)
         for kernel, numbers in found[name].items():
             print(f"{name} {kernel}: {', '.join(f'{number} {key}' for key, number in numbers.items())}", flush=True)
+    architectures = {numbers["binary_version"] for kernels in found.values() for numbers in kernels.values()}
     for words, ptx in gpu.ptx.items():
-        name = "_".join(word.split("=")[1] for word in words[1:5])
-        (folder / f"kernels_{name}.ptx").write_bytes(ptx)
+        file = folder / f"kernels_{'_'.join(word.split('=')[1] for word in words[1:5])}.ptx"
+        file.write_bytes(ptx)
+        if not disassemble(file, max(architectures)):
+            print(f"{file.name}: no machine code; ptxas and nvdisasm of the toolkit make it")
     return found
+
+
+def disassemble(file: Path, architecture: int) -> bool:
+    """Machine code for this GPU beside the file, as the toolkit makes it, if there is one that can."""
+    paths = os.pathsep.join([os.environ.get("PATH", ""), *sorted(glob.glob("/usr/local/cuda*/bin"))])
+    ptxas, nvdisasm = (shutil.which(tool, path=paths) for tool in ("ptxas", "nvdisasm"))
+    if not ptxas or not nvdisasm:
+        return False
+    cubin = file.with_suffix(".cubin")
+    done = subprocess.run([ptxas, f"-arch=sm_{architecture}", file, "-o", cubin], capture_output=True)
+    if done.returncode != 0:
+        return False
+    with open(file.with_suffix(".sass"), "w") as code:
+        subprocess.run([nvdisasm, "-c", cubin], stdout=code, check=False)
+    cubin.unlink()
+    return True
 
 
 def show_latencies(gpu, rounds: int) -> dict:

@@ -251,7 +251,10 @@ class NativeBackend(Backend):
         for device in _gpus(devices):
             problem = unavailable_reason_on_gpu(device.device_id)
             if problem:
-                return f"the CUDA kernels cannot run on {device}: {problem.rstrip()}"
+                return (
+                    f"the CUDA kernels cannot run on {device}: {problem.rstrip()} (The portable back end needs "
+                    "MXNet's own kernels, which its wheels have for compute capability 8.9 and older)"
+                )
         return ""
 
     def description(self, devices) -> str:

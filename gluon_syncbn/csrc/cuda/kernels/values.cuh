@@ -137,6 +137,11 @@ struct Packs {
   Raw<V> raw[kUnroll];
 
   __device__ Packs(const value_t* from, int64 stride, int packs) {
+    if (packs == kUnroll) {  // mostly; without conditions in between
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) raw[u].load(from + u * stride);
+      return;
+    }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (u < packs) raw[u].load(from + u * stride);
