@@ -20,14 +20,10 @@ sys.path[:0] = [HERE, os.path.dirname(HERE), os.path.join(HERE, "..", "..", "ben
 import gpu_kernels  # noqa: E402
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
-import oracle  # noqa: E402
+import soak  # noqa: E402
 from conftest import GPUS, zeros_by_copy  # noqa: E402
-from mxnet import autograd  # noqa: E402
 
-import gluon_syncbn  # noqa: E402
 from gluon_syncbn.backends import native  # noqa: E402
-
-PRECISION = {"float32": 4e-6, "float64": 1e-12, "float16": 4e-3}
 
 
 def timed(action):
@@ -53,35 +49,13 @@ def compile_and_load(kind) -> dict:
     return {"compile": compiled, "load": loaded}
 
 
-def train(dtype: str, devices) -> dict:
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=16, backend="native", timeout=60)
-    layer.cast(dtype)
-    layer.initialize(ctx=devices)
-    arrays, heads = (
-        [np.random.RandomState(seed + i).standard_normal((2, 16, 9, 9)).astype(dtype) for i in (0, 1)]
-        for seed in (0, 5)
-    )
-
-    def step():
-        inputs, head_gradients, gradients = (
-            [mx.nd.array(array, dtype=dtype).copyto(device) for array, device in zip(items, devices)]
-            for items in (arrays, heads, [np.zeros_like(array) for array in arrays])
-        )
-        autograd.mark_variables(inputs, gradients)
-        with autograd.record():
-            outputs = [layer(x) for x in inputs]
-        autograd.backward(outputs, head_gradients)
-        return [item.asnumpy() for item in (*outputs, *gradients)]
-
-    first, results = timed(step)
-    expected = oracle.batch_norm(arrays, np.ones(16), np.zeros(16), heads=heads)
-    worst = max(
-        oracle.distance(results[:2], expected.outputs), oracle.distance(results[2:], expected.input_gradients) / 4
-    )
-    second, again = timed(step)
-    same = all(np.array_equal(a, b) for a, b in zip(results, again))
-    if not worst < PRECISION[dtype] or not same:
-        raise RuntimeError(f"off by {worst:.1e}" if same else "two steps differ in their bits")
+def train(number: int, devices) -> dict:
+    """Two steps of a layer of soak.py, whose results are right and the same."""
+    case, rng = soak.Case(number, devices), np.random.RandomState(0)
+    first, (results,) = timed(lambda: soak.step([case], rng))
+    case.check(results)
+    second, (again,) = timed(lambda: soak.step([case], rng))
+    assert all(np.array_equal(a, b) for a, b in zip(results, again)), "two steps differ in their bits"
     return {"first step": first, "second step": second}
 
 
@@ -96,11 +70,12 @@ def main() -> int:
     seconds, why = timed(lambda: native.unavailable_reason_on_gpu(0))
     print(f"the check of gpu(0): {why or 'all is well'} ({seconds:.2f} s)", flush=True)
     found, failed = {"check": {"all": seconds}}, bool(why)
-    for dtype in PRECISION:
+    for dtype in soak.PRECISION:
+        number = next(i for i, (_, kind, _) in enumerate(soak.LAYERS) if kind == dtype)
         found[dtype] = {}
         for action in (
             lambda: compile_and_load(gpu_kernels.KernelKind(dtype)),  # noqa: B023
-            lambda: train(dtype, [mx.cpu(0), mx.gpu(0)]),  # noqa: B023
+            lambda: train(number, [mx.cpu(0), mx.gpu(0)]),  # noqa: B023
         ):
             try:
                 found[dtype].update(action())

@@ -35,8 +35,8 @@ struct Driver {
         find(library, "cuCtxGetCurrent", f.get_current) && find(library, "cuCtxSetCurrent", f.set_current) &&
         find(library, "cuStreamCreate", f.create_stream) && find(library, "cuStreamQuery", f.query_stream) &&
         find(library, "cuModuleLoadDataEx", f.load_module) && find(library, "cuModuleGetFunction", f.get_function) &&
-        find(library, "cuFuncGetAttribute", f.get_attribute) && find(library, "cuLaunchKernel", f.launch) &&
-        find(library, "cuMemsetD8Async", f.fill_bytes) && find(library, "cuGetErrorString", f.get_error_string);
+        find(library, "cuLaunchKernel", f.launch) && find(library, "cuMemsetD8Async", f.fill_bytes) &&
+        find(library, "cuGetErrorString", f.get_error_string);
     if (!found) missing = std::string("the CUDA driver is too old: ") + dlerror();
   }
 };

@@ -25,7 +25,6 @@ struct CudaFunctions {
   int (*query_stream)(void* stream);
   int (*load_module)(void** module, const void* image, unsigned num_options, int* options, void** values);
   int (*get_function)(void** function, void* module, const char* name);
-  int (*get_attribute)(int* value, int attribute, void* function);
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra);
   int (*fill_bytes)(unsigned long long address, unsigned char value, size_t size, void* stream);

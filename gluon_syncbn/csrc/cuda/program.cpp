@@ -57,11 +57,6 @@ const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {
   return *found;
 }
 
-std::string GpuProgram::ptx(const KernelKind& kind) {
-  std::lock_guard<std::mutex> lock(Programs::get().mutex);
-  return Programs::get().compiled(kind);
-}
-
 const char* GpuProgram::name(Kernel kernel) {
   static const char* const names[] = {"moments", "normalize", "gradient_sums", "input_gradient"};
   return names[static_cast<int>(kernel)];

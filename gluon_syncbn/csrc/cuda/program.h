@@ -43,9 +43,6 @@ class GpuProgram {
   // Compiles and loads at the first call, which takes some seconds, and keeps it for good. Throws CudaFailure.
   static const GpuProgram& of(const KernelKind& kind, int device);
 
-  // What was compiled for all GPUs.
-  static std::string ptx(const KernelKind& kind);
-
   static const char* name(Kernel kernel);
 
   // Launches on `stream` of the thread's current context, which must be that of this GPU. `arguments` is the kernel's

@@ -5,6 +5,15 @@ constexpr int kActivation = ACTIVATION;  // 0 none, 1 ReLU, 2 leaky ReLU, as Act
 constexpr bool kResidual = RESIDUAL;
 constexpr bool kInPlace = IN_PLACE;  // backward passes find z in y
 
+// As least_gamma of in_place.h, which says why.
+#if VALUE_TYPE == 1
+constexpr double kLeastGamma = 1.0 / (1LL << 49);
+#elif VALUE_TYPE == 2
+constexpr double kLeastGamma = 1.0 / (1 << 7);
+#else
+constexpr double kLeastGamma = 1.0 / (1 << 20);
+#endif
+
 // NaN stays. Rounded after each step, as if the activation were an operator of its own.
 __device__ inline real_t activate(real_t z, real_t slope) {
   if (kActivation == 0) return z;

@@ -64,27 +64,23 @@ struct GradientSumsPass {
 // What the blocks of a tile have left for the channels of a thread.
 template <int S>
 struct GradientParts {
-  const volatile double* left;
+  const double* partials;
   const Shape& shape;
   int64 channel;
   double sums[2 * S];
 
   template <int N>
   __device__ void take(int part, int step) {
-    double found[N][2 * S];
+    double gradients[N][S], products[N][S];
+    load_parts(partials, shape, 0, part, step, channel, gradients);
+    load_parts(partials, shape, 1, part, step, channel, products);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int s = 0; s < S; ++s) {
-        const int64 c = channel + s;
-        found[n][s] = c < shape.channels ? left[partial_at(shape, 0, part + n * step, c)] : 0;
-        found[n][S + s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
+        sums[s] += gradients[n][s];
+        sums[S + s] += products[n][s];
       }
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int s = 0; s < 2 * S; ++s) sums[s] += found[n][s];
     }
   }
 };

@@ -51,38 +51,32 @@ struct MomentsPass {
   }
 };
 
-// What the blocks of a tile have left for the channels of a thread: counts and weighted means, then squares.
+// What the blocks of a tile have left for the channels of a thread: first means, weighted by counts, and counts.
 template <int S>
 struct CountsAndMeans {
-  const volatile double* left;
+  const double* partials;
   const Shape& shape;
   int64 channel;
   double sums[S + 1];  // the last: the count
 
   template <int N>
   __device__ void take(int part, int step) {
-    double counts[N], means[N][S];
+    double counts[N][1], means[N][S];
+    load_parts(partials, shape, 0, part, step, channel, counts);
+    load_parts(partials, shape, 1, part, step, channel, means);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      counts[n] = channel < shape.channels ? left[partial_at(shape, 0, part + n * step, channel)] : 0;
+      sums[S] += counts[n][0];
 #pragma unroll
-      for (int s = 0; s < S; ++s) {
-        const int64 c = channel + s;
-        means[n][s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      sums[S] += counts[n];
-#pragma unroll
-      for (int s = 0; s < S; ++s) sums[s] += counts[n] * means[n][s];
+      for (int s = 0; s < S; ++s) sums[s] += counts[n][0] * means[n][s];
     }
   }
 };
 
+// Then squares about the mean of all.
 template <int S>
 struct Squares {
-  const volatile double* left;
+  const double* partials;
   const Shape& shape;
   int64 channel;
   const double* mean;
@@ -90,23 +84,16 @@ struct Squares {
 
   template <int N>
   __device__ void take(int part, int step) {
-    double counts[N], means[N][S], squares[N][S];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      counts[n] = channel < shape.channels ? left[partial_at(shape, 0, part + n * step, channel)] : 0;
-#pragma unroll
-      for (int s = 0; s < S; ++s) {
-        const int64 c = channel + s;
-        means[n][s] = c < shape.channels ? left[partial_at(shape, 1, part + n * step, c)] : 0;
-        squares[n][s] = c < shape.channels ? left[partial_at(shape, 2, part + n * step, c)] : 0;
-      }
-    }
+    double counts[N][1], means[N][S], squares[N][S];
+    load_parts(partials, shape, 0, part, step, channel, counts);
+    load_parts(partials, shape, 1, part, step, channel, means);
+    load_parts(partials, shape, 2, part, step, channel, squares);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int s = 0; s < S; ++s) {
         const double distance = means[n][s] - mean[s];
-        sums[s] += squares[n][s] + counts[n] * distance * distance;
+        sums[s] += squares[n][s] + counts[n][0] * distance * distance;
       }
     }
   }

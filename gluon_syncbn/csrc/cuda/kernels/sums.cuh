@@ -56,11 +56,26 @@ __device__ inline int64 partial_at(const Shape& shape, int which, int part, int6
   return (static_cast<int64>(which) * gridDim.y + part) * shape.channels + channel;
 }
 
+// Those that N parts of a tile, `step` apart, have left for the S channels of a thread.
+template <int N, int S>
+__device__ inline void load_parts(const double* partials, const Shape& shape, int which, int part, int step,
+                                  int64 channel, double (&to)[N][S]) {
+  const volatile double* const left = partials;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      const int64 c = channel + s;
+      to[n][s] = c < shape.channels ? left[partial_at(shape, which, part + n * step, c)] : 0;
+    }
+  }
+}
+
 // Calls add.take for the parts of a tile that are this thread's, several at a time, so that their loads are under way
 // together; of many channels fewer, which already are many loads.
 template <int S, typename Add>
 __device__ inline void over_parts(const Place& place, Add& add) {
-  constexpr int kAtOnce = S > 4 ? 2 : 4;
+  constexpr int kAtOnce = S > 1 ? 2 : 4;
   const int parts = static_cast<int>(gridDim.y);
   int part = place.position;
   for (; part + (kAtOnce - 1) * place.size < parts; part += kAtOnce * place.size) {

@@ -16,15 +16,6 @@ constexpr int kThreads = THREADS;  // in a block
 constexpr int kUnroll = UNROLL;
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
-// As least_gamma of in_place.h, which says why.
-#if VALUE_TYPE == 1
-constexpr double kLeastGamma = 1.0 / (1LL << 49);
-#elif VALUE_TYPE == 2
-constexpr double kLeastGamma = 1.0 / (1 << 7);
-#else
-constexpr double kLeastGamma = 1.0 / (1 << 20);
-#endif
-
 #ifdef __CUDACC__
 // cuda_fp16.h is not there at run time.
 __device__ inline float half_to_float(unsigned short half) {
