@@ -1,4 +1,5 @@
-"""One fault of tests/faults.py on two GPUs; the same arguments. Needs no kernel of MXNet's own (see conftest.py)."""
+"""One fault of tests/faults.py on two GPUs, or with FIRST_DEVICE=cpu on a CPU and a GPU; the same arguments. Needs no
+kernel of MXNet's own (see conftest.py)."""
 
 import os
 import sys
@@ -13,6 +14,6 @@ import mxnet as mx  # noqa: E402
 from conftest import zeros_by_copy  # noqa: E402
 
 if __name__ == "__main__":
-    faults.DEVICES[:] = [mx.gpu(0), mx.gpu(1)]
+    faults.DEVICES[:] = [mx.Context(os.environ.get("FIRST_DEVICE", "gpu"), 0), mx.gpu(1)]
     mx.nd.zeros = zeros_by_copy(mx.nd.zeros)
     faults.main()

@@ -21,4 +21,14 @@ PROGRAM = os.path.join("tests", "gpu", "faults_on_gpus.py")
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("fault", CHOSEN)
 def test_fault(fault):
-    test_faults.run_and_judge(fault, "native", list(MODES), PROGRAM, "gpu")
+    test_faults.run_and_judge(fault, "native", list(MODES), PROGRAM, ["gpu(0)", "gpu(1)"])
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("fault", CHOSEN)
+def test_fault_where_a_cpu_meets_a_gpu(fault, monkeypatch):
+    """In one mode each; not hybridized without static memory, where a CPU in the group takes copies by an operator of
+    MXNet's, which the stand-in does not have for a GPU."""
+    monkeypatch.setenv("FIRST_DEVICE", "cpu")
+    mode = ("imperative", "static")[CHOSEN.index(fault) % 2]
+    test_faults.run_and_judge(fault, "native", [mode], PROGRAM, ["cpu(0)", "gpu(1)"])
