@@ -241,8 +241,9 @@ def test_a_device_that_does_not_come_is_named(devices):
     for output in outputs[1:]:
         with pytest.raises(mx.MXNetError):
             output.asnumpy()
-    with contextlib.suppress(mx.MXNetError):
-        mx.nd.waitall()
+    gluon_syncbn.abandon_step()
+    for output in outputs:  # MXNet has forgotten the error by now; what a GPU has there must not look like a result
+        assert output.context.device_type == "cpu" or np.isnan(output.asnumpy()).all()
     layer.gamma.set_data(mx.nd.array(np.full(5, 1.5)))
     check(layer, devices, [(3, 5, 4, 4)] * len(devices), "float32")
 

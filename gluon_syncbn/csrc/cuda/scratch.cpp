@@ -81,7 +81,7 @@ Scratch::Scratch(const Sizes& sizes)
 }
 
 std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, std::initializer_list<Launch> launches) {
-  Sizes sizes{device, 0, 0, 0, rounded(4 + 4 * layout.channels)};
+  Sizes sizes{device, rounded(1), rounded(1), rounded(1), rounded(4 + 4 * layout.channels)};
   for (const Launch& launch : launches) {
     sizes.partials = std::max(sizes.partials, rounded(launch.partials(layout)));
     sizes.counters = std::max(sizes.counters, rounded(launch.counters()));
@@ -128,7 +128,7 @@ void Scratch::fill_nan(void* values, size_t bytes) {
 template <typename IsDone>
 void Scratch::poll(double timeout_seconds, const IsDone& is_done) {
   const auto began = std::chrono::steady_clock::now();
-  for (int look = 1; !is_done(); ++look) {
+  while (!is_done()) {
     const auto waited = std::chrono::steady_clock::now() - began;
     if (std::chrono::duration<double>(waited).count() > timeout_seconds) {
       throw CudaFailure(running_ + " has not ended within " + text_of(timeout_seconds, std::defaultfloat, 6) + " s");
