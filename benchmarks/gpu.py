@@ -152,7 +152,13 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int, others=()) 
     tensors = [[rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(4)] for _ in range(sets)]
     nets = {"ours": [Ours(gpu, layout, *item) for item in tensors]}
     for name, told in dict(others).items():
-        nets[name] = [Ours(gpu, layout, *item, **told) for item in tensors]
+        try:
+            nets[name] = [Ours(gpu, layout, *item, **told) for item in tensors]
+            nets[name][0].forward()
+            nets[name][0].backward()
+        except RuntimeError as problem:  # more shared memory, say, than a block may have
+            print(f"without {name}: {problem}")
+            del nets[name]
     if torch is not None:
         nets["PyTorch"] = [Torch(torch, layout, *item) for item in tensors]
 

@@ -45,7 +45,8 @@ def describe_steps(results: dict) -> list:
     for step in results["steps"]:
         more = f": {step['last_line'].strip('= ')}" if "passed" in step["last_line"] else ""
         if step["name"] == "kernels" and "kernels" in results:
-            more = f": right on {results['kernels']['cases']} random cases"
+            cases, wrong = results["kernels"]["cases"], len(results["kernels"]["failures"])
+            more = f": right on {cases - wrong} of {cases} random cases"
         if step["name"] == "soak" and "soak" in results:
             more = f": {results['soak']['steps']} steps on {', '.join(results['soak']['devices'])}"
         lines.append(f"| {step['name']} | {step['ended']}{more} | {step['seconds']:.0f} |")

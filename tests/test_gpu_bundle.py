@@ -162,7 +162,7 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
     assert "old" not in text and text.count("### NVIDIA H200") == 1
-    assert "| kernels | ok: right on 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
+    assert "| kernels | ok: right on 3 of 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
     assert "| operator | ok: 39 passed in 27.87s | 30 |" in text
     assert "| float32 NHWC 2×5×5×8 |" in text and "| cpu:0,gpu:0 | forward | 61 µs | 40 µs | 21 µs |" in text
     assert "gpu(1) is the same once more" in text

@@ -50,6 +50,7 @@ class Run:
 
     def __init__(self, archive: Path, short: bool):
         self.archive, self.short = archive, short
+        self._deadline = time.monotonic() + TOTAL[short]
         self.work = Path(tempfile.mkdtemp(prefix="gluon_syncbn-"))
         self.out = self.work / "results"
         self.out.mkdir()
@@ -61,7 +62,6 @@ class Run:
             "bundle": json.loads((HERE / "bundle.json").read_text(encoding="utf-8")),
         }
         self.results.update(short=short, steps=[])
-        self._deadline = time.monotonic() + TOTAL[short]
         self._mxnet: Optional[concurrent.futures.Future] = None
 
     def unpack(self) -> None:
@@ -167,15 +167,16 @@ class Run:
 def write_stacks(group: int, file: Path) -> None:
     """Where each thread of each process of a group is: in the kernel, in Python, and in C if there is a debugger."""
     debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
+    until = time.monotonic() + 15
     with open(file, "w", encoding="utf-8") as output:
         for process in members_of(group):
             output.write(f"== process {process}: {read(f'/proc/{process}/cmdline')}\n")
             for thread in glob.glob(f"/proc/{process}/task/*"):
                 said = [read(f"{thread}/{name}").strip() for name in ("comm", "wchan", "syscall")]
                 output.write(f"{os.path.basename(thread)}: {'; '.join(said)}\n")
-            if debugger:
+            if debugger and time.monotonic() < until:
                 command = [debugger, "--batch", "-p", str(process), "-ex", "thread apply all bt 30"]
-                output.write(said_by(command) or "")
+                output.write(said_by(command, 10) or "")
                 output.flush()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGABRT)  # Python's own stacks, to the step's output
@@ -260,9 +261,9 @@ def describe_machine(run: Run) -> Dict[str, object]:
     }
 
 
-def said_by(command: List[str]) -> Optional[str]:
+def said_by(command: List[str], limit: float = 15) -> Optional[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return None
 

@@ -16,8 +16,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// Kernels of this length are worth watching for; whoever waits longer sleeps between two looks.
-constexpr std::chrono::microseconds kWatch{500}, kNap{50};
+// Kernels of this length are worth watching for; whoever waits longer sleeps between two looks, and may be so late.
+constexpr std::chrono::microseconds kWatch{2000}, kNap{50};
 
 // So many looks at memory for one question to the driver, which takes about as long.
 constexpr int kLooks = 32;
