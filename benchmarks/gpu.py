@@ -256,6 +256,7 @@ def show_code(gpu, folder: Path) -> dict:
     """Print what the driver says of each kernel, and keep what it was given."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
+    gpu.compile(KINDS)
     for kind in KINDS:
         name = "_".join(str(int(item)) for item in kind.numbers())
         found[name] = gpu.attributes(kind)

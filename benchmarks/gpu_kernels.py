@@ -158,6 +158,7 @@ class Passes:
             device.zeros(max(getattr(launch, name) for launch in self.launches.values()), number)
             for name, number in (("partials", "float64"), ("counters", "int32"), ("tickets", "float64"))
         )
+        self._partials[:] = np.nan  # as the operator has them: with anything in them
         self.message = device.pinned(4 + 4 * layout[1])
         self.saved = device.zeros(4 * layout[1] + 3, "float64")
         self._ticket = 0.0

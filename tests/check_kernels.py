@@ -17,6 +17,7 @@ sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "benchmarks")]
 
 import numpy as np  # noqa: E402
 from cupy_gpu import open_gpu  # noqa: E402
+from gpu_kernels import KINDS  # noqa: E402
 from kernel_cases import BEHIND, PRECISION, run_two_devices  # noqa: E402
 
 MOST_FAILURES = 20
@@ -77,6 +78,7 @@ def main(words=None) -> int:
     if arguments.exact_memory:
         gpu.cupy.cuda.set_allocator(None)
     print(gpu.description, flush=True)
+    gpu.compile(KINDS)
     done, failures = check(gpu, arguments.cases, arguments.values, arguments.seconds, arguments.seed)
     print("\n".join(failures))
     print(f"right on {done - len(failures)} of {done} random cases, and the same bits twice")

@@ -23,7 +23,7 @@
 #define __global__
 #define __device__
 #define __shared__ static thread_local
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 
 struct uint3_ {
   unsigned x, y, z;

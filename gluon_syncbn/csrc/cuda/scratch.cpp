@@ -80,7 +80,16 @@ Scratch::Scratch(const Sizes& sizes)
   numbers_[0] = 0;
 }
 
+std::atomic<Scratch*>& Scratch::stuck() {
+  static std::atomic<Scratch*> scratch{nullptr};
+  return scratch;
+}
+
 std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, std::initializer_list<Launch> launches) {
+  if (Scratch* const before = stuck()) {
+    if (!before->has_ended()) throw CudaFailure(before->running_ + " of an earlier call still runs");
+    stuck() = nullptr;
+  }
   Sizes sizes{device, rounded(1), rounded(1), rounded(1), rounded(4 + 4 * layout.channels)};
   for (const Launch& launch : launches) {
     sizes.partials = std::max(sizes.partials, rounded(launch.partials(layout)));
@@ -131,6 +140,7 @@ void Scratch::poll(double timeout_seconds, const IsDone& is_done) {
   while (!is_done()) {
     const auto waited = std::chrono::steady_clock::now() - began;
     if (std::chrono::duration<double>(waited).count() > timeout_seconds) {
+      stuck() = this;
       throw CudaFailure(running_ + " has not ended within " + text_of(timeout_seconds, std::defaultfloat, 6) + " s");
     }
     waited < kWatch ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);

@@ -12,9 +12,11 @@
 // callback returns only when they have ended. The holder sees to that (`wait`).
 //
 // What ends a wait: the kernel has ended; CUDA reports an error; or the timeout. After the last two the scratch is
-// never lent or freed again, because its kernel may still run and write there.
+// never lent or freed again, because its kernel may still run and write there. It may write to arrays of MXNet's, too,
+// so after a timeout no GPU's kernels are launched until it has ended.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -60,6 +62,7 @@ class Scratch {
   struct Pool;
   static Pool& pool();
   static void give_back(Scratch* scratch);
+  static std::atomic<Scratch*>& stuck();  // what a wait for has timed out, or null
   bool has_ended() const;
   template <typename IsDone>
   void poll(double timeout_seconds, const IsDone& is_done);

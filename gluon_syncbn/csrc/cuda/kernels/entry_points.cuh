@@ -1,9 +1,11 @@
-// The kernels themselves.
+// The kernels themselves. At least two blocks run at a time on a multiprocessor, so that one reads while another adds
+// up.
+#define BOUNDS __launch_bounds__(kThreads, 512 / kThreads)
 
-#define KERNEL(name, Arguments)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(kThreads) name##_rows(Arguments arguments) { run<Rows>(arguments); } \
-  extern "C" __global__ void __launch_bounds__(kThreads) name##_columns(Arguments arguments) {                      \
-    arguments.shape.aligned ? run<Columns<kPack>>(arguments) : run<Columns<1>>(arguments);                          \
+#define KERNEL(name, Arguments)                                                                \
+  extern "C" __global__ void BOUNDS name##_rows(Arguments arguments) { run<Rows>(arguments); } \
+  extern "C" __global__ void BOUNDS name##_columns(Arguments arguments) {                      \
+    arguments.shape.aligned ? run<Columns<kPack>>(arguments) : run<Columns<1>>(arguments);     \
   }
 
 KERNEL(moments, MomentsArguments)

@@ -47,7 +47,10 @@ __device__ inline void prepare(const Shape& shape, const BlockMemory& memory, co
   }
   if (shares && is_first) __threadfence();
   __syncthreads();
-  if (shares && is_first && thread_number() == 0) *said = memory.ticket;
+  if (shares && is_first && thread_number() == 0) {
+    __threadfence();
+    *said = memory.ticket;
+  }
 #pragma unroll
   for (int s = 0; s < S; ++s) {
 #pragma unroll

@@ -29,6 +29,7 @@ __device__ inline bool is_last_of_tile(int* counters) {
   __threadfence();
   __syncthreads();
   if (thread_number() == 0) {
+    __threadfence();
     last = atomicAdd(counters + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
     __threadfence();
   }
@@ -43,6 +44,7 @@ __device__ inline void finish_tile(const BlockMemory& memory) {
   __syncthreads();
   if (thread_number() == 0) {
     memory.counters[blockIdx.x] = 0;
+    __threadfence_system();
     if (atomicAdd(memory.counters + gridDim.x, 1) == static_cast<int>(gridDim.x) - 1) {
       memory.counters[gridDim.x] = 0;
       __threadfence_system();
