@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Dict, Optional, Tuple
 
 import numpy as np
-from gpu_kernels import PASSES, SOURCE, KernelKind, Passes, Tuning, address_of, options, standalone
+from gpu_kernels import KERNELS, KernelKind, Passes, Tuning, address_of, compile_ptx, load, options, standalone
 
 # CUfunction_attribute
 _ATTRIBUTES = {"shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
@@ -75,7 +75,7 @@ class CupyGpu:
         shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
         stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
         function = ctypes.c_void_p(self.functions(kind, tuning)[kernel])
-        _checked("gluon_syncbn_launch", function, *shape, ctypes.byref(arguments), stream, fails=bool)
+        standalone.checked("gluon_syncbn_launch", function, *shape, ctypes.byref(arguments), stream, fails=bool)
 
     def attributes(self, kind: KernelKind) -> Dict[str, Dict[str, int]]:
         """Registers, memory and versions of each kernel, as the driver has compiled it."""
@@ -94,14 +94,11 @@ class CupyGpu:
         """Handles of the kernels by name, compiled and loaded at first use."""
         words = options(kind, tuning)
         if words not in self._functions:
-            given = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
-            ptx = _checked("gluon_syncbn_compile", SOURCE.encode(), given, len(words), returns=ctypes.c_char_p)
-            self.ptx[words] = ptx
-            module = ctypes.c_void_p(_checked("gluon_syncbn_load", ptx, returns=ctypes.c_void_p))
-            names = [f"{kernel}_{layout}" for kernel in PASSES for layout in ("rows", "columns")]
+            self.ptx[words] = ptx = compile_ptx(words)
+            module = load(ptx)
             self._functions[words] = {
-                name: _checked("gluon_syncbn_function", module, name.encode(), returns=ctypes.c_void_p)
-                for name in names
+                name: standalone.checked("gluon_syncbn_function", module, name.encode(), returns=ctypes.c_void_p)
+                for name in KERNELS
             }
         return self._functions[words]
 
@@ -129,7 +126,7 @@ def measure_latencies(gpu: CupyGpu, kind: KernelKind, layout, rounds: int) -> Di
     # The second kernel begins with the last image.
     watched = ctypes.c_void_p(address_of(y) + (layout[0] - 1) * layout[1] * layout[2] * y.itemsize)
     gpu.synchronize()
-    _checked(
+    standalone.checked(
         "gluon_syncbn_latencies",
         *handles,
         *shapes,
@@ -143,14 +140,3 @@ def measure_latencies(gpu: CupyGpu, kind: KernelKind, layout, rounds: int) -> Di
         fails=bool,
     )
     return dict(zip(names, times.T))
-
-
-def _checked(name: str, *arguments, returns=ctypes.c_int, fails=lambda result: result is None):
-    """Call a function of the standalone library, which says in a text why it has failed."""
-    error = ctypes.create_string_buffer(1 << 16)
-    function = getattr(standalone.library(), name)
-    function.restype = returns
-    result = function(*arguments, error, ctypes.c_int64(len(error)))
-    if fails(result):
-        raise RuntimeError(error.value.decode())
-    return result

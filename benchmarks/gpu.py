@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 from cupy_gpu import measure_latencies, open_gpu
-from gpu_kernels import KINDS, KernelKind, Passes, Tuning
+from gpu_kernels import KINDS, KernelKind, Passes, Tuning, options
 
 # ResNet-50's from the stem to the last stage, and a detector's: the stem at full size, a level of its pyramid.
 SHAPES = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28), (32, 1024, 14, 14), (32, 2048, 7, 7)]
@@ -258,14 +258,14 @@ def show_code(gpu, folder: Path) -> dict:
     found = {}
     gpu.compile(KINDS)
     for kind in KINDS:
-        name = "_".join(str(int(item)) for item in kind.numbers())
+        name = kind.mark()
         found[name] = gpu.attributes(kind)
         for kernel, numbers in found[name].items():
             print(f"{name} {kernel}: {', '.join(f'{number} {key}' for key, number in numbers.items())}", flush=True)
     architectures = {numbers["binary_version"] for kernels in found.values() for numbers in kernels.values()}
-    for words, ptx in gpu.ptx.items():
-        file = folder / f"kernels_{'_'.join(word.split('=')[1] for word in words[1:5])}.ptx"
-        file.write_bytes(ptx)
+    for kind in KINDS:
+        file = folder / f"kernels_{kind.mark()}.ptx"
+        file.write_bytes(gpu.ptx[options(kind)])
         if not disassemble(file, max(architectures)):
             print(f"{file.name}: no machine code; ptxas and nvdisasm of the toolkit make it")
     return found

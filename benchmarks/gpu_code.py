@@ -8,29 +8,16 @@ with a ReLU runs, in float32 and float16. What one reads off here is only a hint
 """
 
 import argparse
-import ctypes
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from gpu_kernels import SOURCE, KernelKind, options, standalone
+from gpu_kernels import KernelKind, compile_ptx, options
 
 UNROLL = 4
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?\s*([A-Z0-9_.]+)\s*(.*?) ;")
-
-
-def compile_kind(kind: KernelKind) -> bytes:
-    words = [word.encode() for word in options(kind)]
-    error = ctypes.create_string_buffer(1 << 16)
-    library = standalone.library()
-    library.gluon_syncbn_compile.restype = ctypes.c_char_p
-    given = (ctypes.c_char_p * len(words))(*words)
-    ptx = library.gluon_syncbn_compile(SOURCE.encode(), given, len(words), error, ctypes.c_int64(len(error)))
-    if ptx is None:
-        raise SystemExit(error.value.decode())
-    return ptx
 
 
 def read_kernels(ptx: Path, architecture: str, tools: Path) -> dict:
@@ -95,7 +82,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         files = arguments.files
         for dtype in () if files else ("float32", "float16"):
-            (Path(folder) / f"{dtype}.ptx").write_bytes(compile_kind(KernelKind(dtype, "relu")))
+            (Path(folder) / f"{dtype}.ptx").write_bytes(compile_ptx(options(KernelKind(dtype, "relu"))))
             files = sorted(Path(folder).iterdir(), reverse=True)
         for file in files:
             values = UNROLL * (8 if "float16" in file.name else 4)

@@ -23,6 +23,7 @@ SOURCE = runpy.run_path(str(CSRC.parent / "base" / "cuda_source.py"))["cuda_sour
 FLAGS = {"float32": 0, "float64": 1, "float16": 2}
 ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 PASSES = ("moments", "normalize", "gradient_sums", "input_gradient")
+KERNELS = [f"{kernel}_{layout}" for kernel in PASSES for layout in ("rows", "columns")]
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
 
 
@@ -36,6 +37,10 @@ class KernelKind(NamedTuple):
 
     def numbers(self) -> Tuple[int, int, bool, bool]:
         return FLAGS[self.dtype], ACTIVATIONS.index(self.activation), self.has_residual, self.in_place
+
+    def mark(self) -> str:
+        """As what was compiled says for what (entry_points.cuh)."""
+        return "_".join(str(int(number)) for number in self.numbers())
 
 
 _LAYERS = (("none",), ("relu",), ("leaky",), ("relu", True), ("none", False, True), ("leaky", False, True))
@@ -76,6 +81,18 @@ def options(kind: KernelKind, tuning: Optional[Tuning] = None) -> Tuple[str, ...
     numbers = (ctypes.c_int64 * 4)(*tuning[:4])
     standalone.library().gluon_syncbn_kernel_options((ctypes.c_int * 4)(*kind.numbers()), numbers, text, len(text))
     return (*text.value.decode().split(), *tuning.defines)
+
+
+def compile_ptx(words: Tuple[str, ...]) -> bytes:
+    """Compile with these options, by the operator's own code; RuntimeError with the compiler's log."""
+    given = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+    returns = ctypes.c_char_p
+    return standalone.checked("gluon_syncbn_compile", SOURCE.encode(), given, len(words), returns=returns)
+
+
+def load(ptx: bytes) -> ctypes.c_void_p:
+    """A module on the first GPU; RuntimeError with what the driver says."""
+    return ctypes.c_void_p(standalone.checked("gluon_syncbn_load", ptx, returns=ctypes.c_void_p))
 
 
 class Launch(NamedTuple):

@@ -36,20 +36,39 @@ def build() -> Path:
     shared = [*sorted((ROOT / _CSRC).rglob("*.h")), ROOT / "setup.py"]
     contents = hashlib.sha256(b"".join(path.read_bytes() for path in [main, *sources, *shared]))
     folder = ROOT / "build" / "standalone"
-    file = folder / f"{contents.hexdigest()}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def make(made: Path) -> None:
+        for old in folder.glob("*.so"):
+            old.unlink()
+        compile_flags, link_flags = _flags()
+        parts = [_object_of(source, shared) or source for source in sources]
+        command = ["g++", "-fPIC", "-shared", f"-I{ROOT / _CSRC}", *compile_flags, main, *parts, "-o", made]
+        subprocess.run([*command, *link_flags], check=True)
+
+    return made_once(folder / f"{contents.hexdigest()}.so", folder / "lock", make)
+
+
+def made_once(file: Path, lock: Path, make) -> Path:
+    """Return ``file``, made by ``make(path)`` if it is not there: once, however many processes ask, under ``lock``."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         if not file.exists():
-            for old in folder.glob("*.so"):
-                old.unlink()
-            compile_flags, link_flags = _flags()
-            parts = [_object_of(source, shared) or source for source in sources]
-            made = folder / "made"
-            command = ["g++", "-fPIC", "-shared", f"-I{ROOT / _CSRC}", *compile_flags, main, *parts, "-o", made]
-            subprocess.run([*command, *link_flags], check=True)
+            made = file.with_suffix(".made")
+            make(made)
             made.rename(file)
     return file
+
+
+def checked(name: str, *arguments, returns=ctypes.c_int, fails=lambda result: result is None):
+    """Call a function of the library that leaves a text where it fails, which is a RuntimeError here."""
+    error = ctypes.create_string_buffer(1 << 16)
+    function = getattr(library(), name)
+    function.restype = returns
+    result = function(*arguments, error, ctypes.c_int64(len(error)))
+    if fails(result):
+        raise RuntimeError(error.value.decode())
+    return result
 
 
 def _flags():

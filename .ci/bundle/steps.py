@@ -244,13 +244,13 @@ def describe_machine(run: Run) -> Dict[str, object]:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     query = "name,driver_version,memory.total,compute_cap,clocks.max.sm,clocks.max.memory"
-    state = "compute_mode,mig.mode.current,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.mem"
+    state = "mig.mode.current,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.mem"
     return {
         "gpus": run.gpus,
         "stands_in": STANDS_IN,
         "nvidia_smi": said_by(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]),
         "compute_mode": said_by(["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]),
-        # Compute mode, MIG, PCI Express generation and width, clocks now.
+        # MIG, PCI Express generation and width, clocks now.
         "state": said_by(["nvidia-smi", f"--query-gpu={state}", "--format=csv,noheader"]),
         "processor": processor,
         "cores": os.cpu_count(),

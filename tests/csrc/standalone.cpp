@@ -16,6 +16,7 @@
 #include "cuda/launch.h"
 #include "cuda/program.h"
 #include "exported.h"
+#include "find_function.h"
 #include "meeting/rendezvous.h"
 #include "meeting/waiting.h"
 
@@ -131,6 +132,12 @@ namespace {
 
 Tuning tuning_of(const int64_t* numbers) { return {numbers[0], numbers[1], numbers[2], numbers[3]}; }
 
+void launch(void* function, const unsigned* grid, const unsigned* block, void* arguments, void* stream) {
+  void* addresses[] = {arguments};
+  check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
+             "a kernel could not be launched");
+}
+
 // Leaves what is thrown in `error`; returns 0, or 1.
 template <typename Action>
 int or_error(char* error, int64_t error_size, const Action& action) {
@@ -194,8 +201,8 @@ EXPORTED void* gluon_syncbn_function(void* module, const char* name, char* error
 // An attribute (CUfunction_attribute) of a kernel.
 EXPORTED int gluon_syncbn_attribute(void* function, int attribute) {
   int value = -1;
-  const auto get =
-      reinterpret_cast<int (*)(int*, int, void*)>(dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuFuncGetAttribute"));
+  int (*get)(int*, int, void*) = nullptr;
+  find_function(dlopen("libcuda.so.1", RTLD_NOW), "cuFuncGetAttribute", get);
   if (get) get(&value, attribute, function);
   return value;
 }
@@ -205,9 +212,7 @@ EXPORTED int gluon_syncbn_launch(void* function, const unsigned* grid, const uns
                                  void* stream, char* error, int64_t error_size) {
   return or_error(error, error_size, [&] {
     const GpuContext context(0);
-    void* addresses[] = {arguments};
-    check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
-               "the kernel could not be launched");
+    launch(function, grid, block, arguments, stream);
   });
 }
 
@@ -225,11 +230,6 @@ EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsign
     const GpuContext context(0);
     void* stream = nullptr;
     check_cuda(cuda().create_stream(&stream, 1), "a stream could not be created");
-    const auto launch = [&](void* function, const unsigned* grid, const unsigned* block, void* arguments) {
-      void* addresses[] = {arguments};
-      check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
-                 "a kernel could not be launched");
-    };
     const auto wait = [&](const auto& is_done) {
       const Time::time_point until = Time::now() + std::chrono::seconds(10);
       while (!is_done()) {
@@ -243,7 +243,7 @@ EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsign
       std::memcpy(y, untouched.data(), untouched.size());
       first->memory.ticket = ++ticket;
       Time::time_point seen[7] = {Time::now()};
-      launch(moments, moments_grid, moments_block, first);
+      launch(moments, moments_grid, moments_block, first, stream);
       seen[1] = Time::now();
       wait([&] { return *message == ticket; });
       seen[2] = Time::now();
@@ -251,7 +251,7 @@ EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsign
       seen[3] = Time::now();
       second->memory.ticket = ++ticket;
       for (int64_t i = 0; i < 2 * first->shape.channels; ++i) message[1 + i] = 0.5;
-      launch(normalize, normalize_grid, normalize_block, second);
+      launch(normalize, normalize_grid, normalize_block, second, stream);
       seen[4] = Time::now();
       wait([&] { return std::memcmp(y, untouched.data(), untouched.size()) != 0; });
       seen[5] = Time::now();

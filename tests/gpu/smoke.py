@@ -8,7 +8,6 @@ if something is wrong, and with 3 if MXNet sees no GPU.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import sys
@@ -34,18 +33,8 @@ def timed(action):
 
 def compile_and_load(kind) -> dict:
     """Seconds; raises what the compiler or the driver says."""
-    library = gpu_kernels.standalone.library()
-    library.gluon_syncbn_compile.restype = library.gluon_syncbn_load.restype = ctypes.c_void_p
-    words = [word.encode() for word in gpu_kernels.options(kind)]
-    error = ctypes.create_string_buffer(1 << 16)
-    where = error, ctypes.c_int64(len(error))
-    given = (ctypes.c_char_p * len(words))(*words)
-    compiled, ptx = timed(lambda: library.gluon_syncbn_compile(gpu_kernels.SOURCE.encode(), given, len(words), *where))
-    if ptx is None:
-        raise RuntimeError(error.value.decode())
-    loaded, module = timed(lambda: library.gluon_syncbn_load(ctypes.c_void_p(ptx), *where))
-    if module is None:
-        raise RuntimeError(error.value.decode())
+    compiled, ptx = timed(lambda: gpu_kernels.compile_ptx(gpu_kernels.options(kind)))
+    loaded, _ = timed(lambda: gpu_kernels.load(ptx))
     return {"compile": compiled, "load": loaded}
 
 

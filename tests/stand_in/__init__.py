@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import ctypes
-import fcntl
 import hashlib
 import mmap
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 import numpy as np
-from gpu_kernels import CSRC, KINDS, KernelKind, Tuning, options
+from gpu_kernels import CSRC, KINDS, KernelKind, Tuning, options, standalone
 
 HERE = Path(__file__).parent
 COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -30,22 +29,17 @@ def library_of(kind: KernelKind, tuning: Optional[Tuning] = None) -> Path:
     defined = options(kind, tuning)[1:]
     text = b"".join(path.read_bytes() for path in _SOURCES if path.is_file())
     name = hashlib.sha256(text + repr((defined, COMPILER, _CHECKED)).encode()).hexdigest()[:16]
-    _KEPT.mkdir(parents=True, exist_ok=True)
-    file = _KEPT / f"{name}.so"
-    with open(_KEPT / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
-            made = file.with_suffix(".made")
-            subprocess.run([*COMPILER, *_CHECKED, *defined, str(HERE / "kernels_on_cpu.cpp"), "-o", made], check=True)
-            made.rename(file)
-    return file
+    command = [*COMPILER, *_CHECKED, *defined, str(HERE / "kernels_on_cpu.cpp"), "-o"]
+    return standalone.made_once(
+        _KEPT / f"{name}.so", _KEPT / f"{name}.lock", lambda made: subprocess.run([*command, made], check=True)
+    )
 
 
 def build_kernels(folder: Path) -> None:
     """Fill ``folder`` with the libraries for all kinds of layers, under the names that driver.cpp looks for."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for kind, library in zip(KINDS, pool.map(library_of, KINDS)):
-            shutil.copy(library, folder / f"kernels_{'_'.join(str(int(item)) for item in kind.numbers())}.so")
+            shutil.copy(library, folder / f"kernels_{kind.mark()}.so")
 
 
 class StandInGpu:

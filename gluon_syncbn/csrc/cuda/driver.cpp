@@ -6,16 +6,12 @@
 #include <map>
 #include <mutex>
 
+#include "find_function.h"
+
 namespace gluon_syncbn {
 namespace {
 
 void* library_of_mxnet = nullptr;
-
-template <typename Function>
-bool find(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr;
-}
 
 // Found once, for good. Names that end in _v2 are those that CUDA's header gives to callers.
 struct Driver {
@@ -30,13 +26,16 @@ struct Driver {
     }
     CudaFunctions& f = functions;
     const bool found =
-        find(library, "cuInit", f.init) && find(library, "cuDeviceGet", f.get_device) &&
-        find(library, "cuDevicePrimaryCtxRetain", f.retain_context) &&
-        find(library, "cuCtxGetCurrent", f.get_current) && find(library, "cuCtxSetCurrent", f.set_current) &&
-        find(library, "cuStreamCreate", f.create_stream) && find(library, "cuStreamQuery", f.query_stream) &&
-        find(library, "cuModuleLoadDataEx", f.load_module) && find(library, "cuModuleGetFunction", f.get_function) &&
-        find(library, "cuLaunchKernel", f.launch) && find(library, "cuMemsetD8Async", f.fill_bytes) &&
-        find(library, "cuGetErrorString", f.get_error_string);
+        find_function(library, "cuInit", f.init) && find_function(library, "cuDeviceGet", f.get_device) &&
+        find_function(library, "cuDevicePrimaryCtxRetain", f.retain_context) &&
+        find_function(library, "cuCtxGetCurrent", f.get_current) &&
+        find_function(library, "cuCtxSetCurrent", f.set_current) &&
+        find_function(library, "cuStreamCreate", f.create_stream) &&
+        find_function(library, "cuStreamQuery", f.query_stream) &&
+        find_function(library, "cuModuleLoadDataEx", f.load_module) &&
+        find_function(library, "cuModuleGetFunction", f.get_function) &&
+        find_function(library, "cuLaunchKernel", f.launch) && find_function(library, "cuMemsetD8Async", f.fill_bytes) &&
+        find_function(library, "cuGetErrorString", f.get_error_string);
     if (!found) missing = std::string("the CUDA driver is too old: ") + dlerror();
   }
 };
@@ -66,10 +65,13 @@ struct Compiler {
   }
 
   bool use(void* library) {
-    is_found = library && find(library, "nvrtcCreateProgram", create) &&
-               find(library, "nvrtcCompileProgram", compile) && find(library, "nvrtcDestroyProgram", destroy) &&
-               find(library, "nvrtcGetProgramLogSize", get_log_size) && find(library, "nvrtcGetProgramLog", get_log) &&
-               find(library, "nvrtcGetPTXSize", get_ptx_size) && find(library, "nvrtcGetPTX", get_ptx);
+    is_found = library && find_function(library, "nvrtcCreateProgram", create) &&
+               find_function(library, "nvrtcCompileProgram", compile) &&
+               find_function(library, "nvrtcDestroyProgram", destroy) &&
+               find_function(library, "nvrtcGetProgramLogSize", get_log_size) &&
+               find_function(library, "nvrtcGetProgramLog", get_log) &&
+               find_function(library, "nvrtcGetPTXSize", get_ptx_size) &&
+               find_function(library, "nvrtcGetPTX", get_ptx);
     return is_found;
   }
 };

@@ -21,7 +21,7 @@
 //   rows     inner > 1 (NCHW): a channel is `outer` runs of `inner` neighbours. blockDim = (threads on one channel,
 //            channels of the block). Runs are cut into pieces, and the blocks of a channel take pieces in turn; or, if
 //            a run has one pack for a thread, a thread takes its packs from several images in a row. Single values at
-//            the ends of a run want a thread each: blockDim.x >= kPack - 1 where there are any.
+//            the ends of a run want a thread each: blockDim.x >= 2 * (kPack - 1) where there are any.
 //   columns  inner = 1 (channel-last, and (N, C)): channels are neighbours. blockDim = (threads side by side, rows).
 //            Each thread keeps its channels and walks down the rows.
 //

@@ -35,15 +35,13 @@ Cut cut_rows(const Layout& layout, int64_t pack, bool is_whole, const Tuning& tu
   const int64_t width = launch.aligned ? pack : 1, packs = divide_up(layout.inner, width);
   // Packs lie in the same places of each image.
   const bool alike = !launch.aligned || layout.channels * layout.inner % pack == 0;
+  // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per thread.
+  const int64_t singles = is_whole ? 1 : 2 * (pack - 1);
   const bool is_short = packs <= tuning.threads && (packs < tuning.unroll || !is_whole);
   if (is_short && alike && layout.outer > 1) {
     launch.images = static_cast<int>(tuning.unroll);
-    // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per
-    // thread.
-    const int64_t singles = is_whole ? 1 : 2 * (pack - 1);
     return {power_of_two_for(std::max(packs, singles), tuning.threads), divide_up(layout.outer, tuning.unroll)};
   }
-  const int64_t singles = is_whole ? 1 : 2 * (pack - 1);
   Cut cut{};
   cut.threads = power_of_two_for(std::max(divide_up(packs, tuning.unroll), singles), tuning.threads);
   while (true) {
