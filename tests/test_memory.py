@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import run_python
+from harness import LATE_THREADS, run_python
 
 DETECTOR = """
 import sys
@@ -60,10 +60,6 @@ for number in range(1, {steps} + 1):
 """
 
 
-# MXNet keeps a thread for each callback of custom operators that was ever queued at once with others, and adds one when
-# there is one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
-# A thread left behind by each call, or by each step, would be 80 or more.
-LATE_THREADS = 2
 # What each step leaves behind shows in every 20 steps, what an allocator does now and then in one or two of them.
 # The example leaves some 5 to 8 kB a step, with nn.BatchNorm as well.
 BYTES_PER_STEP = 24 << 10
