@@ -1,15 +1,25 @@
 """What synchronizing over processes costs on this machine: one exchange, and a training step.
 
     OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
+    OMP_NUM_THREADS=1 python benchmarks/processes.py --hosts 2,4 --sizes 4,8,16,32
 
-An exchange is timed on a thread of its own, as in an operator, while the main thread waits. With Horovod, its own
-``allreduce`` of that size is also timed, from the main thread. A step is that of ResNet-50, forward and backward, with
-2 processes of one device each, and with 2 devices in one process; the two take turns.
+An exchange is timed on a thread of its own, as in an operator, while the main thread waits: rows of all, pairs, and
+MPI's own collectives take turns. With Horovod, its own ``allreduce`` of that size is also timed, from the main thread.
+A step is that of ResNet-50, forward and backward, with 2 processes of one device each, and with 2 devices in one
+process; the two take turns.
+
+With ``--loader`` an exchange of 4,097 numbers through MPI is timed while the main thread reads a data loader, whose 4
+workers are processes, or threads of this process, and transform images in Python.
+
+With ``--hosts`` only exchanges are timed, over so many hosts that are made here (tests/hosts, as root), with the
+networks of that module.
 """
 
 import argparse
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -18,19 +28,21 @@ import threading
 import time
 
 MARK = "MEASURED "
-LENGTHS = (129, 513, 4097)
-EXCHANGES, STEPS, WARM_UP = 600, 12, 4
+LENGTHS = (513, 4097)
+EXCHANGES, STEPS, WARM_UP = 300, 12, 4
+MANY = 8  # of more processes than these on this machine there are fewer exchanges
 IMAGES = (4, 3, 128, 128)
 
 
-def launch(engine: str, size: int, *arguments) -> list:
+def launch(engine: str, size: int, *arguments, hosts=None) -> list:
     """What the first process measured."""
     from common import launcher, path_of_launchers
 
     variables = {**os.environ, "PATH": path_of_launchers()}
+    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, ["OMP_NUM_THREADS"])
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         command = [
-            *launcher(engine, size),
+            *words,
             sys.executable,
             os.path.abspath(__file__),
             "--worker",
@@ -60,52 +72,128 @@ def on_a_thread(work) -> None:
 
 
 def measure_exchanges(engine: str) -> dict:
-    """Milliseconds by length: median and 90th percentile of an exchange, and Horovod's own."""
-    import mxnet as mx
+    """Milliseconds by length and way: median and 90th percentile of an exchange."""
     import numpy as np
 
-    from gluon_syncbn.meeting.pairs import reduce_in_pairs
-
     group = join(engine)
-    everyone = range(group.size)
     found = {}
     for length in LENGTHS:
-        vector, seconds, in_pairs = np.full(length, group.rank + 1.0), [], []
+        vector = np.full(length, group.rank + 1.0)
+        ways = ways_of_mpi(group, vector) if engine == "mpi" else {"rows": in_rows(group, vector)}
+        seconds = {name: [] for name in ways}
 
-        def in_rows(number, length=length, vector=vector):
-            return group.all_gather(f"rows{length}", number, vector, everyone, lambda: None).sum(axis=0)
-
-        def by_pairs(number, length=length, vector=vector):
-            def meet(part, brought, partner):
-                pair = sorted((group.rank, partner))
-                return group.all_gather(f"pairs{length}.{part}", number, brought, pair, lambda: None)
-
-            return reduce_in_pairs(vector, group.rank, everyone, lambda rows: rows.sum(axis=0), meet)
-
-        def exchange(seconds=seconds, in_pairs=in_pairs, runs=(in_rows, by_pairs)):
-            for number in range(1, EXCHANGES + 1):
-                for run, times in zip(runs, (seconds, in_pairs)):
-                    if times is in_pairs and not group.meets_in_pairs:
-                        continue
+        def exchange(ways=ways, seconds=seconds):
+            for number in range(1, (EXCHANGES if group.size <= MANY else EXCHANGES // 5) + 1):
+                # In another order each time, the same in all processes: each way leaves them a bit apart.
+                for name in random.Random(number).sample(list(ways), len(ways)):
                     started = time.perf_counter()
-                    total = run(number)
-                    times.append(time.perf_counter() - started)
+                    total = ways[name](number)
+                    seconds[name].append(time.perf_counter() - started)
                     assert (total == group.size * (group.size + 1) / 2).all()
 
         on_a_thread(exchange)
-        found[length] = summary(seconds)
-        if in_pairs:
-            found[f"{length} in pairs"] = summary(in_pairs)
+        found.update({f"{length}, {name}": summary(times) for name, times in seconds.items()})
         if engine == "horovod":
-            import horovod.mxnet as hvd
+            found[f"{length}, hvd.allreduce on the main thread"] = summary(horovods_own(group.size, length))
+    return found
 
-            array, own = mx.nd.zeros((group.size, length), dtype="float64"), []
+
+def in_rows(group, vector):
+    everyone = range(group.size)
+    return lambda number: group.all_gather(f"rows{vector.size}", number, vector, everyone, never).sum(axis=0)
+
+
+def ways_of_mpi(group, vector) -> dict:
+    """How all processes can come to the sum of their vectors: functions of the number of the exchange."""
+    import numpy as np
+    from mpi4py import MPI
+
+    from gluon_syncbn.distributed.mpi import _poll
+    from gluon_syncbn.meeting.pairs import reduce_in_pairs
+
+    comm, rows, total = MPI.COMM_WORLD.Dup(), np.empty((group.size, vector.size)), np.empty_like(vector)
+
+    def in_pairs(number):
+        def meet(part, brought, partner):
+            pair = sorted((group.rank, partner))
+            return group.all_gather(f"pairs{vector.size}.{part}", number, brought, pair, never)
+
+        return reduce_in_pairs(vector, group.rank, range(group.size), lambda both: both.sum(axis=0), meet)
+
+    def by_gather(number):
+        _poll(comm.Iallgather(vector, rows).Test, never)
+        return rows.sum(axis=0)
+
+    def by_reduce(number):
+        _poll(comm.Iallreduce(vector, total).Test, never)
+        return total
+
+    names = ("rows", "pairs", "MPI_Iallgather", "MPI_Iallreduce")
+    return dict(zip(names, (in_rows(group, vector), in_pairs, by_gather, by_reduce)))
+
+
+def horovods_own(size: int, length: int) -> list:
+    """Seconds of Horovod's operation, from the main thread."""
+    import horovod.mxnet as hvd
+    import mxnet as mx
+
+    array, seconds = mx.nd.zeros((size, length), dtype="float64"), []
+    for _ in range(EXCHANGES):
+        started = time.perf_counter()
+        hvd.allreduce(array, name=f"own{length}", op=hvd.Sum).asnumpy()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def never():
+    """Ends no wait."""
+
+
+def measure_beside_a_loader() -> dict:
+    """Milliseconds of an exchange by what runs beside it."""
+    import numpy as np
+    from mxnet import gluon
+
+    group = join("mpi")
+    run, number, found = in_rows(group, np.full(4097, group.rank + 1.0)), itertools.count(1), {}
+    images = gluon.data.SimpleDataset(list(np.random.randint(0, 255, (64, 64, 64, 3)).astype("uint8")))
+    for name, options in (
+        ("no loader", None),
+        ("4 processes", {"num_workers": 4}),
+        ("4 threads", {"num_workers": 4, "thread_pool": True}),
+        ("4 threads, sys.setswitchinterval(5e-4)", {"num_workers": 4, "thread_pool": True}),
+    ):
+        sys.setswitchinterval(5e-4 if "switch" in name else 5e-3)  # the second is Python's own
+        seconds, is_over = [], threading.Event()
+
+        def exchange(seconds=seconds, is_over=is_over):
             for _ in range(EXCHANGES):
                 started = time.perf_counter()
-                hvd.allreduce(array, name=f"own{length}", op=hvd.Sum).asnumpy()
-                own.append(time.perf_counter() - started)
-            found[f"{length} by hvd.allreduce on the main thread"] = summary(own)
+                run(next(number))
+                seconds.append(time.perf_counter() - started)
+            is_over.set()
+
+        thread = threading.Thread(target=exchange)
+        loader = gluon.data.DataLoader(images.transform(in_python), 4, **options) if options else None
+        thread.start()
+        while not is_over.is_set():
+            if loader is None:
+                is_over.wait()
+            else:
+                for _ in loader:
+                    if is_over.is_set():
+                        break
+        thread.join()
+        found[name] = summary(seconds)
     return found
+
+
+def in_python(image):
+    """What an augmentation in Python takes: some milliseconds, most of them in the interpreter."""
+    total = 0
+    for value in image[::2, ::2].ravel().tolist():
+        total += value * value
+    return image.astype("float32") / (1 + total)
 
 
 def summary(seconds: list) -> list:
@@ -143,7 +231,10 @@ def measure_steps(engine: str, devices: int) -> list:
 
 
 def work(engine: str, what: str, devices: str = "1") -> None:
-    found = measure_exchanges(engine) if what == "exchange" else measure_steps(engine, int(devices))
+    if what == "step":
+        found = measure_steps(engine, int(devices))
+    else:
+        found = measure_beside_a_loader() if what == "loader" else measure_exchanges(engine)
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", 0)))
     if rank == 0:
         sys.stdout.write(MARK + json.dumps(found) + "\n")
@@ -155,6 +246,8 @@ def main() -> None:
     parser.add_argument("--engines", default="mpi,horovod")
     parser.add_argument("--sizes", default="2,4,8")
     parser.add_argument("--rounds", type=int, default=3, help="how often the two kinds of a step take turns")
+    parser.add_argument("--hosts", help="exchanges only, over so many hosts that are made here: 2,4")
+    parser.add_argument("--loader", action="store_true", help="exchanges beside a data loader only")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -162,12 +255,15 @@ def main() -> None:
     from common import machine
 
     print(machine())
-    engines = options.engines.split(",")
+    engines, sizes = options.engines.split(","), list(map(int, options.sizes.split(",")))
     print("\none exchange, ms: median, 90th percentile")
+    if options.loader:
+        return show("mpi, 2 processes", launch("mpi", 2, "loader"))
+    if options.hosts:
+        return measure_hosts(engines, sizes, list(map(int, options.hosts.split(","))))
     for engine in engines:
-        for size in options.sizes.split(","):
-            for name, (median, ninety) in launch(engine, int(size), "exchange").items():
-                print(f"{engine}, {size} processes, {name} float64: {median:.3f}, {ninety:.3f}", flush=True)
+        for size in sizes:
+            show(f"{engine}, {size} processes", launch(engine, size, "exchange"))
     print("\nResNet-50, ms a step: 2 devices in one process; 2 processes with one each; ratio of throughput")
     for engine in engines:
         pairs = [(launch("none", 1, "step", 2), launch(engine, 2, "step", 1)) for _ in range(options.rounds)]
@@ -175,6 +271,24 @@ def main() -> None:
         together, apart = (statistics.median(column) for column in zip(*medians))
         shown = statistics.median(one / other for one, other in medians)
         print(f"{engine}: {together:.0f}, {apart:.0f}, {shown:.2f}", flush=True)
+
+
+def show(what: str, found: dict) -> None:
+    for name, (median, ninety) in found.items():
+        print(f"{what}, {name}: {median:.3f}, {ninety:.3f}", flush=True)
+
+
+def measure_hosts(engines: list, sizes: list, counts: list) -> None:
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+    from hosts import CLUSTER, GIGABIT, Hosts
+
+    for engine, count, network in itertools.product(engines, counts, (CLUSTER, GIGABIT)):
+        for size in sizes:
+            with Hosts(count, network) as hosts:
+                show(
+                    f"{engine}, {size} processes on {count} hosts, {network}",
+                    launch(engine, size, "exchange", hosts=hosts),
+                )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,27 @@
 
 ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` are names in MXNet's modules, and in every
 module that has imported them from there (such as gluoncv's ``nn.feature``). `install` replaces them in all these
-modules, and `uninstall` restores them.
+modules, and `uninstall` restores them. A script that makes plain layers has its nets converted where it makes its
+Trainer.
 """
 
+import functools
+import gc
+import logging
 import sys
 from typing import Any, List, Tuple
 
 import mxnet as mx
+from mxnet.gluon import Block, Parameter, Trainer
 from mxnet.gluon.contrib import nn as contrib_nn
 
 from gluon_syncbn import symbol
+from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.convert import convert_sync_batchnorm, is_plain
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
+
+_log = logging.getLogger(__name__)
 
 _CONTRIB_LAYER = contrib_nn.SyncBatchNorm
 _CONTRIB_SYMBOL = mx.sym.contrib.SyncBatchNorm
@@ -54,11 +64,19 @@ def _contrib_symbol(
     return symbol.SyncBatchNorm(data, gamma, beta, moving_mean, moving_var, num_devices=ndev, **options)
 
 
-def install() -> None:
+def install(convert: bool = False) -> None:
     """Replace ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` by this package's.
 
     They are replaced in every module that has imported them. Call it before the net is built. Layers that exist already
     do not change; `convert_sync_batchnorm` converts them. A second call does nothing more.
+
+    Parameters
+    ----------
+    convert : bool, default False
+        From now on, also convert every net with plain BatchNorm when a `gluon.Trainer` (or Horovod's
+        ``DistributedTrainer``) is made for its parameters, as `convert_sync_batchnorm` does. This is for scripts that
+        make plain layers, whatever their options say. Logs at level INFO which nets it converted, and warns where a
+        Trainer's nets have no BatchNorm at all.
 
     Examples
     --------
@@ -73,8 +91,9 @@ def install() -> None:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in ours:
-                _replaced.append((module, attribute, value))
-                setattr(module, attribute, ours[id(value)])
+                _replace(module, attribute, ours[id(value)])
+    if convert and all(owner is not Trainer for owner, _, _ in _replaced):
+        _replace(Trainer, "__init__", _converting(Trainer.__init__))
 
 
 def uninstall() -> None:
@@ -82,3 +101,40 @@ def uninstall() -> None:
     while _replaced:
         module, attribute, value = _replaced.pop()
         setattr(module, attribute, value)
+
+
+def _replace(owner: Any, attribute: str, value: Any) -> None:
+    _replaced.append((owner, attribute, getattr(owner, attribute)))
+    setattr(owner, attribute, value)
+
+
+def _converting(original):
+    """Trainer's constructor, which first converts the nets that it is made for."""
+
+    @functools.wraps(original)
+    def convert_and_make(self, params, *args, **kwargs):
+        parameters = list(params.values()) if hasattr(params, "values") else list(params)
+        nets = _nets_of(parameters)
+        for net in nets:
+            if any(map(is_plain, all_blocks(net))):
+                convert_sync_batchnorm(net)
+                _log.info("%s, a %s, was converted for its Trainer.", net.name, type(net).__name__)
+        if not any(
+            isinstance(block, (SyncBatchNorm, SynchronizedSymbolBlock)) for net in nets for block in all_blocks(net)
+        ):
+            _log.warning("A Trainer was made for a net without BatchNorm layers: nothing synchronizes.")
+        original(self, params, *args, **kwargs)
+
+    return convert_and_make
+
+
+def _nets_of(parameters: List[Parameter]) -> List[Block]:
+    """The outermost blocks that have any of these parameters."""
+    wanted = set(map(id, parameters))
+    found = []
+    for block in [item for item in gc.get_objects() if isinstance(item, Block)]:
+        blocks = all_blocks(block)
+        if any(id(item) in wanted for part in blocks for item in part.params.values()):
+            found.append(blocks)
+    inner = {id(part) for first, *others in found for part in others}
+    return [first for first, *_ in found if id(first) not in inner]

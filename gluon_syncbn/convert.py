@@ -207,6 +207,11 @@ def _options_so_far(layer: Block) -> Dict[str, Any]:
     return {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
 
 
+def is_plain(block: Block) -> bool:
+    """Whether `convert_sync_batchnorm` would make this block synchronize, which does not yet."""
+    return (_can_convert(block) and not isinstance(block, SyncBatchNorm)) or _is_convertible_symbol(block)
+
+
 def _can_convert(block: Block) -> bool:
     """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can see."""
     if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm, BatchNormReLU)):

@@ -9,27 +9,38 @@ In a job of several processes, started by ``horovodrun`` or ``mpirun``, layers s
 
     horovodrun -np 4 python -m gluon_syncbn.run train_faster_rcnn.py --horovod --norm-layer syncbn
 
+Some scripts make plain BatchNorm layers, whatever their options say: GluonCV's train_ssd.py and train_yolo3.py in a
+process with one device, and scripts without such an option. ``--convert`` before the script's name converts the net
+where the script makes its Trainer::
+
+    horovodrun -np 4 python -m gluon_syncbn.run --convert train_ssd.py --horovod
+
 ``GLUON_SYNCBN_PROCESS_GROUP`` says through what ('horovod', 'mpi') or that they should not ('none'); by default MPI
 where ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.
 
 Without a GPU it says on stderr what such a script takes of memory, and what bounds that.
 """
 
+import logging
 import os
 import runpy
 import sys
 
+from gluon_syncbn import _install, convert
 from gluon_syncbn._install import install
 from gluon_syncbn.distributed.default import VARIABLE, init_process_group, name_of_communicator
 from gluon_syncbn.distributed.launchers import job_of_launcher
 from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
-USAGE = "usage: python -m gluon_syncbn.run [-m] script_or_module [arguments ...]"
+USAGE = "usage: python -m gluon_syncbn.run [--convert] [-m] script_or_module [arguments ...]"
 
 
 def main() -> None:
     arguments = sys.argv[1:]
+    converts = arguments[:1] == ["--convert"]
+    if converts:
+        del arguments[0]
     is_module = arguments[:1] == ["-m"]
     if is_module:
         del arguments[0]
@@ -47,7 +58,9 @@ def main() -> None:
             file=sys.stderr,
         )
     _connect_processes()
-    install()
+    install(converts)
+    if converts and _is_first():
+        _show_conversions()
     sys.argv = arguments
     if is_module:
         sys.path.insert(0, os.getcwd())
@@ -67,8 +80,24 @@ def _connect_processes() -> None:
         name = os.environ[VARIABLE] = name_of_communicator()
     if name == "mpi":
         init_process_group(name)  # while all processes are here
-    if name != "none" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")) == "0":
+    if name != "none" and _is_first():
         print(f"gluon_syncbn.run: layers synchronize over {job.size} processes, through {name}.", file=sys.stderr)
+
+
+def _is_first() -> bool:
+    """Whether this process speaks for all of its job."""
+    return os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")) == "0"
+
+
+def _show_conversions() -> None:
+    """Write what is converted to stderr, whatever the script does with its log."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("gluon_syncbn.run: %(message)s"))
+    for module in (_install, convert):
+        log = logging.getLogger(module.__name__)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 if __name__ == "__main__":

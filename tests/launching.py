@@ -47,13 +47,24 @@ def environment(**variables) -> dict:
     return {**chosen, **{name: str(value) for name, value in variables.items()}}
 
 
-def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, **variables) -> Done:
-    """Run a script of ``tests/jobs`` in so many processes; each is told the engine first."""
-    command = [*launcher(engine, size), sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)]
+def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, **variables) -> tuple:
+    """The command that runs a script of ``tests/jobs`` in so many processes, and its environment.
+
+    Each process is told the engine first. ``hosts`` are `hosts.Hosts`; else all processes are on this one.
+    """
+    chosen = environment(**variables)
+    new = [name for name in chosen if chosen[name] != os.environ.get(name)]
+    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, new)
+    return [*words, sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)], chosen
+
+
+def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, hosts=None, **variables) -> Done:
+    """Run it to its end."""
+    command, chosen = command_of_job(engine, size, script, *arguments, hosts=hosts, **variables)
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment(**variables),
+        env=chosen,
         timeout=limit,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

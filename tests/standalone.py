@@ -20,7 +20,10 @@ ROOT = HERE.parent
 # Where there is no compiler: .ci/gpu_bundle.py puts it there.
 READY_MADE = HERE / "libstandalone.so"
 _CSRC = Path("gluon_syncbn", "csrc")
-_SOURCES = ["cpu/kernels", *(f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "waiting", "watchdog"))]
+_SOURCES = [
+    "cpu/kernels",
+    *(f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "threads", "waiting", "watchdog")),
+]
 _SOURCES += [f"cuda/{name}" for name in ("driver", "launch", "program")]
 
 

@@ -73,6 +73,71 @@ def test_run_starts_a_script_with_ours(tmp_path):
     assert done.returncode == 2 and "usage: python -m gluon_syncbn.run" in done.stdout
 
 
+# As GluonCV's train_ssd.py in a process with one device: plain layers, and the Trainer before the net is hybridized.
+PLAIN_SCRIPT = """
+import sys, warnings
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+def make(norm):
+    net = nn.HybridSequential(prefix=norm.__name__ + '_')
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4), nn.Activation('relu'), nn.Dense(2))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    return net
+
+net, untouched = make(nn.BatchNorm), make(nn.BatchNorm)
+net(mx.nd.zeros((1, 3, 5, 5)))
+trainer = gluon.Trainer({parameters}, 'sgd', {{'learning_rate': 0.1}}, kvstore='local')
+net.hybridize(static_alloc=True, static_shape=True)
+parts = [mx.nd.arange(150, ctx=mx.cpu(number)).reshape((2, 3, 5, 5)) * (number + 1) / 150 for number in range(2)]
+for step in range(2):
+    with autograd.record():
+        losses = [net(part).sum() for part in parts]
+    autograd.backward(losses)
+    trainer.step(4)
+mx.nd.waitall()  # MXNet's own layer writes its statistics in the backward pass; who reads them does not wait for it
+mean = net[1].running_mean
+means = [mean.data(mx.cpu(number)).asnumpy() for number in range(2)]
+print('SAME', (means[0] == means[1]).all())
+print('KINDS', type(net[1]).__name__, type(untouched[1]).__name__)
+again = gluon.Trainer(net.collect_params(), 'sgd', kvstore='local')
+print('NONE')
+dense = nn.Dense(2, in_units=3)
+dense.initialize()
+gluon.Trainer(dense.collect_params(), 'sgd')
+"""
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["net.collect_params()", "list(net.collect_params().values())", "net.collect_params('.*weight')"],
+    ids=["dictionary", "list", "some"],
+)
+def test_run_converts_what_a_trainer_is_made_for(parameters, tmp_path):
+    (tmp_path / "script.py").write_text(PLAIN_SCRIPT.format(parameters=parameters))
+    code = "import sys, runpy; sys.argv = {}; runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)"
+    done = run_python(code.format(["run", "--convert", str(tmp_path / "script.py")]))
+    assert done.returncode == 0 and "SAME True\nKINDS SyncBatchNorm BatchNorm\n" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert done.stderr.count("gluon_syncbn.run: 1 BatchNorm layers converted to SyncBatchNorm.") == 1
+    assert done.stderr.count("a HybridSequential, was converted for its Trainer") == 1
+    assert done.stderr.count("made for a net without BatchNorm layers") == 1
+    done = run_python(code.format(["run", str(tmp_path / "script.py")]))
+    assert "SAME False\nKINDS BatchNorm BatchNorm\n" in done.stdout, done.stdout + done.stderr
+
+
+def test_install_and_uninstall_of_the_conversion():
+    original = mx.gluon.Trainer.__init__
+    gluon_syncbn.install(convert=True)
+    gluon_syncbn.install(convert=True)
+    assert mx.gluon.Trainer.__init__.__wrapped__ is original
+    gluon_syncbn.uninstall()
+    assert mx.gluon.Trainer.__init__ is original
+
+
 # What GluonCV's training scripts build with --syncbn on two devices, in their order: base weights (found by GluonCV's
 # own look-up) on cpu(0), what is left is initialized, the move. With the smallest input. Statistics are those of one
 # device with the whole batch, and the same on both.

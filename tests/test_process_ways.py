@@ -120,8 +120,9 @@ def test_ways_to_train(way, tmp_path):
     run_way("mpi", 2, way, JOB_FOLDER=tmp_path)
 
 
-def losses(engine, size, devices):
-    found = dict(re.findall(r"LOSSES (\d) (\[.*\])", run_way(engine, size, "losses", devices).text))
+def losses(engine, size, devices, *steps, **variables):
+    done = run_way(engine, size, "losses", devices, *steps, **variables)
+    found = dict(re.findall(r"LOSSES (\d) (\[.*\])", done.text))
     return np.sum([json.loads(text) for text in found.values()], axis=0)
 
 
@@ -132,9 +133,29 @@ def test_jobs_of_all_shapes_give_the_same_losses():
         np.testing.assert_allclose(losses(engine, size, devices), expected, rtol=1e-7)
 
 
+def test_a_job_goes_on_with_another_number_of_processes(tmp_path):
+    """From what the first process has saved."""
+    expected = losses("mpi", 1, 4)
+    seen = [
+        *losses("mpi", 2, 2, 0, 10, JOB_FOLDER=tmp_path),
+        *losses("mpi", 4, 1, 10, 20, JOB_FOLDER=tmp_path),
+    ]
+    np.testing.assert_allclose(seen, expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", ["unfreezing", "as_horovod_tests_its_own"])
+def test_layers_that_come_and_go_and_horovods_own_cases(way, engine):
+    run_way(engine, 3, way)
+
+
 @pytest.mark.parametrize("engine, steps", [("mpi", 2000), pytest.param("horovod", 2000, marks=pytest.mark.long)])
 def test_memory_and_threads_stay_flat(engine, steps):
-    told = re.findall(r"SOAK \d (\[.*\])", run_way(engine, 2, "soak", steps).text)
-    assert len(told) == 2
+    check_soak(run_way(engine, 2, "soak", steps).text)
+
+
+def check_soak(text):
+    told = re.findall(r"SOAK \d (\[.*\])", text)
+    assert len(told) == 2, text
     for (early, threads), (late, threads_late) in map(json.loads, told):
         assert late < 1.02 * early + 2 and threads_late <= threads + LATE_THREADS, told

@@ -11,7 +11,9 @@ CSRC = os.path.join(ROOT, "gluon_syncbn", "csrc")
 COMMON = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-I" + CSRC]
 
 
-MEETING = [os.path.join(CSRC, f"meeting/{name}.cpp") for name in ("rendezvous", "step", "waiting", "watchdog")]
+MEETING = [
+    os.path.join(CSRC, f"meeting/{name}.cpp") for name in ("rendezvous", "step", "threads", "waiting", "watchdog")
+]
 RENDEZVOUS = [os.path.join(ROOT, "tests/csrc/stress_rendezvous.cpp"), *MEETING]
 ROUNDS = [os.path.join(ROOT, "tests/csrc/stress_rounds.cpp"), *MEETING]
 KERNELS = [

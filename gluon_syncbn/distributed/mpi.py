@@ -16,7 +16,7 @@ import hashlib
 import threading
 import time
 from collections import defaultdict, deque
-from typing import Any, Deque, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Deque, Dict, List, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -30,6 +30,8 @@ _VECTOR, _ABANDONED, _LEFT = range(3)
 _SPIN_SECONDS = 2e-4
 _FINALIZE_SECONDS = 2.0  # for it to begin
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3
+# Open MPI looks at its TCP connections in one of eight calls (opal_progress).
+_PROBES = 8
 
 
 class MPIProcessGroup(ProcessGroup):
@@ -81,6 +83,7 @@ class MPIProcessGroup(ProcessGroup):
         self._mailbox: Dict[Tuple[int, int], Dict[int, Deque[np.ndarray]]] = defaultdict(dict)
         self._arriving: List[Tuple[Any, int, np.ndarray]] = []
         self._status = MPI.Status()
+        self._is_message_there = _probing(MPI, self._comm)
         self._unfinished: List[Any] = []  # messages that a process has not taken in, and may never
         self._resumes = 0
         self._highest_given_up = 0
@@ -185,7 +188,7 @@ class MPIProcessGroup(ProcessGroup):
 
     def _take_in(self) -> None:
         """Receive all messages that are there. Call with the lock held."""
-        while True:
+        while self._is_message_there():
             found = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, self._status)
             if found is None:
                 break
@@ -227,6 +230,23 @@ class MPIProcessGroup(ProcessGroup):
                 raise CommunicatorError(
                     f"process {rank} gave the step up (an exception, or gluon_syncbn.abandon_step())"
                 )
+
+
+def _probing(mpi: Any, comm: Any) -> Callable[[], bool]:
+    """Make a function that says whether a message is there, as ``comm.Iprobe()`` would, and keeps the interpreter lock.
+
+    mpi4py gives that up in each call, and where other threads run Python it takes up to 5 ms to get it back.
+    """
+    probe = ctypes.PyDLL(mpi.__file__).MPI_Iprobe
+    kind = {ctypes.sizeof(item): item for item in (ctypes.c_int, ctypes.c_void_p)}[mpi._sizeof(mpi.Comm)]
+    is_there, status = ctypes.c_int(), ctypes.create_string_buffer(mpi._sizeof(mpi.Status))
+    source, tag, handle = ctypes.c_int(mpi.ANY_SOURCE), ctypes.c_int(_TAG), kind.from_address(mpi._addressof(comm))
+
+    def is_message_there() -> bool:
+        # After an error, mpi4py's own call is to raise it.
+        return any(probe(source, tag, handle, ctypes.byref(is_there), status) or is_there.value for _ in range(_PROBES))
+
+    return is_message_there
 
 
 @functools.lru_cache(maxsize=None)

@@ -48,8 +48,9 @@ from gluon_syncbn.meeting.statistics import add_ranks, merge
 from gluon_syncbn.meeting.waiting import Wait
 
 FORWARD, BACKWARD = "forward", "backward"
-# More processes than these meet in pairs, where the communicator can: docs/processes.md has what was measured.
-MOST_ROWS = 32
+# More processes than these meet in pairs, where the communicator can; and on several hosts, those that would otherwise
+# each send more bytes than these. docs/processes.md has what was measured.
+MOST_ROWS, MOST_BYTES = 32, 256 << 10
 _LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
 _ORDER = "Every process must make the same nets, and first train them in the same order"
 _REASONS = (
@@ -109,7 +110,7 @@ class Processes:
     ) -> np.ndarray:
         if len(members) == 1:
             return vector[None]
-        if len(members) <= MOST_ROWS or not self.group.meets_in_pairs:
+        if not self._meets_in_pairs(members, vector):
             return self.group.all_gather(key, round_id, vector, members, wait.ended)
 
         def meet(part: str, brought: np.ndarray, partner: int) -> np.ndarray:
@@ -121,6 +122,14 @@ class Processes:
 
         combine = _merged if direction == FORWARD else add_ranks
         return reduce_in_pairs(vector, self.group.rank, members, combine, meet)[None]
+
+    def _meets_in_pairs(self, members: Sequence[int], vector: np.ndarray) -> bool:
+        """Whether to reduce in pairs. All members come to the same answer: they have compared their nets and hosts."""
+        if not self.group.meets_in_pairs:
+            return False
+        hosts = {self._hosts.get(rank) for rank in members}
+        sent = (len(members) - 1) * vector.nbytes
+        return len(members) > MOST_ROWS or (len(hosts) > 1 and sent > MOST_BYTES)
 
     def fail(self, text: str) -> None:
         """A round has failed in this process."""

@@ -83,6 +83,10 @@ def one_step_more():
     """It runs a step more than the others."""
 
 
+def outside():
+    """Whoever started the job breaks a host, or its network, and not the process."""
+
+
 def other_net():
     """Its net has other layers from the start."""
 
@@ -157,6 +161,15 @@ def main():
                 step(net)
         elif FAULT == "bad_input":
             failing_step(net)
+        elif FAULT == "outside":
+            right = expected()
+            job.say("READY", group.rank)
+            for _ in range(int(os.environ["JOB_STEPS"])):
+                began = time.monotonic()
+                seen, _ = step(net)
+                assert np.abs(seen - right).max() < 1e-4, "WRONG"
+                time.sleep(0.01)
+            job.say("RIGHT AFTERWARDS", group.rank)
         else:
             step(net, fault if is_victim else None)
     except (mx.MXNetError, Passed) as error:

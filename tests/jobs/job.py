@@ -1,5 +1,7 @@
 """What the scripts that run in several processes share."""
 
+import os
+import socket
 import sys
 
 import mxnet as mx
@@ -33,8 +35,13 @@ def rows_of(group, shards: list, devices: int) -> slice:
 
 
 def say(*words) -> None:
-    """One line, in one piece."""
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    """One line, in one piece; also to a file in the folder JOB_SAID, as a host may have lost its launcher."""
+    line = " ".join(map(str, words)) + "\n"
+    if "JOB_SAID" in os.environ:
+        name = f"{socket.gethostname()}.{os.getpid()}"
+        with open(os.path.join(os.environ["JOB_SAID"], name), "a", encoding="utf-8") as file:
+            file.write(line)
+    sys.stdout.write(line)
     sys.stdout.flush()
 
 

@@ -178,7 +178,10 @@ def alone_in_the_middle():
 
 
 def losses():
-    """The losses of 20 steps on 4 devices in all; the launcher's test compares jobs of other shapes."""
+    """The losses of some of 20 steps on 4 devices in all; the launcher's test compares jobs of other shapes.
+
+    Of all steps, or of those until a checkpoint, which the first process writes, or of those after it.
+    """
     from processes import WithHorovod, WithMPI
 
     devices = job.cpus(int(sys.argv[3]))
@@ -201,8 +204,13 @@ def losses():
         trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", options)
     else:
         trainer = group.make_trainer(net.collect_params(), "sgd", options)
+    first, last = (int(word) for word in sys.argv[4:6] or (0, 20))
+    checkpoint = os.path.join(os.environ.get("JOB_FOLDER", ""), "checkpoint")
+    if first:
+        net.load_parameters(checkpoint, ctx=devices)
+        trainer.load_states(checkpoint + ".states")
     loss_of, told = gluon.loss.SoftmaxCrossEntropyLoss(), []
-    for step in range(20):
+    for step in range(first, last):
         rng = np.random.RandomState(step)
         images, labels = rng.standard_normal((8, 3, 8, 8)), rng.randint(5, size=8)
         mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
@@ -216,19 +224,26 @@ def losses():
         trainer.step(8 // size)
         told.append(sum(float(part.asscalar()) for part in parts))
     job.say("LOSSES", rank, json.dumps(told))
+    if last < 20 and rank == 0:
+        net.save_parameters(checkpoint)
+        trainer.save_states(checkpoint + ".states")
 
 
 def soak():
-    """Memory and threads, while a small net trains for long."""
+    """Memory and threads, while a small net trains for long: layers of 4 channels, or of those that are given."""
     import psutil
 
     group, process = job.join(ENGINE), psutil.Process()
     net = nn.HybridSequential()
-    for _ in range(3):
-        net.add(nn.Conv2D(4, 1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))
+    before = 4
+    for channels in map(int, sys.argv[4:] or [4] * 3):
+        net.add(
+            nn.Conv2D(channels, 1, in_channels=before), gluon_syncbn.SyncBatchNorm(in_channels=channels, timeout=60)
+        )
+        before = channels
     net.initialize(ctx=mx.cpu(0))
     net.hybridize(static_alloc=True, static_shape=True)
-    x, seen = mx.nd.array(data(group.rank)), []
+    x, seen, began = mx.nd.array(data(group.rank)), [], time.monotonic()
     steps = int(sys.argv[3])
     for step in range(steps):
         with autograd.record():
@@ -238,7 +253,8 @@ def soak():
         if step + 1 in (steps // 4, steps):
             mx.nd.waitall()
             seen.append((process.memory_info().rss / 2**20, process.num_threads()))
-    job.say("SOAK", group.rank, json.dumps(seen))
+    assert job.same_everywhere(group, np.concatenate([layer.running_var.data().asnumpy() for layer in net[1::2]]))
+    job.say("SOAK", group.rank, json.dumps(seen), f"{1e3 * (time.monotonic() - began) / steps:.1f} ms a step")
 
 
 late = Late(lambda device: 1.0)  # what comes behind it arrives later at its layer
@@ -532,6 +548,73 @@ def loader():
             assert close(seen, normalized(parts)[group.rank])
             steps += 1
     assert steps == 2 * (16 // group.size // 2)
+
+
+def unfreezing():
+    """Parts of a net are frozen for some epochs, and it grows: who synchronizes is not the same from step to step."""
+    group = job.join(ENGINE)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(3):
+            net.add(gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))
+    net.initialize(ctx=mx.cpu(0))
+    parameters = net[:2].collect_params(".*gamma|.*beta")
+    for epoch, mode in enumerate(({}, {"static_alloc": True, "static_shape": True}) * 2):
+        frozen = epoch < 2
+        gluon_syncbn.freeze_statistics(net[:2], frozen)
+        parameters.setattr("grad_req", "null" if frozen else "write")
+        if epoch == 3:
+            with net.name_scope():
+                net.add(gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))
+            net[-1].initialize(ctx=mx.cpu(0))
+        net.hybridize(**mode)
+        for step in range(2):
+            parts = [data(10 * step + rank) for rank in range(group.size)]
+            begin = [[layer.running_mean.data().asnumpy(), layer.running_var.data().asnumpy()] for layer in net[:2]]
+            (seen,) = run(net, [parts[group.rank]], [mx.cpu(0)])
+            for number in range(len(net)):
+                if frozen and number < 2:
+                    mean, var = (item.reshape((4, 1, 1)) for item in begin[number])
+                    parts = [(part - mean) / np.sqrt(var + 1e-5) for part in parts]
+                else:
+                    parts = normalized(parts)
+            assert close(seen, parts[group.rank]), (epoch, step)
+
+
+def as_horovod_tests_its_own():
+    """The cases in which Horovod tests its SyncBatchNorm for PyTorch: rows of 4 channels, with and without a width.
+
+    test_horovod_sync_batch_norm of Horovod's test/parallel/test_torch.py. Its statistics are compared as MXNet's are
+    defined: with the biased variance, and momentum 0.9 for PyTorch's 0.1.
+    """
+    group = job.join(ENGINE)
+    channel = np.arange(1, 5.0)
+    wide = np.stack([np.stack([channel * rank, channel * rank + 1], axis=1) for rank in range(group.size)])
+    narrow = np.stack([(channel * rank + 1)[:, None] for rank in range(group.size)])
+    for values in (wide, narrow):
+        found = []
+        for norm, shard in (
+            (gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60), values[group.rank : group.rank + 1]),
+            (nn.BatchNorm(in_channels=4), values),
+        ):
+            norm.initialize()
+            x = mx.nd.array(shard, dtype="float32")
+            x.attach_grad()
+            with autograd.record():
+                y = norm(x)
+                loss = y.sum()
+            loss.backward()
+            mx.nd.waitall()
+            found.append((norm, y.asnumpy(), x.grad.asnumpy()))
+        (ours, y, gradient), (whole, expected, expected_gradient) = found
+        assert close(y[0], expected[group.rank]) and close(gradient[0], expected_gradient[group.rank])
+        for name in ("running_mean", "running_var"):
+            assert close(getattr(ours, name).data().asnumpy(), getattr(whole, name).data().asnumpy())
+        for name in ("gamma", "beta"):  # of this process: a Trainer adds them up
+            job.same_everywhere.calls += 1
+            mine = getattr(ours, name).grad().asnumpy().astype("float64")
+            rows = group.all_gather("test.grad", job.same_everywhere.calls, mine, range(group.size), job.never)
+            assert close(rows.sum(axis=0), getattr(whole, name).grad().asnumpy())
 
 
 def copies():

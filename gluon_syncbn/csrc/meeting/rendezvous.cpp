@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "exported.h"
+#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -81,12 +82,12 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
   if (is_exchanged) {
     try {
       const auto counted = std::make_shared<CountedExchange>();
-      std::thread([counted, self = shared_from_this(), round, key]() mutable {
+      run_on_a_thread([counted, self = shared_from_this(), round, key]() mutable {
         const auto last = std::move(counted);  // goes when all else that the thread holds has gone
         const auto place = std::move(self);
         const auto mine = std::move(round);
         place->exchange(mine, key);
-      }).detach();
+      });
     } catch (const std::exception& problem) {
       fail(round, what_ + ": no thread for the exchange between processes: " + problem.what());
     }

@@ -10,9 +10,9 @@
 //
 //   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes
 //               twice, vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h).
-//   exchanging  Only where there are other processes: all ranks of this one are there, and a thread that was made for
-//               this round exchanges what they have left (Exchange). It ends with the exchange, or when that has not
-//               returned after its own timeout and two grace periods.
+//   exchanging  Only where there are other processes: all ranks of this one are there, and a thread that has nothing
+//               else to do exchanges what they have left (Exchange, threads.h). It ends with the exchange, or when that
+//               has not returned after its own timeout and two grace periods.
 //   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
 //               everywhere), or with the error. The next arrival with this key opens a new round.
 //

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "exported.h"
+#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -113,6 +114,7 @@ EXPORTED void gluon_syncbn_before_fork() {
 EXPORTED void gluon_syncbn_after_fork(int is_child) {
   if (is_child) {
     gluon_syncbn::current = new gluon_syncbn::Watchdog;  // the lock of the other may be held, by a thread that is gone
+    gluon_syncbn::forget_threads();
     return;
   }
   gluon_syncbn::Watchdog& dog = *gluon_syncbn::current;

@@ -4,9 +4,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <exception>
+#include <future>
 #include <system_error>
-#include <thread>
+
+#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -23,23 +24,14 @@ bool holds_interpreter_lock() {
 
 int call_off_main_thread(const std::function<int()>& call) {
   if (!is_main_thread() || holds_interpreter_lock()) return call();
-  int returned = 0;
-  std::exception_ptr thrown;
-  std::thread thread;
+  std::packaged_task<int()> task(call);
+  std::future<int> returned = task.get_future();
   try {
-    thread = std::thread([&] {
-      try {
-        returned = call();
-      } catch (...) {
-        thrown = std::current_exception();
-      }
-    });
+    run_on_a_thread([&task] { task(); });
   } catch (const std::system_error&) {  // no thread can be had
     return call();
   }
-  thread.join();
-  if (thrown) std::rethrow_exception(thrown);
-  return returned;
+  return returned.get();
 }
 
 }  // namespace gluon_syncbn

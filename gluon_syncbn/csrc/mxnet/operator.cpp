@@ -24,7 +24,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -34,6 +33,7 @@
 #include "meeting/all_reduce.h"
 #include "meeting/group.h"
 #include "meeting/step.h"
+#include "meeting/threads.h"
 #include "mxnet/c_api.h"
 #include "mxnet/engine.h"
 #include "mxnet/groups.h"
@@ -354,10 +354,10 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
   // A user's hook for warnings may wait for this device, whose thread this is. So it is given a second, in which all
   // others are done.
   const auto said = std::make_shared<std::promise<void>>();
-  std::thread([text, said] {
+  run_on_a_thread([text, said] {
     while_python_lives([&] { warn(text.c_str()); });
     said->set_value();
-  }).detach();
+  });
   said->get_future().wait_for(std::chrono::seconds(1));
 }
 
