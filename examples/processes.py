@@ -4,6 +4,8 @@
 with MPI, through one that adds them up.
 """
 
+import time
+
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
@@ -61,9 +63,12 @@ class WithMPI(Alone):
         return SummingTrainer(self._add_up, self.size, parameters, optimizer, options)
 
     def _add_up(self, values):
-        total = np.empty_like(values)
-        self._comm.Allreduce(values, total)
-        return total
+        from mpi4py import MPI
+
+        everyone_is_here = self._comm.Ibarrier()
+        while not everyone_is_here.Test():  # Allreduce would take a processor from those for whom it waits
+            time.sleep(5e-4)
+        self._comm.Allreduce(MPI.IN_PLACE, values)
 
     def broadcast(self, parameters):
         for parameter in parameters.values():
@@ -78,24 +83,30 @@ class WithMPI(Alone):
 class SummingTrainer(gluon.Trainer):
     """A Trainer whose gradients are the mean over processes of the sums over each process's devices.
 
-    ``add_up`` returns the sum of a NumPy array over processes.
+    ``add_up`` replaces a NumPy array by its sum over processes.
     """
 
     def __init__(self, add_up, size, parameters, optimizer, options):
         super().__init__(parameters, optimizer, options, kvstore=None)
         self._add_up = add_up
+        self._values = None
         self._scale /= size
 
     def _allreduce_grads(self):
         learning = [parameter for parameter in self._params if parameter.grad_req != "null"]
-        sums = [sum(gradient.asnumpy() for gradient in parameter.list_grad()) for parameter in learning]
-        total = self._add_up(np.concatenate([array.ravel() for array in sums]))
-        begin = 0
-        for parameter, array in zip(learning, sums):
-            values = total[begin : begin + array.size].reshape(array.shape)
+        ends = np.cumsum([np.prod(parameter.shape) for parameter in learning])
+        if self._values is None:  # one message for all gradients, in memory that is not asked for anew in each step
+            self._values = np.empty(ends[-1], dtype=learning[0].dtype)
+        parts = np.split(self._values, ends[:-1])
+        for parameter, part in zip(learning, parts):
+            first, *others = parameter.list_grad()
+            part[:] = first.asnumpy().ravel()
+            for gradient in others:
+                part += gradient.asnumpy().ravel()
+        self._add_up(self._values)
+        for parameter, part in zip(learning, parts):
             for gradient in parameter.list_grad():
-                gradient[:] = values
-            begin += array.size
+                gradient[:] = part.reshape(parameter.shape)
 
 
 def join(name) -> Alone:

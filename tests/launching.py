@@ -53,8 +53,12 @@ def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, 
     Each process is told the engine first. ``hosts`` are `hosts.Hosts`; else all processes are on this one.
     """
     chosen = environment(**variables)
-    new = [name for name in chosen if chosen[name] != os.environ.get(name)]
-    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, new)
+    ours = [
+        name
+        for name in chosen
+        if name.startswith(("GLUON_SYNCBN_", "HOROVOD_", "JOB_", "MXNET_", "OMP_", "PYTHONPATH"))
+    ]
+    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, ours)
     return [*words, sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)], chosen
 
 
