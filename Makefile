@@ -1,4 +1,4 @@
-# make train | test | check | older-cpus | docs | lint | wheels | gpu:
+# make train | test | processes | hosts | check | older-cpus | docs | lint | wheels | gpu:
 # each sets up .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
@@ -13,7 +13,7 @@ WORKERS ?= 3
 # An idle worker takes tests from one that has many left.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: train train-processes test processes check older-cpus docs lint wheels gpu
+.PHONY: train train-processes test processes hosts check older-cpus docs lint wheels gpu
 train: .venv/installed
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
@@ -31,6 +31,10 @@ test: .venv/installed .venv/horovod
 # Jobs of several processes: every engine, size, mode and fault. `make test` runs some of each.
 processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
+
+# Jobs over several hosts, which are made here (as root) with a network that is slow, lossy and breaks.
+hosts: .venv/installed .venv/horovod
+	$(BIN)/python -m pytest -rP tests/test_hosts.py
 
 # Lint, and the tests that start no process: for every edit.
 QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels numpy_interface oracle \
@@ -52,7 +56,7 @@ docs: .venv/installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	$(BIN)/jupytext --quiet --to ipynb --output build/docs/tutorial.ipynb docs/tutorial.md
 
-CPP := $(shell find gluon_syncbn/csrc tests/csrc tests/stand_in -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find gluon_syncbn/csrc tests/csrc tests/hosts tests/stand_in -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

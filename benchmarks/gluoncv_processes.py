@@ -5,12 +5,13 @@
 
 As `horovodrun -np 2 python -m gluon_syncbn.run SCRIPT --horovod ...`, with the data and base weights of
 gluoncv_scripts.py. A row shows how the job ended, how many layers synchronized with the other processes, how many of
-those whose running statistics have moved have the same ones everywhere, and seconds per batch. (The scripts of SSD and
-YOLOv3 make plain BatchNorm in a process with one device, whatever their options say. Without DALI all processes read
-the same images.)
+those whose running statistics have moved have the same ones everywhere, and seconds per batch. The scripts of SSD and
+YOLOv3 make plain BatchNorm in a process with one device, whatever their options say, so they run with ``--convert``.
+(Without DALI all processes read the same images.) ``--hosts`` makes so many hosts for the processes (tests/hosts).
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from gluoncv_scripts import MARKER, run_script, write_base_weights, write_data
 
+CONVERTED = ("SSD", "YOLOv3")
 COMMON = "--horovod --num-workers 0 --log-interval 1"
 SCRIPTS = {
     "SSD": (
@@ -46,7 +48,7 @@ SCRIPTS = {
 }
 
 
-def play(layer: str, digests: dict, script: str, arguments: list) -> None:
+def play(layer: str, digests: dict, name: str, script: str, arguments: list) -> None:
     """Run ``script`` as ``python script arguments`` would; measure what it does."""
     if layer == "ours":
         import gluon_syncbn  # noqa: F401
@@ -76,7 +78,7 @@ def play(layer: str, digests: dict, script: str, arguments: list) -> None:
 
     mx.gluon.Trainer.step = stamped_step
     try:
-        run_script(layer, script, arguments)
+        run_script(layer, script, arguments, ("--convert",) if name in CONVERTED else ())
     finally:
         gaps = [b - a for a, b in zip(stamps[2:], stamps[3:])]
         result = {**found, "steps": len(stamps), "seconds": statistics.median(gaps) if gaps else None}
@@ -91,13 +93,14 @@ def count_meetings() -> int:
     return sum(layer._sync.link is not None and layer._sync.link.place is not None for layer in steps.layers())
 
 
-def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float) -> str:
+def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float, hosts=None) -> str:
     from common import launcher, path_of_launchers  # here, as it imports MXNet, and a worker chooses when to
 
     path, words, _ = SCRIPTS[name]
-    play_it = [sys.executable, os.path.abspath(__file__), "--play", layer, json.dumps(digests), str(scripts / path)]
+    play_it = [sys.executable, os.path.abspath(__file__), "--play", layer, json.dumps(digests), name]
     # In a shell of its own: horovodrun takes a script's --network for one of its own options.
-    command = [*launcher("horovod", size), "sh", "-c", shlex.join([*play_it, *words.split()])]
+    start = launcher("horovod", size) if hosts is None else hosts.launcher("horovod", size)
+    command = [*start, "sh", "-c", shlex.join([*play_it, str(scripts / path), *words.split()])]
     variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet"), "PATH": path_of_launchers()}
     with tempfile.TemporaryDirectory() as place:
         limited = {"cwd": place, "env": variables, "timeout": seconds, "encoding": "utf-8", "errors": "replace"}
@@ -117,25 +120,30 @@ def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: i
 
 def main() -> None:
     if sys.argv[1:2] == ["--play"]:
-        return play(sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        return play(sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", type=Path, help="the folder of GluonCV's repository")
     parser.add_argument("--only", nargs="*", default=list(SCRIPTS), choices=list(SCRIPTS))
     parser.add_argument("--layer", choices=["ours", "plain"], default="ours")
     parser.add_argument("--size", type=int, default=2, help="processes")
+    parser.add_argument("--hosts", type=int, default=1, help="made for the processes, as root")
     parser.add_argument("--seconds", type=float, default=900, help="limit of each run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         home = Path(place)
         os.environ["MXNET_HOME"] = str(home / ".mxnet")
         write_data(home / ".mxnet")
         names = {SCRIPTS[name][2] for name in options.only}
         digests = {name: write_base_weights(home / ".mxnet" / "models", name) for name in names}
+        hosts = None
+        if options.hosts > 1:
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+            from hosts import Hosts
+
+            hosts = stack.enter_context(Hosts(options.hosts))
         for name in options.only:
-            print(
-                run(options.scripts.resolve(), home, digests, name, options.layer, options.size, options.seconds),
-                flush=True,
-            )
+            chosen = (options.layer, options.size, options.seconds, hosts)
+            print(run(options.scripts.resolve(), home, digests, name, *chosen), flush=True)
 
 
 if __name__ == "__main__":

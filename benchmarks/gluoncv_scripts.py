@@ -226,9 +226,9 @@ def write_base_weights(models: Path, name: str) -> str:
 # One script, in a process of its own
 
 
-def run_script(layer: str, script: str, arguments: list) -> None:
-    """As ``python script arguments`` would, with our layer through `gluon_syncbn.run`."""
-    sys.argv[:] = ["gluon_syncbn.run", script, *arguments] if layer == "ours" else [script, *arguments]
+def run_script(layer: str, script: str, arguments: list, options: tuple = ()) -> None:
+    """As ``python script arguments`` would, with our layer through `gluon_syncbn.run` with these options."""
+    sys.argv[:] = ["gluon_syncbn.run", *options, script, *arguments] if layer == "ours" else [script, *arguments]
     if layer == "ours":
         runpy.run_module("gluon_syncbn.run", run_name="__main__")
     else:

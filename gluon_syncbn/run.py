@@ -26,9 +26,8 @@ import os
 import runpy
 import sys
 
-from gluon_syncbn import _install, convert
-from gluon_syncbn._install import install
-from gluon_syncbn.distributed.default import VARIABLE, init_process_group, name_of_communicator
+import gluon_syncbn
+from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.distributed.launchers import job_of_launcher
 from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
@@ -58,7 +57,7 @@ def main() -> None:
             file=sys.stderr,
         )
     _connect_processes()
-    install(converts)
+    gluon_syncbn.install(converts)
     if converts and _is_first():
         _show_conversions()
     sys.argv = arguments
@@ -79,7 +78,7 @@ def _connect_processes() -> None:
     if name == "auto":
         name = os.environ[VARIABLE] = name_of_communicator()
     if name == "mpi":
-        init_process_group(name)  # while all processes are here
+        gluon_syncbn.init_process_group(name)  # while all processes are here
     if name != "none" and _is_first():
         print(f"gluon_syncbn.run: layers synchronize over {job.size} processes, through {name}.", file=sys.stderr)
 
@@ -93,11 +92,10 @@ def _show_conversions() -> None:
     """Write what is converted to stderr, whatever the script does with its log."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("gluon_syncbn.run: %(message)s"))
-    for module in (_install, convert):
-        log = logging.getLogger(module.__name__)
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+    log = logging.getLogger("gluon_syncbn")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 if __name__ == "__main__":
