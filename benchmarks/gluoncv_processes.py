@@ -98,11 +98,11 @@ def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: i
 
     path, words, _ = SCRIPTS[name]
     play_it = [sys.executable, os.path.abspath(__file__), "--play", layer, json.dumps(digests), name]
-    # In a shell of its own: horovodrun takes a script's --network for one of its own options.
-    start = launcher("horovod", size) if hosts is None else hosts.launcher("horovod", size)
-    command = [*start, "sh", "-c", shlex.join([*play_it, str(scripts / path), *words.split()])]
     variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet"), "PATH": path_of_launchers()}
     with tempfile.TemporaryDirectory() as place:
+        start = launcher("horovod", size) if hosts is None else hosts.launcher("horovod", size, folder=place)
+        # In a shell of its own: horovodrun takes a script's --network for one of its own options.
+        command = [*start, "sh", "-c", shlex.join([*play_it, str(scripts / path), *words.split()])]
         limited = {"cwd": place, "env": variables, "timeout": seconds, "encoding": "utf-8", "errors": "replace"}
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **limited)
     found = [json.loads(text) for text in re.findall(re.escape(MARKER) + "(.*)", done.stdout)]

@@ -94,9 +94,11 @@ class SummingTrainer(gluon.Trainer):
 
     def _allreduce_grads(self):
         learning = [parameter for parameter in self._params if parameter.grad_req != "null"]
-        ends = np.cumsum([np.prod(parameter.shape) for parameter in learning])
-        if self._values is None:  # one message for all gradients, in memory that is not asked for anew in each step
-            self._values = np.empty(ends[-1], dtype=learning[0].dtype)
+        ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])
+        dtype = np.result_type(np.float32, *(parameter.dtype for parameter in learning))
+        # One message for all gradients, in memory that is asked for anew only when others learn than before.
+        if self._values is None or (self._values.size, self._values.dtype) != (ends[-1], dtype):
+            self._values = np.empty(ends[-1], dtype)
         parts = np.split(self._values, ends[:-1])
         for parameter, part in zip(learning, parts):
             first, *others = parameter.list_grad()

@@ -10,13 +10,14 @@ import functools
 import gc
 import logging
 import sys
-from typing import Any, List, Tuple
+from typing import Any, List, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, Trainer
 from mxnet.gluon.contrib import nn as contrib_nn
 
 from gluon_syncbn import symbol
+from gluon_syncbn.base.mxnet_private import parameters_of
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import convert_sync_batchnorm, is_plain
@@ -73,10 +74,10 @@ def install(convert: bool = False) -> None:
     Parameters
     ----------
     convert : bool, default False
-        From now on, also convert every net with plain BatchNorm when a `gluon.Trainer` (or Horovod's
-        ``DistributedTrainer``) is made for its parameters, as `convert_sync_batchnorm` does. This is for scripts that
-        make plain layers, whatever their options say. Logs at level INFO which nets it converted, and warns where a
-        Trainer's nets have no BatchNorm at all.
+        From now on, when a `gluon.Trainer` (or Horovod's ``DistributedTrainer``) is made, also convert the nets of its
+        parameters, as `convert_sync_batchnorm` does. This is for scripts that make plain layers, whatever their options
+        say. A net is the outermost block that has any of the parameters, so that a teacher that shares a block with its
+        student is converted, too. Logs at level INFO which nets it converted, and warns if there is nothing to convert.
 
     Examples
     --------
@@ -93,7 +94,7 @@ def install(convert: bool = False) -> None:
             if id(value) in ours:
                 _replace(module, attribute, ours[id(value)])
     if convert and all(owner is not Trainer for owner, _, _ in _replaced):
-        _replace(Trainer, "__init__", _converting(Trainer.__init__))
+        _replace(Trainer, "__init__", _then_converting(Trainer.__init__))
 
 
 def uninstall() -> None:
@@ -108,33 +109,46 @@ def _replace(owner: Any, attribute: str, value: Any) -> None:
     setattr(owner, attribute, value)
 
 
-def _converting(original):
-    """Trainer's constructor, which first converts the nets that it is made for."""
+def _then_converting(original):
+    """Trainer's constructor, which then converts the nets that it is made for."""
 
     @functools.wraps(original)
-    def convert_and_make(self, params, *args, **kwargs):
-        parameters = list(params.values()) if hasattr(params, "values") else list(params)
-        nets = _nets_of(parameters)
-        for net in nets:
-            if any(map(is_plain, all_blocks(net))):
-                convert_sync_batchnorm(net)
-                _log.info("%s, a %s, was converted for its Trainer.", net.name, type(net).__name__)
-        if not any(
-            isinstance(block, (SyncBatchNorm, SynchronizedSymbolBlock)) for net in nets for block in all_blocks(net)
-        ):
-            _log.warning("A Trainer was made for a net without BatchNorm layers: nothing synchronizes.")
-        original(self, params, *args, **kwargs)
+    def make_and_convert(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        nets = _nets_of(parameters_of(self))
+        names = ", ".join(f"{net.name} ({type(net).__name__})" for net in nets)
+        # Together, as they may share layers: what two nets do with a layer decides whether it can compute a ReLU.
+        together = Block(prefix="")
+        together.nets = nets
+        blocks = all_blocks(together)
+        if any(map(is_plain, blocks)):
+            convert_sync_batchnorm(together)
+            _log.info("converted for a Trainer: %s.", names)
+        elif not any(isinstance(block, (SyncBatchNorm, SynchronizedSymbolBlock)) for block in blocks):
+            _log.warning(
+                "a Trainer was made, and the blocks that have its parameters (%s) have no BatchNorm layer that can be "
+                "converted: nothing synchronizes.",
+                names or "none was found",
+            )
 
-    return convert_and_make
+    return make_and_convert
 
 
 def _nets_of(parameters: List[Parameter]) -> List[Block]:
     """The outermost blocks that have any of these parameters."""
+    gc.collect()  # or a net that is used no more would be found in some processes and not in others
     wanted = set(map(id, parameters))
     found = []
-    for block in [item for item in gc.get_objects() if isinstance(item, Block)]:
-        blocks = all_blocks(block)
-        if any(id(item) in wanted for part in blocks for item in part.params.values()):
-            found.append(blocks)
-    inner = {id(part) for first, *others in found for part in others}
-    return [first for first, *_ in found if id(first) not in inner]
+    for item in gc.get_objects():
+        # By type, as `isinstance` may run code of a proxy's. A block whose constructor has failed has no _children.
+        if issubclass(type(item), Block) and "_children" in vars(item):
+            blocks = all_blocks(item)
+            if any(id(parameter) in wanted for block in blocks for parameter in block.params.values()):
+                found.append(blocks)
+    nets: List[Block] = []
+    covered: Set[int] = set()
+    for blocks in sorted(found, key=len, reverse=True):  # an outer block has at least as many as an inner one
+        if id(blocks[0]) not in covered:
+            nets.append(blocks[0])
+            covered.update(map(id, blocks))
+    return nets

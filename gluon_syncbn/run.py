@@ -21,14 +21,16 @@ where ``mpirun`` has started them and mpi4py is installed, and else Horovod, whi
 Without a GPU it says on stderr what such a script takes of memory, and what bounds that.
 """
 
+import contextlib
 import logging
 import os
 import runpy
 import sys
+from typing import Iterator
 
 import gluon_syncbn
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
-from gluon_syncbn.distributed.launchers import job_of_launcher
+from gluon_syncbn.distributed.launchers import is_first_of_job, job_of_launcher
 from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
 SLOTS = "MXNET_CPU_TEMP_COPY"
@@ -58,15 +60,14 @@ def main() -> None:
         )
     _connect_processes()
     gluon_syncbn.install(converts)
-    if converts and _is_first():
-        _show_conversions()
     sys.argv = arguments
-    if is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-        runpy.run_path(arguments[0], run_name="__main__")
+    with _showing_conversions() if converts else contextlib.nullcontext():
+        if is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _connect_processes() -> None:
@@ -79,23 +80,31 @@ def _connect_processes() -> None:
         name = os.environ[VARIABLE] = name_of_communicator()
     if name == "mpi":
         gluon_syncbn.init_process_group(name)  # while all processes are here
-    if name != "none" and _is_first():
+    if name != "none" and is_first_of_job():
         print(f"gluon_syncbn.run: layers synchronize over {job.size} processes, through {name}.", file=sys.stderr)
 
 
-def _is_first() -> bool:
-    """Whether this process speaks for all of its job."""
-    return os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")) == "0"
+@contextlib.contextmanager
+def _showing_conversions() -> Iterator[None]:
+    """Within the ``with`` block, write what is converted to stderr, whatever the script does with its log."""
+    told = 0
 
+    def count(_record: logging.LogRecord) -> bool:
+        nonlocal told
+        told += 1
+        return True
 
-def _show_conversions() -> None:
-    """Write what is converted to stderr, whatever the script does with its log."""
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler() if is_first_of_job() else logging.NullHandler()
     handler.setFormatter(logging.Formatter("gluon_syncbn.run: %(message)s"))
+    handler.addFilter(count)
     log = logging.getLogger("gluon_syncbn")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    log.propagate = False
+    try:
+        yield
+    finally:
+        if not told:
+            log.warning("the script made no gluon.Trainer, so --convert has converted nothing.")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
 from harness import run_python
+from mxnet import autograd
 from PIL import Image
+from processes import SummingTrainer
 from train_detection import PadBoxes, parse_arguments
 
 
@@ -106,6 +108,36 @@ def test_wrong_arguments(arguments, capsys):
 def test_too_many_boxes_are_not_dropped():
     with pytest.raises(ValueError, match="has 3 objects, more than 2"):
         PadBoxes(2)([mx.nd.ones((3, 4))])
+
+
+def test_gradients_of_processes_while_layers_are_unfrozen():
+    """One message, of the widest dtype of those who learn now: here of two processes that see the same."""
+    net = mx.gluon.nn.HybridSequential()
+    net.add(mx.gluon.nn.Dense(2, in_units=3), mx.gluon.nn.Dense(1, in_units=2, dtype="float64"))
+    devices, messages = [mx.cpu(0), mx.cpu(1)], []
+    net.initialize(ctx=devices)
+
+    def add_up(values):
+        messages.append((values.size, values.dtype))
+        values *= 2
+
+    trainer = SummingTrainer(add_up, 2, net.collect_params(), "sgd", {"learning_rate": 1.0})
+    for frozen in (1, None, 0):
+        for number, layer in enumerate(net):
+            layer.collect_params().setattr("grad_req", "null" if number == frozen else "write")
+        before = [parameter.data(mx.cpu(0)).asnumpy() for parameter in net.collect_params().values()]
+        with autograd.record():
+            heads = [net[1](net[0](mx.nd.ones((1, 3), ctx=device)).astype("float64")) for device in devices]
+        autograd.backward(heads)
+        gradients = [
+            0 if parameter.grad_req == "null" else sum(part.asnumpy() for part in parameter.list_grad())
+            for parameter in net.collect_params().values()
+        ]
+        trainer.step(1)
+        for parameter, old, gradient in zip(net.collect_params().values(), before, gradients):
+            for device in devices:
+                np.testing.assert_allclose(parameter.data(device).asnumpy(), old - gradient, rtol=1e-6, atol=1e-6)
+    assert messages == [(8, np.float32), (11, np.float64), (3, np.float64)]
 
 
 @pytest.mark.parametrize("norm", ["syncbn", "bn"])

@@ -1,10 +1,13 @@
 """Scripts that use contrib's layer get ours, unedited, in the networks of GluonCV that take ``norm_layer``."""
 
 import json
+import re
+import weakref
 
 import mxnet as mx
 import pytest
 from harness import run_python
+from mxnet.gluon import nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -123,10 +126,89 @@ def test_run_converts_what_a_trainer_is_made_for(parameters, tmp_path):
         done.stdout + done.stderr
     )
     assert done.stderr.count("gluon_syncbn.run: 1 BatchNorm layers converted to SyncBatchNorm.") == 1
-    assert done.stderr.count("a HybridSequential, was converted for its Trainer") == 1
-    assert done.stderr.count("made for a net without BatchNorm layers") == 1
+    assert len(re.findall(r"converted for a Trainer: \w+ \(HybridSequential\)\.", done.stderr)) == 1
+    assert done.stderr.count("the blocks that have its parameters (dense0 (Dense)) have no BatchNorm layer") == 1
     done = run_python(code.format(["run", str(tmp_path / "script.py")]))
     assert "SAME False\nKINDS BatchNorm BatchNorm\n" in done.stdout, done.stdout + done.stderr
+
+
+def test_run_says_that_it_has_converted_nothing(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; sys.exit(3)")
+    code = f"import sys, runpy; sys.argv = ['run', '--convert', {str(tmp_path / 'script.py')!r}]; "
+    done = run_python(code + "runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)")
+    assert done.returncode == 3 and "made no gluon.Trainer, so --convert has converted nothing." in done.stderr
+
+
+@pytest.fixture
+def converting():
+    gluon_syncbn.install(convert=True)
+    yield
+    gluon_syncbn.uninstall()
+
+
+def make_base():
+    base = nn.HybridSequential()
+    base.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4), nn.Activation("relu"))
+    return base
+
+
+def train_and_compare(net, devices):
+    """Whether running means are the same on both devices after a step with different data."""
+    net.initialize(ctx=devices)
+    net.hybridize()
+    parts = [mx.nd.random.normal(number, shape=(4, 3), ctx=device) for number, device in enumerate(devices)]
+    with mx.autograd.record():
+        [net(part) for part in parts]  # the cached graph is made before the Trainer
+    mx.gluon.Trainer(net.collect_params(), "sgd")
+    with mx.autograd.record():
+        losses = [net(part).sum() for part in parts]
+    mx.autograd.backward(losses)
+    mx.nd.waitall()
+    (mean,) = net.collect_params(".*running_mean").values()
+    first, second = (mean.data(device).asnumpy() for device in devices)
+    return (first == second).all()
+
+
+def test_nets_that_share_layers_are_converted_together(converting):
+    """Neither keeps a graph with plain layers, and a norm computes a ReLU only if it has one in both."""
+    base = make_base()
+    net = nn.HybridSequential()
+    net.add(base[:2], nn.LeakyReLU(0.5), nn.Dense(2, in_units=4))
+    x = mx.nd.random.normal(shape=(8, 3))
+    assert train_and_compare(net, [mx.cpu(0), mx.cpu(1)])
+    assert isinstance(base[1], gluon_syncbn.SyncBatchNorm)
+    assert (net[0](x).asnumpy() < 0).any() and (base(x).asnumpy() >= 0).all()
+
+
+def test_a_child_may_refer_to_its_net(converting):
+    net = make_base()
+    net[0].owner = [net]
+    assert train_and_compare(net, [mx.cpu(0), mx.cpu(1)])
+
+
+def test_objects_that_cannot_be_looked_at(converting):
+    class Failing(mx.gluon.Block):
+        def __init__(self):
+            raise RuntimeError("before it is a block")
+
+    kept = Failing.__new__(Failing)
+    dead = weakref.proxy(make_base())
+    assert train_and_compare(make_base(), [mx.cpu(0), mx.cpu(1)])
+    assert kept is not dead
+    with pytest.raises(ValueError, match="list or dict of Parameters"):
+        mx.gluon.Trainer(make_base()[0].weight, "sgd")
+
+
+def test_a_net_that_cannot_be_converted(converting, caplog):
+    class Own(nn.BatchNorm):
+        def hybrid_forward(self, F, x, *args, **kwargs):
+            return super().hybrid_forward(F, x, *args, **kwargs)
+
+    net = nn.HybridSequential()
+    net.add(Own(in_channels=3))
+    net.initialize()
+    mx.gluon.Trainer(net.collect_params(), "sgd")
+    assert "have no BatchNorm layer that can be converted: nothing synchronizes" in caplog.text
 
 
 def test_install_and_uninstall_of_the_conversion():

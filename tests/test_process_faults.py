@@ -108,6 +108,18 @@ def test_the_others_say_so_in_time(engine, fault, direction):
             assert re.search(ended(engine, direction), text), text
 
 
+def test_pairs_suspect_only_whom_they_can():
+    """Process 0 misses process 1 itself. Process 2 has handed its vector to process 0, and knows nothing of 1."""
+    need("mpi")
+    done = run_job("mpi", SIZE, "faults.py", "absent", "forward", JOB_TIMEOUT=TIMEOUT, JOB_MOST_ROWS=1)
+    errors = dict(re.findall(r"ERROR (\d) \S+ ?(.*)", done.text))
+    assert re.search(waited("forward"), errors["0"]), done.text
+    suspected = (
+        r"waited 6 s for 1 or more of 2 of 3 processes. Arrived: process 2 \(.+\). Missing one or more of these: "
+    )
+    assert re.search(suspected + r"process 0 \(.+\), process 1|process 0 has ended", errors["2"]), done.text
+
+
 @pytest.mark.parametrize(
     "engine, kills", [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ("mpi", "horovod"))]
 )

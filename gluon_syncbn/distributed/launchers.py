@@ -12,6 +12,9 @@ from gluon_syncbn.base.walk import users_line
 _SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
 
 
+_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+
+
 class Job(NamedTuple):
     launcher: str  # 'Horovod' or 'MPI'
     size: int  # in processes
@@ -25,6 +28,11 @@ def job_of_launcher() -> Optional[Job]:
         if size.isdigit() and int(size) > 1:
             return Job(launcher, int(size))
     return None
+
+
+def is_first_of_job() -> bool:
+    """Whether this process, of its job, is to say what concerns all; True if it is alone."""
+    return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
 
 
 def warn_of_several_processes(where: str) -> None:

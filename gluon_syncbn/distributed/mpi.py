@@ -3,7 +3,7 @@
 Every process sends its vector to each of the others. Whoever waits, on whatever thread, takes in all messages that are
 there and puts them into one mailbox, by key and round, and looks whether its own round is complete. So messages may
 come in any order, no communicator is needed per layer, and who has come is known where somebody has not. MPI is only
-only asked whether something is there, and never waits, so a wait can be ended at any time.
+asked whether something is there, and never waits, so a wait can be ended at any time.
 
 A process that gives a step up informs the others. It takes part in no round until they have done so, too, and then all
 know the highest number that a round has had: rounds go on after it, and messages of older ones are dropped. A process

@@ -18,12 +18,15 @@ class CommunicatorError(RuntimeError):
 
 
 class MissingProcesses(RuntimeError):
-    """A wait for other processes has ended in vain."""
+    """A wait for other processes has ended in vain.
 
-    def __init__(self, waited: Any, arrived: Optional[Sequence[int]] = None):
+    ``arrived`` are ranks, or None where they are not known. ``suspects`` are those of whom one or more are missing;
+    None means all that have not arrived.
+    """
+
+    def __init__(self, waited: Any, arrived: Optional[Sequence[int]] = None, suspects: Optional[Sequence[int]] = None):
         super().__init__("a process did not come")
-        self.waited = waited
-        self.arrived = arrived  # ranks, or None where they are not known
+        self.waited, self.arrived, self.suspects = waited, arrived, suspects
 
 
 class ProcessGroup(ABC):

@@ -9,9 +9,11 @@ MPICH", 2005), with the merging of moments as its operation. What comes out diff
 rounding only.
 """
 
-from typing import Callable, Sequence
+from typing import Callable, Iterable, List, Sequence
 
 import numpy as np
+
+from gluon_syncbn.distributed.process_group import MissingProcesses
 
 # Of two rows to one vector, and what two processes bring to each other under a key.
 Combine = Callable[[np.ndarray], np.ndarray]
@@ -33,20 +35,42 @@ def reduce_in_pairs(vector: np.ndarray, rank: int, members: Sequence[int], combi
         ``combine(rows)`` of an array of shape (2, n).
     meet : callable
         ``meet(key, vector, partner)`` returns the rows of both, that of the lower position first.
+
+    Raises
+    ------
+    MissingProcesses
+        A partner did not come. It may wait for others itself: the error has who is known to have come, and all whose
+        absence may be the reason.
     """
+    size = len(members)
     position = list(members).index(rank)
-    core = 1 << (len(members).bit_length() - 1)  # the largest power of two
+    core = 1 << (size.bit_length() - 1)  # the largest power of two
+
+    def meet_at(key: str, partner: int, arrived: Iterable[int], suspects: Iterable[int]) -> np.ndarray:
+        try:
+            return meet(key, vector, members[partner])
+        except MissingProcesses as problem:
+            ranks = ([members[item] for item in items] for items in (arrived, suspects))
+            raise MissingProcesses(problem.waited, *ranks) from None
+
+    def behind(first: int, bit: int) -> List[int]:
+        """Whose vectors a process of the core has before the round of this bit: positions of the core and of guests."""
+        block = range(first // bit * bit, first // bit * bit + bit)
+        return [item for start in (0, core) for item in range(start + block.start, min(start + block.stop, size))]
+
+    others = [item for item in range(size) if item != position]
     if position >= core:
-        partner = members[position - core]
-        meet("first", vector, partner)
-        return meet("last", vector, partner)[0]
-    has_guest = position + core < len(members)
-    if has_guest:
-        vector = combine(meet("first", vector, members[position + core]))
+        partner = position - core
+        meet_at("first", partner, [position], [partner])
+        return meet_at("last", partner, [position], others)[0]
+    guest = position + core
+    if guest < size:
+        vector = combine(meet_at("first", guest, [position], [guest]))
     bit = 1
     while bit < core:
-        vector = combine(meet(str(bit), vector, members[position ^ bit]))
+        partner = position ^ bit
+        vector = combine(meet_at(str(bit), partner, behind(position, bit), behind(partner, bit)))
         bit *= 2
-    if has_guest:
-        meet("last", vector, members[position + core])
+    if guest < size:
+        meet_at("last", guest, set(range(size)) - {guest}, [guest])
     return vector

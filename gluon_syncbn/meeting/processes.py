@@ -115,10 +115,7 @@ class Processes:
 
         def meet(part: str, brought: np.ndarray, partner: int) -> np.ndarray:
             pair = sorted((self.group.rank, partner), key=list(members).index)
-            try:
-                return self.group.all_gather(f"{key}.{part}", round_id, brought, pair, wait.ended)
-            except MissingProcesses as problem:
-                raise MissingProcesses(problem.waited, [rank for rank in members if rank != partner]) from None
+            return self.group.all_gather(f"{key}.{part}", round_id, brought, pair, wait.ended)
 
         combine = _merged if direction == FORWARD else add_ranks
         return reduce_in_pairs(vector, self.group.rank, members, combine, meet)[None]
@@ -350,10 +347,13 @@ class Processes:
             whom = f"the other {len(members) - 1} processes"
             return f"{what} {problem.waited.text(whom)}; which of them came is not known. {_REASONS}"
         arrived = [rank for rank in members if rank in problem.arrived]
-        missing = [rank for rank in members if rank not in problem.arrived]
-        whom = f"{len(missing)} of {len(members)} processes"
+        missing = [rank for rank in problem.suspects or members if rank not in problem.arrived]
+        is_known = problem.suspects is None or len(missing) == 1
+        count = str(len(missing)) if is_known else f"1 or more of {len(missing)}"
+        whom = f"{count} of {len(members)} processes"
         return (
-            f"{what} {problem.waited.text(whom)}. Arrived: {', '.join(map(self._name, arrived))}. Missing: "
+            f"{what} {problem.waited.text(whom)}. Arrived: {', '.join(map(self._name, arrived))}. "
+            f"{'Missing' if is_known else 'Missing one or more of these'}: "
             f"{', '.join(map(self._name, missing)) or 'none, any more'}. {_REASONS}"
         )
 

@@ -24,7 +24,7 @@ never are under way. One that is recorded and has no backward pass is no longer 
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Container, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -81,10 +81,12 @@ class Passes:
                 return parameter.list_data()
         return []
 
-    def take_notes(self) -> Iterator["_Note"]:
-        """Take from each of these arrays the note whether its gradient is fresh."""
+    def take_notes(self, taken: "Container[_Key]") -> Iterator["_Note"]:
+        """Take from each of these arrays the note whether its gradient is fresh, unless it is ``taken`` already."""
         was_seen = failures.was_seen()
         for array in self.arrays():
+            if (self, id(array)) in taken:
+                continue
             was_fresh = has_fresh_gradient(array)
             try:
                 set_fresh_gradient(array, False)
@@ -110,6 +112,9 @@ class _Note:
     def put_back(self) -> None:
         if self.was_fresh and not self.is_counted:
             set_fresh_gradient(self.array, True)
+
+
+_Key = Tuple[Passes, int]  # a layer's, and the id of an array
 
 
 def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
@@ -165,7 +170,7 @@ class Steps:
         self._open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
 
         self._notes_lock = threading.Lock()
-        self._notes: Dict[Tuple[Passes, int], _Note] = {}  # by layer and array, while a backward() is under way
+        self._notes: Dict[_Key, _Note] = {}  # while a backward() is under way
         self._calls = 0  # of backward() that are under way
         self._updates: List[HeldUpdate] = []  # oldest first
 
@@ -259,9 +264,8 @@ class Steps:
         with self._lock:
             if is_first:
                 self._watched.add(passes)
-            is_watched = passes in self._watched
-        if is_watched:
-            passes.begin_forward(device)
+            if passes in self._watched:
+                passes.begin_forward(device)
 
     def note_forward(self, passes: Passes) -> None:
         """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""
@@ -283,8 +287,10 @@ class Steps:
             self._calls += 1
             for note in self._notes.values():  # what calls that are still under way have reached
                 note.count()
+            # What these have not reached stays as it is: they may reach it at this moment.
+            taken = {key for key, note in self._notes.items() if not note.is_counted}
             for passes in self._awaited():
-                for note in passes.take_notes():
+                for note in passes.take_notes(taken):
                     key = passes, id(note.array)
                     note.was_fresh |= key in self._notes and self._notes[key].was_fresh
                     self._notes[key] = note

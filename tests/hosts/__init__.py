@@ -59,9 +59,13 @@ def missing() -> str:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
     except OSError as problem:
         return f"/dev/net/tun cannot be opened ({problem.strerror})"
-    flags = [*NAMESPACES, "--fork", "--mount-proc"]
-    done = subprocess.run(["unshare", *flags, "true"], capture_output=True, encoding="utf-8", timeout=_READY_SECONDS)
-    return f"namespaces cannot be made ({done.stderr.strip()})" if done.returncode else ""
+    flags = [*NAMESPACES, "--fork", "--mount-proc", "--kill-child"]
+    script = f"mount -t tmpfs tmpfs /dev/shm && ip link set lo up && ip tuntap add dev {DEVICE} mode tun"
+    try:
+        _run("unshare", *flags, "sh", "-c", script)
+    except (AssertionError, subprocess.TimeoutExpired) as problem:
+        return f"namespaces cannot be made ({problem})"
+    return ""
 
 
 class Hosts:
@@ -72,6 +76,7 @@ class Hosts:
         self._mtu = network.mtu
         self._ended = contextlib.ExitStack()
         self._pids: Dict[str, int] = {}
+        self._spaces: Dict[str, str] = {}  # the namespace of each host's processes
         self._keepers: Dict[str, subprocess.Popen] = {}
         self._slowed: Dict[str, threading.Event] = {}
         with contextlib.ExitStack() as stack:
@@ -95,25 +100,26 @@ class Hosts:
             self.go_on(name)
         self._ended.close()
 
-    def launcher(self, engine: str, size: int, variables: Iterable[str] = ()) -> List[str]:
+    def launcher(self, engine: str, size: int, variables: Iterable[str] = (), folder: str = "") -> List[str]:
         """Words to put before a command so that it runs in ``size`` processes, equally many on each host.
 
-        ``variables`` are names in the environment that the processes shall have, too.
+        ``variables`` are names in the environment that the processes shall have, too; they start in ``folder``, by
+        default the one that this process is in.
         """
         per_host, rest = divmod(size, len(self.names))
         assert not rest, "equally many processes per host"
         places = ",".join(f"{name}:{per_host}" for name in self.names)
-        folder = os.path.dirname(sys.executable)
+        folder, programs = folder or os.getcwd(), os.path.dirname(sys.executable)
         if engine == "horovod":
             options = ["--gloo", "-np", str(size), "-H", places, "--network-interfaces", DEVICE]
-            return self._on("head", [os.path.join(folder, "horovodrun"), *options])
+            return self._on("head", [os.path.join(programs, "horovodrun"), *options], folder)
         options = ["--allow-run-as-root", "--bind-to", "none", "--host", places, "-np", str(size)]
         options += ["--prtemca", "plm_ssh_agent", os.path.join(self._folder, "ssh")]
         options += ["--prtemca", "prte_if_include", f"{NET}.0/24", "--mca", "btl_tcp_if_include", f"{NET}.0/24"]
         options += ["--mca", "mpi_yield_when_idle", "1"]  # processes of all hosts share this machine's cores
         for variable in variables:
             options += ["-x", variable]
-        return self._on("head", [os.path.join(folder, "mpirun"), *options])
+        return self._on("head", [os.path.join(programs, "mpirun"), *options], folder)
 
     def set_network(self, network: Network) -> None:
         """Change delay, rate and loss for all; what is under way stays as it is."""
@@ -137,6 +143,8 @@ class Hosts:
         """All processes of the host are killed at once, and nothing answers there any more."""
         self.cut(name)
         os.kill(self._pids[name], signal.SIGKILL)
+        self._keepers[name].wait(_READY_SECONDS)
+        self._spaces[name] = ""  # another process may have its number from now on
 
     def freeze(self, name: str) -> None:
         """The host's processes run no more, until `go_on`."""
@@ -163,8 +171,8 @@ class Hosts:
 
     def processes(self, name: str) -> List[int]:
         """Numbers, outside of the host, of its processes but for the one that it consists of."""
-        first, found = self._pids[name], []
-        wanted = _namespace(first)
+        first, wanted = self._pids[name], self._spaces[name]  # the head has none: all of the machine's would be its
+        found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             if wanted and int(entry) != first and _namespace(int(entry)) == wanted:
                 found.append(int(entry))
@@ -193,16 +201,18 @@ class Hosts:
             assert keeper.stdout is not None and keeper.stdout.readline() == "ready\n", f"{name} could not be made"
             self._keepers[name] = keeper
             self._pids[name] = pid = _child(keeper.pid) if own else keeper.pid
+            if own:
+                self._spaces[name] = _namespace(pid)
             _run("ip", "link", "set", device, "netns", str(pid), "name", DEVICE)
             _run(*self._on(name, ["ip", "address", "add", f"{NET}.{number}/24", "dev", DEVICE]))
             _run(*self._on(name, ["ip", "link", "set", DEVICE, "mtu", str(self._mtu), "txqueuelen", "10000", "up"]))
             yield
 
-    def _on(self, name: str, command: List[str]) -> List[str]:
-        """The command on a host, in this folder. ``ssh`` is the script that stands in for it."""
+    def _on(self, name: str, command: List[str], folder: str = "/") -> List[str]:
+        """The command on a host, in a folder. ``ssh`` is the script that stands in for it."""
         path = f"PATH={self._folder}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         kinds = NAMESPACES if name != "head" else [kind for kind in NAMESPACES if kind != "--pid"]
-        place = ["-C", os.getcwd(), f"TMPDIR={self._folder}/{name}", path]
+        place = ["-C", folder, f"TMPDIR={self._folder}/{name}", path]
         return ["nsenter", "-t", str(self._pids[name]), *kinds, "env", *place, *command]
 
     def _agent(self) -> str:

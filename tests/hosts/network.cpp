@@ -91,6 +91,7 @@ class Network {
       if (watched[0].revents && !obey()) return;
       for (size_t host = 0; host < links_.size(); ++host) {
         if (watched[host + 1].revents & POLLIN) take_in(static_cast<int>(host));
+        if (watched[host + 1].revents & ~POLLIN) watched[host + 1].fd = -1;  // the host is gone
       }
       deliver();
     }

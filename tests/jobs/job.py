@@ -8,10 +8,16 @@ import mxnet as mx
 import numpy as np
 
 import gluon_syncbn
+from gluon_syncbn.meeting import processes
 
 
 def join(engine: str):
-    """The process group of this process; Horovod is initialized as users do."""
+    """The process group of this process; Horovod is initialized as users do.
+
+    JOB_MOST_ROWS and JOB_MOST_BYTES let few processes with short vectors meet in pairs, as large jobs do.
+    """
+    processes.MOST_ROWS = int(os.environ.get("JOB_MOST_ROWS", processes.MOST_ROWS))
+    processes.MOST_BYTES = int(os.environ.get("JOB_MOST_BYTES", processes.MOST_BYTES))
     if engine == "horovod":
         import horovod.mxnet as hvd
 

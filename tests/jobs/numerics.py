@@ -20,12 +20,9 @@ from mxnet import autograd
 from mxnet.gluon import HybridBlock, nn
 
 import gluon_syncbn
-from gluon_syncbn.meeting import processes
 
 ENGINE, DEVICES, MODES, CASES = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4:]
 TIMEOUT = 120
-processes.MOST_ROWS = int(os.environ.get("JOB_MOST_ROWS", processes.MOST_ROWS))
-processes.MOST_BYTES = int(os.environ.get("JOB_MOST_BYTES", processes.MOST_BYTES))
 group = job.join(ENGINE)
 devices = job.cpus(DEVICES)
 total = group.size * DEVICES

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <deque>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -49,7 +48,7 @@ void run_on_a_thread(std::function<void()> work) {
   }
   try {
     std::thread([&threads] { serve(threads); }).detach();
-  } catch (const std::system_error&) {
+  } catch (...) {
     threads.work.pop_back();
     throw;
   }

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <future>
+#include <memory>
 #include <system_error>
 
 #include "meeting/threads.h"
@@ -14,20 +15,20 @@ namespace {
 
 bool is_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
-// Another thread would wait for it for ever. MXNet releases it wherever it is called through ctypes.
+}  // namespace
+
 bool holds_interpreter_lock() {
   static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
   return check && check();
 }
 
-}  // namespace
-
 int call_off_main_thread(const std::function<int()>& call) {
+  // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through ctypes.
   if (!is_main_thread() || holds_interpreter_lock()) return call();
-  std::packaged_task<int()> task(call);
-  std::future<int> returned = task.get_future();
+  const auto task = std::make_shared<std::packaged_task<int()>>(call);  // its end comes after this function's
+  std::future<int> returned = task->get_future();
   try {
-    run_on_a_thread([&task] { task(); });
+    run_on_a_thread([task] { (*task)(); });
   } catch (const std::system_error&) {  // no thread can be had
     return call();
   }

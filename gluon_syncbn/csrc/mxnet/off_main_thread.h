@@ -12,6 +12,9 @@
 
 namespace gluon_syncbn {
 
+// Whether this thread has Python's interpreter lock.
+bool holds_interpreter_lock();
+
 // What `call` returns or throws, from another thread if this is Python's main thread.
 int call_off_main_thread(const std::function<int()>& call);
 

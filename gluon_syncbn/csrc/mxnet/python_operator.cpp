@@ -1,12 +1,15 @@
-// Wraps a custom operator that is written in Python, for three things that MXNet's own wrapping lacks.
+// Wraps a custom operator that is written in Python, for four things that MXNet's own wrapping lacks.
 //
 // Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet
 // then throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and
 // where that returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
 //
 // Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread
-// (off_main_thread.h), and as seldom as can be, since that costs a thread each time. (To delete is not: what Ctrl-C can
-// do there is to keep some hundred bytes from being freed.)
+// (off_main_thread.h), and as seldom as can be, since that costs a change of thread each time. (To delete is not: what
+// Ctrl-C can do there is to keep some hundred bytes from being freed.)
+//
+// Threads may ask at a time. MXNet's Python side keeps the shapes that it has returned until it is asked again; another
+// thread may do that while MXNet still reads them. Here each thread gets a copy.
 //
 // Exits are clean. MXNet counts an operator as done before it has dropped it, so a thread of its engine may call
 // Python's delete callback while the interpreter shuts down. Python ends such a thread by unwinding it, which C++
@@ -16,8 +19,10 @@
 // Who owns what: MXNet owns the list of callbacks that create_property fills in, and calls its delete callback once,
 // which deletes the wrapper after Python's own; the same for the list that the property's create callback fills in.
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -95,7 +100,7 @@ struct PropertyWrapper : Wrapper {
 
   std::vector<std::string> lists[kPropertyListStates + 1];
   std::vector<char*> pointers[kPropertyListStates + 1];  // to the same, and a null, as MXNet wants them
-  std::vector<int> dependencies;
+  std::mutex inferring;  // from the question for shapes until they are copied
 };
 
 template <typename Kind>
@@ -134,8 +139,21 @@ int list(char*** names, void* state) {
 }
 
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
-  return call_off_main_thread(
-      [&] { return or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes)); });
+  // MXNet copies the shapes before this thread calls again.
+  thread_local std::vector<std::vector<int>> of_this_thread;
+  std::vector<std::vector<int>>& copies = of_this_thread;  // where the call below runs on another thread, too
+  return call_off_main_thread([&] {
+    std::unique_lock<std::mutex> lock(static_cast<PropertyWrapper*>(state)->inferring, std::defer_lock);
+    // Whoever has it may wait for the interpreter lock, and who holds that must not wait for this one.
+    if (!holds_interpreter_lock()) lock.lock();
+    const int returned = or_error(Wrapper::call<CustomOpInferShape>(state, kPropertyInferShape, num, ndims, shapes));
+    copies.assign(num, {});
+    for (int i = 0; i < num; ++i) {
+      copies[i].assign(shapes[i], shapes[i] + std::max(ndims[i], 0));
+      shapes[i] = copies[i].data();
+    }
+    return returned;
+  });
 }
 
 // On everything, as CustomOpProp has it.
@@ -143,7 +161,7 @@ int declare_backward_dependency(const int* out_grad, const int* in_data, const i
                                 void* state) {
   auto* property = static_cast<PropertyWrapper*>(state);
   const size_t arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
-  std::vector<int>& all = property->dependencies;
+  thread_local std::vector<int> all;
   all.assign(out_grad, out_grad + outputs);
   all.insert(all.end(), in_data, in_data + arguments);
   all.insert(all.end(), out_data, out_data + outputs);
