@@ -36,7 +36,8 @@ struct Used {
   std::mutex mutex;
   std::set<long> threads;
   long most = 0;
-} used;
+};
+Used& used = *new Used;  // never destroyed, as its threads outlive main
 
 void check(bool right, const std::string& what, uint64_t number) {
   if (right) return;
@@ -46,7 +47,7 @@ void check(bool right, const std::string& what, uint64_t number) {
 
 enum Kind { kNormal, kMissing, kTwice, kOtherLength, kThrows, kStuck, kKinds };
 
-void sleep(uint64_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
+void rest(uint64_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
 // What the ranks of one round were called back with.
 struct Seen {
@@ -70,7 +71,7 @@ void run(uint64_t number) {
         used.threads.insert(syscall(SYS_gettid));
         used.most = std::max(used.most, now);
       }
-      sleep(kind == kStuck ? 150000 : delay);
+      rest(kind == kStuck ? 150000 : delay);
       exchanging -= 1;
       if (kind == kThrows) throw RendezvousError("a process is gone");
       round_id = 77;
@@ -103,7 +104,7 @@ void run(uint64_t number) {
     for (size_t rank = 0; rank < kRanks; ++rank) {
       if (kind == kMissing && rank == victim) continue;
       threads.emplace_back([&arrive, rank, place, delay = random() % 300] {
-        if (delay < 100) sleep(delay);
+        if (delay < 100) rest(delay);
         arrive(rank, place);
       });
     }
@@ -116,7 +117,7 @@ void run(uint64_t number) {
     std::lock_guard<std::mutex> lock(seen->mutex);
     return seen->outcomes.size();
   };
-  while ((count() < expected || !left.expired()) && Clock::now() < until) sleep(20);
+  while ((count() < expected || !left.expired()) && Clock::now() < until) rest(20);
   check(left.expired(), "the rendezvous was not freed", number);
   std::lock_guard<std::mutex> lock(seen->mutex);
   check(seen->outcomes.size() == expected, "called back " + std::to_string(seen->outcomes.size()) + " times", number);
@@ -148,8 +149,9 @@ int main(int count, char** arguments) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  sleep(300000);  // exchanges that were given up return
+  rest(300000);  // exchanges that were given up return
   // A thread that has just returned may not be free yet, on each of the 3 threads above.
+  std::lock_guard<std::mutex> lock(used.mutex);
   const size_t made = used.threads.size();
   check(made <= static_cast<size_t>(used.most) + 10, std::to_string(made) + " threads were made", rounds);
   std::printf("%llu rounds, %ld met, %ld failed, %ld failures\n", static_cast<unsigned long long>(rounds), met.load(),

@@ -23,7 +23,8 @@ bool holds_interpreter_lock() {
 }
 
 int call_off_main_thread(const std::function<int()>& call) {
-  // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through ctypes.
+  // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through
+  // ctypes.
   if (!is_main_thread() || holds_interpreter_lock()) return call();
   const auto task = std::make_shared<std::packaged_task<int()>>(call);  // its end comes after this function's
   std::future<int> returned = task->get_future();

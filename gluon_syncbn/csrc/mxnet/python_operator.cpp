@@ -100,7 +100,7 @@ struct PropertyWrapper : Wrapper {
 
   std::vector<std::string> lists[kPropertyListStates + 1];
   std::vector<char*> pointers[kPropertyListStates + 1];  // to the same, and a null, as MXNet wants them
-  std::mutex inferring;  // from the question for shapes until they are copied
+  std::mutex inferring;                                  // from the question for shapes until they are copied
 };
 
 template <typename Kind>
