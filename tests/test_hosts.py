@@ -48,10 +48,14 @@ def test_a_step_is_that_of_one_device(engine, count, per_host, devices, network,
 @pytest.mark.parametrize("engine", ["mpi", "horovod"])
 @pytest.mark.parametrize("way", ["groups", "last_batch", "two_nets"])
 def test_ways_over_hosts(engine, way):
-    """Groups of devices that end within a host and groups that span two; a short batch; two nets."""
+    """Groups of devices that end within a host and groups that span two; a short batch; two nets.
+
+    Horovod cannot make a process set of processes 1, 2 and 3 there (docs/processes.md), so that process 3 is absent.
+    """
     need(engine)
+    chosen = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1, "JOB_ABSENT": 3 if engine == "horovod" else 0}
     with Hosts(2, GIGABIT) as hosts:
-        done = run_job(engine, 4, "ways.py", way, hosts=hosts, HOROVOD_DYNAMIC_PROCESS_SETS=1)
+        done = run_job(engine, 4, "ways.py", way, hosts=hosts, **chosen)
     assert done.returncode == 0 and done.text.count(f"RIGHT {way}") == 4, done.text
 
 
