@@ -49,8 +49,21 @@ def machine() -> str:
     )
 
 
-def launcher(engine: str, size: int) -> List[str]:
-    """Words to put before a command so that it runs in so many processes on this machine; 'none' is one process."""
+def module_of_hosts():
+    """tests/hosts, which makes hosts on this machine."""
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+    import hosts
+
+    return hosts
+
+
+def launcher(engine: str, size: int, hosts=None, **on_hosts) -> List[str]:
+    """Words to put before a command so that it runs in so many processes on this machine; 'none' is one process.
+
+    ``hosts`` are those of `module_of_hosts` to run it on instead, with further arguments of their `launcher`.
+    """
+    if hosts is not None:
+        return hosts.launcher(engine, size, **on_hosts)
     folder = os.path.dirname(sys.executable)
     return {
         "mpi": [os.path.join(folder, "mpirun"), "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "-np", str(size)],

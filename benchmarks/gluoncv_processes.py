@@ -100,7 +100,7 @@ def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: i
     play_it = [sys.executable, os.path.abspath(__file__), "--play", layer, json.dumps(digests), name]
     variables = {**os.environ, "HOME": str(home), "MXNET_HOME": str(home / ".mxnet"), "PATH": path_of_launchers()}
     with tempfile.TemporaryDirectory() as place:
-        start = launcher("horovod", size) if hosts is None else hosts.launcher("horovod", size, folder=place)
+        start = launcher("horovod", size, hosts, folder=place)
         # In a shell of its own: horovodrun takes a script's --network for one of its own options.
         command = [*start, "sh", "-c", shlex.join([*play_it, str(scripts / path), *words.split()])]
         limited = {"cwd": place, "env": variables, "timeout": seconds, "encoding": "utf-8", "errors": "replace"}
@@ -137,10 +137,9 @@ def main() -> None:
         digests = {name: write_base_weights(home / ".mxnet" / "models", name) for name in names}
         hosts = None
         if options.hosts > 1:
-            sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-            from hosts import Hosts
+            from common import module_of_hosts
 
-            hosts = stack.enter_context(Hosts(options.hosts))
+            hosts = stack.enter_context(module_of_hosts().Hosts(options.hosts))
         for name in options.only:
             chosen = (options.layer, options.size, options.seconds, hosts)
             print(run(options.scripts.resolve(), home, digests, name, *chosen), flush=True)

@@ -39,7 +39,7 @@ def launch(engine: str, size: int, *arguments, hosts=None) -> list:
     from common import launcher, path_of_launchers
 
     variables = {**os.environ, "PATH": path_of_launchers()}
-    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, ["OMP_NUM_THREADS"])
+    words = launcher(engine, size, hosts, variables=["OMP_NUM_THREADS"])
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         command = [
             *words,
@@ -235,8 +235,9 @@ def work(engine: str, what: str, devices: str = "1") -> None:
         found = measure_steps(engine, int(devices))
     else:
         found = measure_beside_a_loader() if what == "loader" else measure_exchanges(engine)
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", 0)))
-    if rank == 0:
+    from gluon_syncbn.distributed.launchers import is_first_of_job
+
+    if is_first_of_job():
         sys.stdout.write(MARK + json.dumps(found) + "\n")
         sys.stdout.flush()
 
@@ -279,12 +280,12 @@ def show(what: str, found: dict) -> None:
 
 
 def measure_hosts(engines: list, sizes: list, counts: list) -> None:
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
-    from hosts import CLUSTER, GIGABIT, Hosts
+    from common import module_of_hosts
 
-    for engine, count, network in itertools.product(engines, counts, (CLUSTER, GIGABIT)):
+    made = module_of_hosts()
+    for engine, count, network in itertools.product(engines, counts, (made.CLUSTER, made.GIGABIT)):
         for size in sizes:
-            with Hosts(count, network) as hosts:
+            with made.Hosts(count, network) as hosts:
                 show(
                     f"{engine}, {size} processes on {count} hosts, {network}",
                     launch(engine, size, "exchange", hosts=hosts),

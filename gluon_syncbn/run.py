@@ -87,6 +87,12 @@ def _connect_processes() -> None:
 @contextlib.contextmanager
 def _showing_conversions() -> Iterator[None]:
     """Within the ``with`` block, write what is converted to stderr, whatever the script does with its log."""
+    log = logging.getLogger("gluon_syncbn")
+    log.setLevel(logging.INFO)
+    if not is_first_of_job():
+        log.addHandler(logging.NullHandler())
+        yield
+        return
     told = 0
 
     def count(_record: logging.LogRecord) -> bool:
@@ -94,12 +100,10 @@ def _showing_conversions() -> Iterator[None]:
         told += 1
         return True
 
-    handler = logging.StreamHandler() if is_first_of_job() else logging.NullHandler()
+    handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("gluon_syncbn.run: %(message)s"))
     handler.addFilter(count)
-    log = logging.getLogger("gluon_syncbn")
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
     try:
         yield
     finally:

@@ -58,7 +58,7 @@ def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, 
         for name in chosen
         if name.startswith(("GLUON_SYNCBN_", "HOROVOD_", "JOB_", "MXNET_", "OMP_", "PYTHONPATH"))
     ]
-    words = launcher(engine, size) if hosts is None else hosts.launcher(engine, size, ours, ROOT)
+    words = launcher(engine, size, hosts, variables=ours, folder=ROOT)
     return [*words, sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)], chosen
 
 

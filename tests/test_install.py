@@ -139,6 +139,19 @@ def test_run_says_that_it_has_converted_nothing(tmp_path):
     assert done.returncode == 3 and "made no gluon.Trainer, so --convert has converted nothing." in done.stderr
 
 
+def test_only_the_first_process_of_a_job_says_so(tmp_path):
+    """The others do not count what is logged; a script's own log is not to say that there was no Trainer."""
+    script = "import logging; logging.basicConfig()\n" + PLAIN_SCRIPT.format(parameters="net.collect_params()")
+    (tmp_path / "script.py").write_text(script)
+    code = f"import sys, runpy; sys.argv = ['run', '--convert', {str(tmp_path / 'script.py')!r}]; "
+    job = {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 1, "GLUON_SYNCBN_PROCESS_GROUP": "none"}
+    done = run_python(code + "runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)", **job)
+    assert done.returncode == 0 and "KINDS SyncBatchNorm BatchNorm" in done.stdout, done.stdout + done.stderr
+    assert "gluon_syncbn.run: 1 BatchNorm" not in done.stderr and "made no gluon.Trainer" not in done.stderr, (
+        done.stderr
+    )
+
+
 @pytest.fixture
 def converting():
     gluon_syncbn.install(convert=True)

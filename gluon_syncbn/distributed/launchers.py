@@ -7,32 +7,31 @@ from typing import NamedTuple, Optional
 
 from gluon_syncbn.base.walk import users_line
 
-# The variables in which each launcher gives the number of processes. (Slurm's variables are also set where only one was
-# started.)
-_SIZES = {"HOROVOD_SIZE": "Horovod", "OMPI_COMM_WORLD_SIZE": "MPI", "PMI_SIZE": "MPI", "MV2_COMM_WORLD_SIZE": "MPI"}
-
-
-_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+# Of the two variables, ...SIZE and ...RANK, in which a launcher gives the number of processes and that of this one.
+# (Slurm's are also set where only one was started.)
+_PREFIXES = {"HOROVOD_": "Horovod", "OMPI_COMM_WORLD_": "MPI", "PMI_": "MPI", "MV2_COMM_WORLD_": "MPI"}
 
 
 class Job(NamedTuple):
     launcher: str  # 'Horovod' or 'MPI'
     size: int  # in processes
+    rank: int
 
 
 @functools.lru_cache(maxsize=None)  # each imperative call of a layer may ask
 def job_of_launcher() -> Optional[Job]:
     """The job of several processes that this one belongs to, as its launcher says; None if it is alone."""
-    for variable, launcher in _SIZES.items():
-        size = os.environ.get(variable, "")
+    for prefix, launcher in _PREFIXES.items():
+        size = os.environ.get(f"{prefix}SIZE", "")
         if size.isdigit() and int(size) > 1:
-            return Job(launcher, int(size))
+            return Job(launcher, int(size), int(os.environ.get(f"{prefix}RANK", "0")))
     return None
 
 
 def is_first_of_job() -> bool:
     """Whether this process, of its job, is to say what concerns all; True if it is alone."""
-    return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
+    job = job_of_launcher()
+    return job is None or job.rank == 0
 
 
 def warn_of_several_processes(where: str) -> None:

@@ -9,7 +9,7 @@ MPICH", 2005), with the merging of moments as its operation. What comes out diff
 rounding only.
 """
 
-from typing import Callable, Iterable, List, Sequence
+from typing import Callable, List, Sequence, Tuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from gluon_syncbn.distributed.process_group import MissingProcesses
 # Of two rows to one vector, and what two processes bring to each other under a key.
 Combine = Callable[[np.ndarray], np.ndarray]
 Meet = Callable[[str, np.ndarray, int], np.ndarray]
+# Asked where a partner does not come: the positions that are known to have come, and all whose absence may be why.
+Known = Callable[[], Tuple[List[int], List[int]]]
 
 
 def reduce_in_pairs(vector: np.ndarray, rank: int, members: Sequence[int], combine: Combine, meet: Meet) -> np.ndarray:
@@ -46,31 +48,36 @@ def reduce_in_pairs(vector: np.ndarray, rank: int, members: Sequence[int], combi
     position = list(members).index(rank)
     core = 1 << (size.bit_length() - 1)  # the largest power of two
 
-    def meet_at(key: str, partner: int, arrived: Iterable[int], suspects: Iterable[int]) -> np.ndarray:
+    def meet_at(key: str, partner: int, known: Known) -> np.ndarray:
         try:
             return meet(key, vector, members[partner])
         except MissingProcesses as problem:
-            ranks = ([members[item] for item in items] for items in (arrived, suspects))
-            raise MissingProcesses(problem.waited, *ranks) from None
+            arrived, suspects = ([members[item] for item in items] for items in known())
+            raise MissingProcesses(problem.waited, arrived, suspects) from None
+
+    def all_but(one: int) -> List[int]:
+        return [item for item in range(size) if item != one]
 
     def behind(first: int, bit: int) -> List[int]:
         """Whose vectors a process of the core has before the round of this bit: positions of the core and of guests."""
-        block = range(first // bit * bit, first // bit * bit + bit)
-        return [item for start in (0, core) for item in range(start + block.start, min(start + block.stop, size))]
+        block = range(first // bit * bit, (first // bit + 1) * bit)
+        return [start + item for start in (0, core) for item in block if start + item < size]
 
-    others = [item for item in range(size) if item != position]
+    def meet_in_round(bit: int) -> np.ndarray:
+        partner = position ^ bit
+        return meet_at(str(bit), partner, lambda: (behind(position, bit), behind(partner, bit)))
+
     if position >= core:
-        partner = position - core
-        meet_at("first", partner, [position], [partner])
-        return meet_at("last", partner, [position], others)[0]
+        host = position - core
+        meet_at("first", host, lambda: ([position], [host]))
+        return meet_at("last", host, lambda: ([position], all_but(position)))[0]
     guest = position + core
     if guest < size:
-        vector = combine(meet_at("first", guest, [position], [guest]))
+        vector = combine(meet_at("first", guest, lambda: ([position], [guest])))
     bit = 1
     while bit < core:
-        partner = position ^ bit
-        vector = combine(meet_at(str(bit), partner, behind(position, bit), behind(partner, bit)))
+        vector = combine(meet_in_round(bit))
         bit *= 2
     if guest < size:
-        meet_at("last", guest, set(range(size)) - {guest}, [guest])
+        meet_at("last", guest, lambda: (all_but(guest), [guest]))
     return vector

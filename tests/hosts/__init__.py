@@ -27,6 +27,8 @@ from typing import Dict, Iterable, List, NamedTuple, Tuple
 HERE = os.path.dirname(os.path.abspath(__file__))
 NET, DEVICE = "10.77.0", "net0"
 NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
+# Of unshare: the host's first process is its number 1, and takes all others with it.
+OWN_PROCESSES = ["--fork", "--mount-proc", "--kill-child"]
 _READY_SECONDS = 30.0
 
 
@@ -59,10 +61,9 @@ def missing() -> str:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
     except OSError as problem:
         return f"/dev/net/tun cannot be opened ({problem.strerror})"
-    flags = [*NAMESPACES, "--fork", "--mount-proc", "--kill-child"]
     script = f"mount -t tmpfs tmpfs /dev/shm && ip link set lo up && ip tuntap add dev {DEVICE} mode tun"
     try:
-        _run("unshare", *flags, "sh", "-c", script)
+        _run("unshare", *NAMESPACES, *OWN_PROCESSES, "sh", "-c", script)
     except (AssertionError, subprocess.TimeoutExpired) as problem:
         return f"namespaces cannot be made ({problem})"
     return ""
@@ -192,7 +193,7 @@ class Hosts:
     def _make(self, name: str, number: int):
         """A host, and its end."""
         kinds = NAMESPACES if name != "head" else [kind for kind in NAMESPACES if kind != "--pid"]
-        own = ["--fork", "--mount-proc", "--kill-child"] if name != "head" else []
+        own = OWN_PROCESSES if name != "head" else []
         device = f"hosts{os.getpid()}_{number}"
         os.mkdir(os.path.join(self._folder, name))
         mounts = f"mount --bind {self._folder}/hosts /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
