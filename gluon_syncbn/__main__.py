@@ -26,7 +26,7 @@ from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.layer.spec import LayerSpec
-from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, settings_in_force
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, resources_in_force, settings_in_force
 
 _ROUNDS = 200
 _EXCHANGED = 4097  # the message of a layer with 2,048 channels
@@ -140,9 +140,9 @@ def _warnings() -> List[str]:
             "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time: several devices cannot meet. Unset it."
         )
     if mx.context.num_gpus() == 0:
-        for name, (enough, default) in CPU_RESOURCES.items():
-            value = int(os.environ.get(name, default))
-            if value < enough:
+        for name, value in resources_in_force().items():
+            enough, _ = CPU_RESOURCES[name]
+            if int(value) < enough:
                 found.append(f"{name}={value} may be too few for several CPU contexts. Unset it to have {enough}.")
     if mx.context.num_gpus() == 0 and os.environ.get("OMP_NUM_THREADS") is None:
         found.append("several CPU contexts share the cores best with OMP_NUM_THREADS=1, or cores ÷ contexts.")

@@ -103,7 +103,8 @@ class SyncBatchNorm(nn.BatchNorm):
         An option cannot work: raised when the layer is made. Devices, channels or the dtype do not fit: raised by the
         first call that shows it. Within a hybridized net MXNet turns a wrong channel count into `MXNetError`.
     RuntimeError
-        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``, or a ``backend`` that cannot run here.
+        Several devices with ``MXNET_ENGINE_TYPE=NaiveEngine``; several CPU devices where the package was imported after
+        MXNet had begun to compute; or a ``backend`` that cannot run here.
     SyncBatchNormError
         A device did not come: raised where an output is read. The text names the layer, the direction, the devices
         that arrived, and those that are missing. (Where the compiled library is missing, the text is only printed, and

@@ -20,6 +20,7 @@ from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import Norm, count_others, mark, replace_norms
 from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
+from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
 
@@ -262,7 +263,10 @@ def make_symbol(
     spec.check_engine(spec.num_devices)
     if not is_loaded:
         check_groups(spec, spec.num_devices)
-    return make_node(decide(spec, [], Site.SYMBOL, is_loaded), spec, inputs, node)
+    way = decide(spec, [], Site.SYMBOL, is_loaded)
+    if way is Way.OPEN and spec.group_size != 1:
+        refuse_late_import(spec.where, spec.num_devices or 1)
+    return make_node(way, spec, inputs, node)
 
 
 def make_node(

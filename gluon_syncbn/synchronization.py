@@ -16,6 +16,7 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
+from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.steps import Passes, steps
 
@@ -83,6 +84,8 @@ class Synchronization:
             spec.check_dtype()
         if devices and way is not Way.PLAIN_FOR_NOW:
             spec.check_devices(devices)
+            if way is Way.SYNCHRONIZED and spec.group_size != 1:
+                refuse_late_import(spec.where, len(devices))
             if mx.autograd.is_training():
                 check_groups(spec, len(devices))
         elif way is Way.OPEN:

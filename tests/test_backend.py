@@ -137,7 +137,7 @@ def test_the_error_carries_its_own_text():
     assert (
         "SyncBatchNorm 'stem': forward pass waited 0.3 s for 1 of 2 devices. Arrived: cpu(0). Missing: cpu(1)" in text
     )
-    assert "Usual reasons: (1)" in text
+    assert "Usual reasons:\n(1)" in text
 
 
 @pytest.mark.parametrize("mode, slots", [("imperative", 512), ("hybridize", 512), ("static", 16384)])

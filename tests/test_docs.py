@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import HANG, ROOT
+from launching import need, run_job
 
 DOCS = Path(ROOT) / "docs"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -25,7 +26,7 @@ def test_code_blocks(page, tmp_path):
     """Python blocks in the order of the page, as one program; then its commands, with the output that it shows."""
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     program = "\n".join(text for kind, text in blocks if kind == "python")
-    (tmp_path / "page.py").write_text(program, encoding="utf-8")
+    (tmp_path / "page.py").write_text(program.replace("mx.gpu", "mx.cpu"), encoding="utf-8")
     done = run([sys.executable, "page.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in (text for kind, text in blocks if kind == "console"):
@@ -34,6 +35,33 @@ def test_code_blocks(page, tmp_path):
         done = run([sys.executable, *command.split()[2:]], tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "\n".join(shown) in done.stdout
+
+
+CHECK_WEIGHTS = """
+for name, parameter in net.collect_params().items():
+    everyone = comm.allgather(parameter.data().asnumpy())
+    assert all((values == everyone[0]).all() for values in everyone), name
+print("EQUAL WEIGHTS")
+"""
+
+
+@pytest.mark.parametrize("trainer", ["of the page", "of one process"])
+def test_the_example_with_mpi(trainer, tmp_path):
+    """Its processes train the same weights; with a plain Trainer they do not, and a warning says so."""
+    need("mpi")
+    text = (DOCS / "processes.md").read_text(encoding="utf-8")
+    (program,) = (text for text in re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if "MPI" in text)
+    if trainer == "of one process":
+        program = program.replace("trainer = AveragingTrainer", "trainer = gluon.Trainer")
+    script = tmp_path / "train.py"
+    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{program}{CHECK_WEIGHTS}", encoding="utf-8")
+    done = run_job("mpi", 2, str(script))
+    warned = "does not add up their gradients, so each process trains weights of its own" in done.text
+    if trainer == "of the page":
+        assert done.returncode == 0 and done.text.count("EQUAL WEIGHTS") == 2 and not warned, done.text
+        assert "loss" in done.text and (tmp_path / "net.params").exists()
+    else:
+        assert done.returncode != 0 and "AssertionError" in done.text and warned, done.text
 
 
 def test_the_tutorial_as_a_notebook(tmp_path):

@@ -38,12 +38,54 @@ def test_nothing_is_set_where_there_is_a_gpu():
     assert run_python(code + SHOW, CUDA_VISIBLE_DEVICES="").stdout.strip() == OURS
 
 
-@pytest.mark.parametrize("early", ["mxnet.nd.ones(1).wait_to_read()", "mxnet.random.seed(1)"])
-def test_import_after_the_engine_has_started_warns(early):
-    done = run_python(f"import mxnet\n{early}\nimport gluon_syncbn\n" + SHOW)
+LATE = """
+import time
+import mxnet as mx
+{early}
+began = time.monotonic()
+import gluon_syncbn
+from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
+print(settings_in_force())
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='late_')
+for devices in ([mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]):
+    layer.initialize(ctx=devices, force_reinit=True)
+    try:
+        with mx.autograd.record():
+            {train}
+        mx.nd.waitall()
+        print('TRAINED on', len(devices))
+    except RuntimeError as error:
+        print(error)
+"""
+TRAIN = "[layer(mx.nd.ones((2, 3), ctx=device)) for device in devices]"
+TRAIN_SYMBOL = "gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var('data'), num_devices=len(devices), name='late')"
+AS_MXNET = "MXNET_CPU_TEMP_COPY=4, MXNET_CPU_PARALLEL_RAND_COPY=1"
+CHOSEN = " and ".join(f"{name}={value}" for name, value in zip(NAMES, OURS.split()))
+
+
+@pytest.mark.parametrize("train", [TRAIN, TRAIN_SYMBOL])
+@pytest.mark.parametrize("early", ["mx.nd.ones(3).sum().wait_to_read()", "mx.random.seed(1)"])
+def test_several_cpu_contexts_are_refused_where_the_import_came_late(early, train):
+    """At once, and with the number that MXNet has taken, which the environment does not tell any more."""
+    done = run_python(LATE.format(early=early, train=train))
     assert "UserWarning: gluon_syncbn was imported after MXNet had begun to compute" in done.stderr
-    chosen = " and ".join(f"{name}={value}" for name, value in zip(NAMES, OURS.split()))
-    assert f"set {chosen} before the program starts" in done.stderr
+    in_force, one, several = done.stdout.splitlines()
+    assert (in_force, one) == (AS_MXNET, "TRAINED on 1")
+    assert several.startswith("SyncBatchNorm 'late': gluon_syncbn was imported after") and AS_MXNET in several
+    assert f"set {CHOSEN} before the program starts" in several
+
+
+@pytest.mark.parametrize("early", ["", "mx.nd.ones(3).wait_to_read()", "mx.nd.array([1]).asnumpy()"])
+def test_operators_that_take_no_slot_may_run_before_the_import(early):
+    done = run_python(LATE.format(early=early, train=TRAIN))
+    assert "TRAINED on 2" in done.stdout, done.stdout + done.stderr
+    assert "16384" in done.stdout and "UserWarning" not in done.stderr
+
+
+def test_a_late_import_where_the_user_chose_the_slots():
+    done = run_python(LATE.format(early="mx.random.seed(1)", train=TRAIN), MXNET_CPU_TEMP_COPY=64)
+    assert "too late for it to set MXNET_CPU_PARALLEL_RAND_COPY=16: MXNet has taken" in done.stderr
+    assert "TRAINED on 2" in done.stdout
 
 
 STARVED = """
@@ -73,7 +115,7 @@ except mx.MXNetError as error:
         ("MXNET_CPU_PARALLEL_RAND_COPY", "mx.gluon.nn.Dropout(0.5)", 4, "imperative"),
     ],
 )
-def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode, backend):
+def test_ours_prevent_the_deadlock_that_mxnet_has_by_default(name, before, devices, mode):
     """The reason for all of this: with too few this net cannot run, and says so; with ours it does."""
     code = STARVED.format(before=before, devices=devices, mode=mode)
     ours = run_python(code)
@@ -117,7 +159,7 @@ except mx.MXNetError:
 
 
 @pytest.mark.parametrize("copies, end", [(True, "RAN"), (False, "FAILED")])
-def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end, backend):
+def test_copies_at_the_borders_of_a_static_graph_keep_every_slot_with_its_operator(copies, end):
     """The recipe of docs/cpu_devices.md. Few slots, so that the pool is gone round many times.
 
     Without the copies devices meet in a slot; if that ever runs through, that page may drop the recipe.

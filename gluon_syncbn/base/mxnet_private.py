@@ -219,6 +219,17 @@ def _arrays_in(state) -> List[mx.nd.NDArray]:
     return [array for item in state for array in _arrays_in(item)]
 
 
+def is_for_one_process(trainer: mx.gluon.Trainer) -> bool:
+    """Whether it adds up no gradients of other processes: neither itself, nor its KVStore or Horovod's optimizer."""
+    kvstore = trainer._kvstore_params["kvstore"]
+    name = kvstore.type if isinstance(kvstore, mx.kvstore.KVStore) else kvstore
+    return (
+        type(trainer)._allreduce_grads is mx.gluon.Trainer._allreduce_grads
+        and (name is None or (isinstance(name, str) and "dist" not in name and name != "horovod"))
+        and not any(base.__module__.startswith("horovod") for base in type(trainer._optimizer).__mro__)
+    )
+
+
 def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
     """Whether it adds them up over devices, or processes, before it updates."""
     return trainer._kvstore is not None or type(trainer)._allreduce_grads is not mx.gluon.Trainer._allreduce_grads

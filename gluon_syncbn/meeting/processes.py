@@ -45,7 +45,7 @@ from gluon_syncbn.layer.spec import agree, without_name
 from gluon_syncbn.meeting.pairs import reduce_in_pairs
 from gluon_syncbn.meeting.positions import Place
 from gluon_syncbn.meeting.statistics import add_ranks, merge
-from gluon_syncbn.meeting.waiting import Wait
+from gluon_syncbn.meeting.waiting import Wait, listed_reasons
 
 FORWARD, BACKWARD = "forward", "backward"
 # More processes than these meet in pairs, where the communicator can; and on several hosts, those that would otherwise
@@ -53,10 +53,13 @@ FORWARD, BACKWARD = "forward", "backward"
 MOST_ROWS, MOST_BYTES = 32, 256 << 10
 _LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
 _ORDER = "Every process must make the same nets, and first train them in the same order"
-_REASONS = (
-    "Usual reasons: (1) a process has ended, or an exception left its step (see gluon_syncbn.abandon_step); (2) the "
-    "processes do not run equally many steps, or not the same layers: give each equally many batches; (3) a process "
-    "was slower than the timeout (timeout=, GLUON_SYNCBN_TIMEOUT; it evaluates, say, while the others train)."
+_REASONS = listed_reasons(
+    "the processes do not run equally many steps: give each equally many batches",
+    "a process has ended, or an exception left its step: see gluon_syncbn.abandon_step",
+    "a process was slower than the timeout, as one that evaluates while the others train: see timeout= and "
+    "GLUON_SYNCBN_TIMEOUT",
+    "the processes do not run the same layers",
+    end="To go on, call gluon_syncbn.abandon_step() in every process, or begin the next step.",
 )
 
 

@@ -51,17 +51,26 @@ class Waited(NamedTuple):
 
 def usual_reasons() -> str:
     """The end of every error about a missing device."""
-    reasons = (
-        "Usual reasons: (1) not every device ran this layer in this step (a last batch with fewer images than "
-        "devices: see gluon_syncbn.devices; a branch on one device; an exception in this or an earlier step: see "
-        "gluon_syncbn.abandon_step; an output read, or a process forked, before all devices were started); "
-        "(2) the net's parameters live on more devices than are training; (3) a device was slower than the timeout "
-        "(timeout=, GLUON_SYNCBN_TIMEOUT)"
-    )
     settings = settings_in_force()
-    if settings:
-        reasons += f"; (4) several CPU contexts ran out of temp-space slots or random generators (now {settings})"
-    return f"{reasons}. To go on, call gluon_syncbn.abandon_step(), or begin the next step."
+    return listed_reasons(
+        "a last batch has fewer images than there are devices: see gluon_syncbn.devices",
+        "an exception left this step or an earlier one: see gluon_syncbn.abandon_step",
+        "an output was read, or a process forked, before all devices were started",
+        "the net's parameters live on more devices than are training",
+        "only some devices ran this layer, in a branch",
+        "a device was slower than the timeout: see timeout= and GLUON_SYNCBN_TIMEOUT",
+        *([f"CPU contexts ran out of temp-space slots or random generators (now {settings})"] if settings else []),
+        end="To go on, call gluon_syncbn.abandon_step(), or begin the next step.",
+    )
+
+
+def listed_reasons(*reasons: str, end: str) -> str:
+    """The end of an error, with the usual reasons on a line each, the likeliest first.
+
+    MXNet takes lines that begin with spaces for a stack trace.
+    """
+    lines = "".join(f"\n({number}) {reason}" for number, reason in enumerate(reasons, start=1))
+    return f"Usual reasons:{lines}\n{end}"
 
 
 @contextlib.contextmanager

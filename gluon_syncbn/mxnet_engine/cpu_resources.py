@@ -25,31 +25,46 @@ GPUs have pools of their own and need none of this.
 import os
 import re
 import warnings
+from typing import Dict
 
 import mxnet as mx
 
+_SLOTS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
-CPU_RESOURCES = {"MXNET_CPU_TEMP_COPY": (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
+CPU_RESOURCES = {_SLOTS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
+# What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
+_taken: Dict[str, str] = {}
 
 
 def set_cpu_resources() -> None:
     """Give CPU contexts enough temp-space slots and random generators, except where the user has chosen a number.
 
-    Does nothing where there is a GPU. Warns (UserWarning) where MXNet's engine has already started and may go on with
-    its old numbers.
+    Does nothing where there is a GPU. Warns (UserWarning) where MXNet has taken its own numbers already: it keeps them,
+    and `refuse_late_import` then refuses several CPU contexts.
     """
-    ours = {name: value for name, (value, _) in CPU_RESOURCES.items() if name not in os.environ}
+    ours = [name for name in CPU_RESOURCES if name not in os.environ]
     if not ours or may_have_gpus():
         return
-    os.environ.update({name: str(value) for name, value in ours.items()})
-    if _engine_was_running():
-        chosen = " and ".join(f"{name}={value}" for name, value in ours.items())
-        warnings.warn(
-            f"gluon_syncbn was imported after MXNet had begun to compute, too late to set {chosen}: with several "
-            f"CPU contexts a synchronized layer may wait until its timeout. Import gluon_syncbn before the first "
-            f"array is made, or set {chosen} before the program starts.",
-            stacklevel=3,
-        )
+    os.environ.update({name: str(CPU_RESOURCES[name][0]) for name in ours})
+    if _engine_was_running() and _has_resources():
+        _taken.update({name: str(CPU_RESOURCES[name][1]) for name in ours})
+        end = "Several CPU contexts cannot train now." if _SLOTS in _taken else "Dropout may wait until the timeout."
+        warnings.warn(f"{_too_late()} {end}", stacklevel=3)
+
+
+def refuse_late_import(where: str, num_devices: int) -> None:
+    """RuntimeError if this many CPU contexts would wait for each other, because MXNet has few slots for them."""
+    if _SLOTS in _taken and num_devices > 1:
+        raise RuntimeError(f"{where}: {_too_late()} As it is, {num_devices} CPU contexts would wait for each other.")
+
+
+def _too_late() -> str:
+    wanted = " and ".join(f"{name}={CPU_RESOURCES[name][0]}" for name in _taken)
+    return (
+        f"gluon_syncbn was imported after MXNet had begun to compute, too late for it to set {wanted}: MXNet has taken "
+        f"{_listed(_taken)} for all CPU contexts. Import gluon_syncbn before the first operator runs, or set {wanted} "
+        f"before the program starts."
+    )
 
 
 def may_have_gpus() -> bool:
@@ -67,7 +82,33 @@ def settings_in_force() -> str:
     """The numbers in force for CPU contexts, as text; empty where there is a GPU and they hardly matter."""
     if may_have_gpus():
         return ""
-    return ", ".join(f"{name}={os.environ.get(name, default)}" for name, (_, default) in CPU_RESOURCES.items())
+    return _listed(resources_in_force())
+
+
+def resources_in_force() -> Dict[str, str]:
+    """The numbers that MXNet has taken, or will take when it first needs such a resource."""
+    return {name: _taken.get(name) or os.environ.get(name) or str(value) for name, (_, value) in CPU_RESOURCES.items()}
+
+
+def _listed(settings: Dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _has_resources() -> bool:
+    """Whether MXNet has made its temp-space slots and random generators already (Linux only).
+
+    It makes all of them for the first operator that needs one, and the generators take 5 MB each.
+    """
+    before = _data_megabytes()
+    mx.nd.ones(2).sum().wait_to_read()  # it needs a slot, and draws no number
+    return _data_megabytes() - before < 2
+
+
+def _data_megabytes() -> float:
+    """The resident memory of this process, without the files that are mapped into it where Linux tells."""
+    with open("/proc/self/status", encoding="utf-8") as file:
+        found = dict(re.findall(r"^(RssAnon|VmRSS):\s*(\d+) kB", file.read(), re.MULTILINE))
+    return int(found.get("RssAnon") or found["VmRSS"]) / 1024
 
 
 def _engine_was_running() -> bool:

@@ -12,6 +12,7 @@ error raised, before anything is copied.
 import contextlib
 import enum
 import functools
+import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
@@ -23,6 +24,7 @@ from gluon_syncbn.base.mxnet_private import (
     gradients_of_module,
     has_gradient,
     is_first_update,
+    is_for_one_process,
     optimizer_of,
     outputs_of_module,
     parameters_of,
@@ -31,6 +33,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of,
     weights_of_module,
 )
+from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import HeldUpdate, steps
 
@@ -97,6 +100,8 @@ def guarding_trainer(update):
     def guarded(self, *args, **kwargs):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
+        if self not in steps.trainers and update.__name__ != "update":
+            _warn_if_alone(self)
         steps.trainers.add(self)
         parameters = parameters_of(self)
         by_index = gradients_of(parameters)
@@ -117,6 +122,20 @@ def guarding_trainer(update):
             return update(self, *args, **kwargs)
 
     return guarded
+
+
+def _warn_if_alone(trainer: mx.gluon.Trainer) -> None:
+    """Where a net synchronizes with other processes, and nothing adds up their gradients."""
+    updated = {id(parameter) for parameter in parameters_of(trainer)}
+    connected = (layer for layer in steps.layers() if layer._sync.link is not None)
+    if is_for_one_process(trainer) and any(id(layer.running_mean) in updated for layer in connected):
+        warnings.warn(
+            "The layers of this net synchronize with other processes, but its gluon.Trainer does not add up their "
+            "gradients, so each process trains weights of its own. Use horovod.mxnet.DistributedTrainer, or with MPI "
+            "the Trainer of docs/processes.md. If you add up gradients yourself before Trainer.step, silence this: "
+            "warnings.filterwarnings('ignore', message='The layers of this net synchronize').",
+            stacklevel=users_line(),
+        )
 
 
 def guarding_module(update):

@@ -10,6 +10,7 @@ import time
 import types
 
 import job
+import live
 import mxnet as mx
 import numpy as np
 from delay import Late
@@ -231,10 +232,8 @@ def losses():
 
 
 def soak():
-    """Memory and threads, while a small net trains for long: layers of 4 channels, or of those that are given."""
-    import psutil
-
-    group, process = job.join(ENGINE), psutil.Process()
+    """What is alive while a small net trains for long: layers of 4 channels, or of those that are given."""
+    group = job.join(ENGINE)
     net = nn.HybridSequential()
     before = 4
     for channels in map(int, sys.argv[4:] or [4] * 3):
@@ -251,9 +250,8 @@ def soak():
             y = net(x)
         y.backward()
         y.wait_to_read()
-        if step + 1 in (steps // 4, steps):
-            mx.nd.waitall()
-            seen.append((process.memory_info().rss / 2**20, process.num_threads()))
+        if (step + 1) % (steps // 4) == 0:
+            seen.append(live.count())
     assert job.same_everywhere(group, np.concatenate([layer.running_var.data().asnumpy() for layer in net[1::2]]))
     job.say("SOAK", group.rank, json.dumps(seen), f"{1e3 * (time.monotonic() - began) / steps:.1f} ms a step")
 
@@ -679,6 +677,50 @@ def portable():
     assert close(seen, normalized([data(group.rank)])[0])
     (seen,) = run(make([mx.cpu(0)]), [data(group.rank)], [mx.cpu(0)])
     assert close(seen, normalized([data(rank) for rank in range(group.size)])[group.rank])
+
+
+def trainers_that_step_alone():
+    """A warning for each that adds up no gradients of a net that synchronizes with other processes, and no other."""
+    import warnings
+
+    from processes import SummingTrainer
+
+    group, devices = job.join(ENGINE), [mx.cpu(0)]
+    other = nn.Dense(2, in_units=3)
+    other.initialize(ctx=devices)
+
+    class Own(mx.optimizer.SGD):
+        pass
+
+    def warned(trainer, net, update="step"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):  # once
+                with autograd.record():
+                    y = net(mx.nd.array(data(group.rank))) if net is not other else net(mx.nd.ones((1, 3)))
+                y.backward()
+                getattr(trainer, update)(*([1] if update == "step" else []))
+        found = [item for item in caught if "does not add up their gradients" in str(item.message)]
+        assert all(item.filename.endswith("ways.py") for item in found)
+        return len(found)
+
+    def trainer(net, optimizer="sgd", **options):
+        return mx.gluon.Trainer(net.collect_params(), optimizer, **options)
+
+    net = make(devices, process_group="none")
+    assert warned(trainer(net), net) == 0
+    for options in ({}, {"kvstore": None}, {"optimizer": Own()}):
+        net = make(devices)
+        assert warned(trainer(net, **options), net) == 1, options
+    net = make(devices)
+    assert warned(trainer(net, update_on_kvstore=False), net, "allreduce_grads") == 1
+    resumed, folder = trainer(net), os.environ["JOB_FOLDER"]
+    resumed.save_states(f"{folder}/states-{group.rank}")
+    resumed.load_states(f"{folder}/states-{group.rank}")
+    assert warned(resumed, net) == 1
+    assert warned(trainer(other), other) == 0
+    summing = SummingTrainer(lambda values: None, group.size, net.collect_params(), "sgd", {})
+    assert warned(summing, net) == 0
 
 
 def train_for_ever():
