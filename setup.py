@@ -29,6 +29,27 @@ HEADERS = sorted(str(path) for name in ("*.h", "*.cuh") for path in Path("gluon_
 (VERSION,) = re.findall(r'^__version__ = "(.+)"$', Path("gluon_syncbn/__init__.py").read_text(encoding="utf-8"), re.M)
 # For development only (Makefile): another compiler's new warnings must not cost a user the compiled core.
 STRICT = ["-Wall", "-Wextra", "-Werror"] if os.environ.get("GLUON_SYNCBN_STRICT") else []
+# Left out where the environment has GLUON_SYNCBN_NO_LIBRARY: the Makefile compiles it by itself, only what has changed.
+LIBRARY = Extension(
+    "gluon_syncbn.libgluon_syncbn",
+    SOURCES,
+    include_dirs=["gluon_syncbn/csrc"],
+    depends=[*HEADERS, "setup.py"],
+    language="c++",
+    # No FMA: the same rounding on every processor, forward and backward.
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        *STRICT,
+    ],
+    extra_link_args=["-fopenmp", "-ldl"],
+)
 
 
 class BuildLibrary(build_ext):
@@ -112,28 +133,7 @@ setup(
     package_data={
         "gluon_syncbn": ["py.typed", "csrc/cuda/kernels.cu", "csrc/cuda/kernels/*.*"]
     },  # compiled at run time, by MXNet
-    ext_modules=[
-        Extension(
-            "gluon_syncbn.libgluon_syncbn",
-            SOURCES,
-            include_dirs=["gluon_syncbn/csrc"],
-            depends=[*HEADERS, "setup.py"],
-            language="c++",
-            # No FMA: the same rounding on every processor, forward and backward.
-            extra_compile_args=[
-                "-std=c++17",
-                "-O3",
-                "-g0",
-                "-fopenmp",
-                "-fvisibility=hidden",
-                "-ffp-contract=off",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                *STRICT,
-            ],
-            extra_link_args=["-fopenmp", "-ldl"],
-        )
-    ],
+    ext_modules=[] if "GLUON_SYNCBN_NO_LIBRARY" in os.environ else [LIBRARY],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     python_requires=">=3.8,<3.12",
     # Not mxnet itself: it would overwrite an installed mxnet-cu. The extras choose one.
