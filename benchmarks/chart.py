@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import List, NamedTuple
 
 import matplotlib
 
@@ -17,52 +18,66 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).parent
-COLOURS = {"native": "tab:blue", "portable": "tab:cyan", "contrib": "tab:red", "flax": "tab:gray", "keras": "tab:gray"}
+NAMES = {"native": "gluon_syncbn", "portable": "gluon_syncbn, portable", "contrib": "MXNet's contrib layer"}
+COLOURS = {"gluon_syncbn": "tab:blue", "MXNet's contrib layer": "tab:red"}
+
+
+class Bar(NamedTuple):
+    layer: str
+    milliseconds: float
+    throughput: float  # against the layer of the same framework that does not synchronize; 1 for that one itself
 
 
 def run(*command) -> str:
     done = subprocess.run([str(word) for word in command], cwd=HERE, capture_output=True, text=True, timeout=900)
     if done.returncode:
         print(f"{' '.join(str(word) for word in command)} failed:\n{done.stderr[-500:]}", file=sys.stderr)
+    print(done.stdout, flush=True)
     return done.stdout
 
 
-def throughputs(net: str) -> dict:
-    """Layer: throughput against nn.BatchNorm."""
-    told = run(sys.executable, "step_time.py", "--net", net)
-    print(told, flush=True)
-    rows = re.findall(r"^\| (native|portable|contrib) \| \d+ ms \| ([\d.]+) \|", told, re.MULTILINE)
-    return {name: float(value) for name, value in rows}
+def layers(net: str) -> List[Bar]:
+    rows = re.findall(
+        r"^\| ([\w.]+) \| (\d+) ms \| ([\d.]+) \|", run(sys.executable, "step_time.py", "--net", net), re.M
+    )
+    return [Bar(NAMES.get(name, name), float(time), float(throughput)) for name, time, throughput in rows]
 
 
-def peer(python: str, framework: str, net: str) -> dict:
-    """The same of another framework; nothing where it is not installed."""
-    told = run(python, "peers.py", framework, "--net", net)
-    print(told, flush=True)
-    found = re.search(r"unsynchronized layer ([\d.]+)", told)
-    return {framework: float(found.group(1))} if found else {}
+def peer(python: str, framework: str, net: str) -> List[Bar]:
+    """Another framework's layers; none where it is not installed."""
+    text = run(python, "peers.py", framework, "--net", net)
+    times = dict(re.findall(r"(alone|synchronized) (\d+) ms", text))
+    if not times:
+        return []
+    (throughput,) = re.findall(r"unsynchronized layer ([\d.]+)", text)
+    name = framework.capitalize()
+    return [
+        Bar(f"{name}, not synchronized", float(times["alone"]), 1),
+        Bar(f"{name}, synchronized", float(times["synchronized"]), float(throughput)),
+    ]
 
 
-def draw(groups: dict, path: Path) -> None:
-    """Bars of throughput, one group per net: {net: {layer: throughput}}."""
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    axes.axhline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
-    place, ticks = 0, []
-    for values in groups.values():
-        first = place
-        for name, value in sorted(values.items(), key=lambda item: -item[1]):
-            bar = axes.bar(place, value, color=COLOURS[name], width=0.8)
-            label = {"native": "gluon_syncbn\nnative", "portable": "gluon_syncbn\nportable"}.get(name, name)
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.bar_label(bar, [f"{value:.2f}\n{label}"], fontsize=7.5, padding=2, bbox=behind)
-            place += 1
-        ticks.append((first + place - 1) / 2)
-        place += 0.7
-    axes.set_xticks(ticks, list(groups))
-    axes.set_ylim(0, 1.2)
-    axes.set_ylabel("throughput of a training step\n(the framework's own layer\nwithout synchronization = 1)")
-    axes.set_title("What synchronization costs on 2 CPU devices (medians of interleaved steps)", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
+def draw(nets: dict, path: Path) -> None:
+    """One panel per net, {its title: its bars}, as high as it has bars."""
+    heights = [len(bars) for bars in nets.values()]
+    figure, panels = plt.subplots(
+        len(nets), figsize=(8, 1.2 + 0.3 * sum(heights)), height_ratios=heights, layout="constrained"
+    )
+    for axis, (title, bars) in zip(panels, nets.items()):
+        colours = [COLOURS.get(bar.layer, "tab:cyan" if "portable" in bar.layer else "tab:gray") for bar in bars]
+        drawn = axis.barh([bar.layer for bar in bars], [bar.milliseconds for bar in bars], color=colours, height=0.7)
+        texts = [
+            f"{bar.milliseconds:.0f} ms" + (f"  ({bar.throughput:.2f})" if bar.throughput != 1 else "") for bar in bars
+        ]
+        axis.bar_label(drawn, texts, padding=3, fontsize=9)
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.2 * max(bar.milliseconds for bar in bars))
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(
+        "milliseconds of a training step; in brackets the throughput against\n"
+        "the layer of the same framework that does not synchronize"
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -70,13 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=sys.executable, help="Python with flax and keras")
     options = parser.parse_args()
-    groups = {"8 × (conv, norm, ReLU)": throughputs("chain")}
-    for framework in ("flax", "keras"):
-        groups["8 × (conv, norm, ReLU)"].update(peer(options.peers, framework, "chain"))
-    groups["ResNet-50"] = throughputs("resnet50")
-    groups["ResNet-50"].update(peer(options.peers, "flax", "resnet50"))
-    groups["YOLOv3 on ResNet-18"] = throughputs("detector")
-    draw(groups, HERE.parent / "docs" / "step_time.png")
+    nets = {
+        "8 × (convolution, norm, ReLU), 8×64×56×56 on each of 2 CPU devices": layers("chain")
+        + peer(options.peers, "flax", "chain")
+        + peer(options.peers, "keras", "chain"),
+        "ResNet-50, 4×3×128×128 on each": layers("resnet50") + peer(options.peers, "flax", "resnet50"),
+        "YOLOv3 on ResNet-18, 1×3×128×128 on each": layers("detector"),
+    }
+    draw({title: bars for title, bars in nets.items() if bars}, HERE.parent / "docs" / "step_time.png")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def resnet50(norm):
 
 
 def detector(norm):
-    return TrainingLoss(make_detector([str(digit) for digit in range(10)]))
+    return TrainingLoss(make_detector([str(digit) for digit in range(10)], "voc"))
 
 
 def random_images(shape, devices):
@@ -67,7 +67,7 @@ def random_images(shape, devices):
 
 def labelled_images(shape, devices):
     """One image with one box for each device, with the targets of gluoncv's YOLOv3."""
-    net = make_detector([str(digit) for digit in range(10)])
+    net = make_detector([str(digit) for digit in range(10)], "voc")
     net.initialize()
     transform = DigitsTrainTransform(*shape[2:], net)
     image = mx.nd.random.uniform(0, 255, shape=(*shape[2:], 3)).astype("uint8")

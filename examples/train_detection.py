@@ -18,7 +18,6 @@ import matplotlib
 import mxnet as mx
 import numpy as np
 from digits_voc import DigitsDetection, write_digits_voc
-from gluoncv import model_zoo
 from gluoncv.data import VOCDetection
 from gluoncv.data.batchify import Pad, Stack, Tuple
 from gluoncv.data.sampler import SplitSampler
@@ -27,6 +26,7 @@ from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
 from mxnet import gluon
+from mxnet.gluon.model_zoo.vision.resnet import BasicBlockV1, ResNetV1
 from processes import join
 from training import add_options, make_trainer, set_seeds, train_epoch
 
@@ -37,8 +37,9 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 SHOWN_SCORE = 0.3
 MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
-# The anchors of gluoncv's YOLOv3, width and height in pixels, for strides 8, 16 and 32.
-ANCHORS = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119], [116, 90, 156, 198, 373, 326]]
+# Width and height in pixels for each stride: those of gluoncv's YOLOv3. The digits fit the first two.
+_SMALL = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119]]
+ANCHORS = {"digits": _SMALL, "voc": [*_SMALL, [116, 90, 156, 198, 373, 326]]}
 STRIDES = [8, 16, 32]
 ANCHORS_PER_CELL, OBJECTNESS = 3, 4  # the layout of gluoncv's YOLOv3 output: x, y, w, h, objectness, classes
 
@@ -52,14 +53,16 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
         choices=["horovod", "mpi"],
         help="synchronize the processes that horovodrun or mpirun has started; --devices are then those of one of them",
     )
-    parser.add_argument("--data-shape", type=int, default=128, help="side of the network's input in pixels")
+    parser.add_argument("--data-shape", type=int, help="side of the network's input in pixels; else 96, for voc 416")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
+    parser.add_argument("--images", type=int, help="number of training images to write; else 1,800")
     parser.add_argument("--output", type=Path, default=Path("runs/detection"))
     parser.add_argument("--resume", action="store_true", help="go on from --output after an interruption")
     options = parser.parse_args(arguments)
     if options.dataset == "voc" and options.root is None:
         parser.error("--dataset voc needs --root, the folder that holds VOC2007")
+    options.data_shape = options.data_shape or {"digits": 96, "voc": 416}[options.dataset]
     return options
 
 
@@ -70,7 +73,7 @@ def load_datasets(options, job):
         return train, VOCDetection(str(options.root), splits=[(2007, "test")])
     root = options.root or Path("runs/digits_voc")
     if job.rank == 0:
-        write_digits_voc(root)
+        write_digits_voc(root, **({"train": options.images} if options.images else {}))
     job.barrier()
     return DigitsDetection(str(root), splits=[(2007, "trainval")]), DigitsDetection(str(root), splits=[(2007, "test")])
 
@@ -79,8 +82,10 @@ class DigitsTrainTransform(YOLO3DefaultTrainTransform):
     """gluoncv's transform without its random changes: a mirrored digit is another, a shrunk one cannot be read."""
 
     def __call__(self, src, label):
-        image = mx.nd.image.normalize(mx.nd.image.to_tensor(src), mean=self._mean, std=self._std)
-        boxes, ids = mx.nd.array(label[None, :, :4]), mx.nd.array(label[None, :, 4:5])
+        scale = np.tile([self._width / src.shape[1], self._height / src.shape[0]], 2)
+        image = mx.nd.image.to_tensor(mx.image.imresize(src, self._width, self._height))
+        image = mx.nd.image.normalize(image, mean=self._mean, std=self._std)
+        boxes, ids = mx.nd.array(label[None, :, :4] * scale), mx.nd.array(label[None, :, 4:5])
         targets = self._target_generator(self._fake_x, self._feat_maps, self._anchors, self._offsets, boxes, ids, None)
         return (image, *(target[0] for target in targets), boxes[0])
 
@@ -123,13 +128,16 @@ def make_loaders(net, train, test, options, job):
     )
 
 
-def make_detector(classes):
-    """gluoncv's YOLOv3 on its ResNet-18, which learns from scratch in far fewer steps than a small MobileNet."""
-    base = model_zoo.get_model("resnet18_v1b", pretrained=False)
-    stem = gluon.nn.HybridSequential()
-    stem.add(base.conv1, base.bn1, base.relu, base.maxpool, base.layer1, base.layer2)
-    stages = [stem, base.layer3, base.layer4]
-    net = get_yolov3("resnet18", stages, [256, 128, 64], ANCHORS, STRIDES, classes, dataset="")
+def make_detector(classes, dataset: str = "digits"):
+    """gluoncv's YOLOv3 on a ResNet-18, which learns from scratch in far fewer steps than a small MobileNet.
+
+    For digits without the last stage, whose boxes are larger.
+    """
+    anchors = ANCHORS[dataset]
+    layers = ResNetV1(BasicBlockV1, [2, 2, 2, 2], [64, 64, 128, 256, 512]).features
+    stages = [layers[:6], layers[6], layers[7]][: len(anchors)]
+    filters = [256, 128, 64][-len(anchors) :]
+    net = get_yolov3("resnet18", stages, filters, anchors, STRIDES[: len(anchors)], classes, dataset="")
     for output in net.yolo_outputs:
         output.__class__ = OutputOfConstants
     return net
@@ -146,8 +154,8 @@ class OutputOfConstants(YOLOOutputV3):
         return super().hybrid_forward(F, x, F.BlockGrad(anchors), F.BlockGrad(offsets))
 
 
-def build_net(classes, norm: str, devices):
-    net = make_detector(classes)
+def build_net(classes, norm: str, devices, dataset: str = "digits"):
+    net = make_detector(classes, dataset)
     if norm == "syncbn":
         gluon_syncbn.convert_sync_batchnorm(net)
     net.initialize(mx.init.Xavier(magnitude=2.24), ctx=devices)
@@ -248,13 +256,13 @@ def train(options) -> list:
     log = options.output / "history.json"
     train_set, test_set = load_datasets(options, job)
 
-    net = build_net(train_set.classes, options.norm, options.devices)
+    net = build_net(train_set.classes, options.norm, options.devices, options.dataset)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options, job)
     trainer = make_trainer(net, options.lr, options.epochs * len(train_loader), job)
     loss_of = TrainingLoss(net)
     loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
-    plain = make_detector(train_set.classes)
+    plain = make_detector(train_set.classes, options.dataset)
     plain.hybridize(static_alloc=True, static_shape=True)
 
     def loss_of_shard(image, *targets_and_boxes):

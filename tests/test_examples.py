@@ -179,7 +179,7 @@ def test_reads_a_real_pascal_voc_tree(tree, tmp_path):
     shutil.copytree(tree, root)
     for file, name in zip(root.rglob("*.xml"), itertools.cycle(["dog", "cat", "car"])):
         file.write_text(re.sub(r"<name>\w+<", f"<name>{name}<", file.read_text(encoding="utf-8")), encoding="utf-8")
-    arguments = ["--dataset", "voc", "--root", str(root), "--devices", "cpu:2", "--epochs", "1"]
+    arguments = ["--dataset", "voc", "--root", str(root), "--devices", "cpu:2", "--epochs", "1", "--data-shape", "128"]
     done = run_python(CODE.format(arguments=[*arguments, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads((tmp_path / "run" / "history.json").read_text(encoding="utf-8"))) == 1
