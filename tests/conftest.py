@@ -14,17 +14,38 @@ from gluon_syncbn.backends import native  # noqa: E402
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, help="of tests that draw at random; else another in each run")
+    parser.addoption("--seed", type=int, help="of tests that draw at random; without it another in each run")
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis
+def pytest_configure(config):
+    """Draw the seed, which pytest-xdist hands to its workers with the other options."""
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(1 << 30)
+    config.option.hypothesis_seed = str(config.option.seed)
 
 
 @pytest.fixture
 def seed(request):
-    given = request.config.getoption("--seed")
-    return random.SystemRandom().randrange(1 << 30) if given is None else given
+    """For what a test draws at random: in each run another."""
+    return request.config.option.seed
 
 
 def pytest_report_header(config):
-    return f"kernels: {native.instruction_set()}; oneDNN: at most {os.environ.get('DNNL_MAX_CPU_ISA', 'what there is')}"
+    at_most = os.environ.get("DNNL_MAX_CPU_ISA", "what there is")
+    kernels = f"kernels: {native.instruction_set()}; oneDNN: at most {at_most}"
+    return [kernels, f"--seed {config.option.seed} draws the same again"]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what `portable_with` says: tests that take long run there in one mode, the others in all."""
+    left_out = []
+    for item in items:
+        mark, parameters = item.get_closest_marker("portable_with"), getattr(item, "callspec", None)
+        if mark and parameters and parameters.params.get("backend") == "portable":
+            left_out += [item] if any(parameters.params[name] != value for name, value in mark.kwargs.items()) else []
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(params=["native", "portable"])

@@ -21,18 +21,15 @@ import threading
 import time
 
 import numpy as np
-from harness import MODES, cpus, mx, set_mode
+from harness import MODES, cpus, mx, set_mode, shorten_grace
 from mxnet import autograd, gluon
 from mxnet.gluon import HybridBlock, nn
 
 import gluon_syncbn
-from gluon_syncbn.base import library
-from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
 
 DEVICES = cpus(2)
 TIMEOUT = 2  # seconds in which even a slow machine starts both devices
-GRACE = 0.2
 fired = threading.Event()  # the user's operator has failed
 trouble = {}  # by place in the net: the devices on which the user's operator fails, and the direction
 
@@ -335,8 +332,7 @@ def main():
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting.GRACE_SECONDS = GRACE
-    library.core.gluon_syncbn_set_waiting_times(GRACE, 0.05)
+    shorten_grace(0.2)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
     print("seed", seed, flush=True)
     number_wrong = 0

@@ -2,15 +2,17 @@
 
 import os
 import subprocess
-import sys
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import mxnet as mx
 import numpy as np
+import prepared
 from mxnet import autograd
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
-from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES
+from gluon_syncbn.base import library
+from gluon_syncbn.meeting import waiting
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, may_have_gpus
 
 MODES = {
     "imperative": None,
@@ -24,6 +26,8 @@ HANG, LONG = 600, 900
 # there is one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
 # A thread left behind by each call, step or net would be 80 or more in every test that counts them.
 LATE_THREADS = 8
+# Seconds that devices on their way get when waits are cut short, in place of 2, for which many tests would sleep.
+GRACE = 0.5
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -82,6 +86,13 @@ def observe(layer, shards, heads, devices) -> Observed:
     )
 
 
+def shorten_grace(seconds: float = GRACE) -> None:
+    """Of all waits in this process."""
+    waiting.GRACE_SECONDS = seconds
+    if library.core is not None:
+        library.core.gluon_syncbn_set_waiting_times(seconds, 0.05)
+
+
 def lean_environment() -> dict:
     """For processes that need neither scikit-learn nor ONNX.
 
@@ -91,13 +102,26 @@ def lean_environment() -> dict:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
+def run_program(arguments, merged=False, **environment) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own with a hard limit, so that a hang is a failed test.
+
+    ``merged``: what it says on its standard error is in ``stdout``.
+    """
+    env = {**lean_environment(), **{name: str(value) for name, value in environment.items()}}
+    return prepared.run([str(word) for word in arguments], ROOT, env, HANG, _usual_environment(), merged)
+
+
 def run_python(code: str, **environment) -> subprocess.CompletedProcess:
-    """Run ``code`` in a process of its own with a hard limit, so that a hang is a failed test."""
+    """Run ``code`` in a process of its own with a hard limit, with our defaults for MXNet's engine."""
     variables = lean_environment()
     if "examples" in code:  # they draw scikit-learn's digits
         variables["PYTHONPATH"] = variables["PYTHONPATH"].split(os.pathsep, 1)[1]
     for name in CPU_RESOURCES:
         variables.pop(name, None)
     variables.update({name: str(value) for name, value in environment.items()})
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, env=variables, timeout=HANG, capture_output=True, encoding="utf-8")
+    return prepared.run(["-c", code], ROOT, variables, HANG, _usual_environment(), False)
+
+
+def _usual_environment() -> Optional[dict]:
+    """Of processes that may be forked; none where there are GPUs, since a fork cannot use CUDA after its parent."""
+    return None if may_have_gpus() else lean_environment()

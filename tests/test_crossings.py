@@ -1,28 +1,16 @@
 """What a layer can meet, two and three at a time, drawn at random in each run (tests/crossings.py)."""
 
-import os
 import re
-import subprocess
-import sys
 
 import crossings
 import pytest
-from harness import HANG, ROOT, lean_environment
+from harness import run_program
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_random_crossings(seed, part):
-    command = [sys.executable, os.path.join(ROOT, "tests", "crossings.py"), "--seed", str(seed + part), "--cases", "80"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**lean_environment(), "MXNET_CPU_TEMP_COPY": "1024"},
-        timeout=HANG,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
+    program = ["tests/crossings.py", "--seed", seed + part, "--cases", 80]
+    done = run_program(program, merged=True, MXNET_CPU_TEMP_COPY=1024)
     wrong = done.stdout[done.stdout.find("WRONG") :] if "WRONG" in done.stdout else done.stdout[-2000:]
     assert done.returncode == 0, f"--seed {seed + part}\n{wrong[:6000]}"
     assert int(re.search(r"(\d+) pairs", done.stdout).group(1)) > 900

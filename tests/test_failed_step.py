@@ -1,14 +1,12 @@
 """A failed step changes nothing: failed_step.py draws steps at random; what can be said of one step in particular."""
 
 import logging
-import subprocess
-import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
 from failed_step import FAULTS, arrays_of, make, same, states_of
-from harness import HANG, MODES, ROOT, cpus, lean_environment, random_shards, run_python, set_mode
+from harness import MODES, cpus, random_shards, run_program, run_python, set_mode
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
@@ -21,19 +19,13 @@ NOT_SINCE = "A step was given up. No weight has been updated since it failed."
 GIVEN_UP = "A step was given up. Weights and optimizer states are as they were before it."
 
 
+@pytest.mark.portable_with(mode="static")
 @modes
 @pytest.mark.parametrize("backend", ["native", "portable"])
 def test_each_fault(backend, mode, seed):
     """Read at random times, with random optimizers and KVStores; the seed of each run is another."""
-    program = [sys.executable, "failed_step.py", "--backend", backend, "--mode", mode, "--each-fault"]
-    done = subprocess.run(
-        [*program, "--seed", str(seed)],
-        cwd=f"{ROOT}/tests",
-        env=lean_environment(),
-        timeout=HANG,
-        capture_output=True,
-        encoding="utf-8",
-    )
+    program = ["tests/failed_step.py", "--backend", backend, "--mode", mode, "--each-fault"]
+    done = run_program([*program, "--seed", seed])
     assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
     assert f"0 of {len(FAULTS)} cases wrong" in done.stdout
 

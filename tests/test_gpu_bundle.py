@@ -110,26 +110,13 @@ def unpacked(file):
         return {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
 
 
-@pytest.mark.parametrize(
-    "words", [("--variants", "--rounds", "1", "--shapes", "2,8,5,5"), ("--latency", "--rounds", "1")]
-)
-def test_why(stand_in, tmp_path, words):
-    """What says why a kernel is as fast as it is."""
-    found = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", *words)
-    if "--latency" in words:
-        assert len(found["found"]) == 12 and all(len(times) == 20 for times in found["found"].values())
-    else:
-        shares = found["results"][0]["of_copy"]
-        assert {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)} == {
-            k for k in shares if k.endswith(", forward")
-        }
-
-
-def test_what_was_compiled(stand_in, tmp_path):
-    found = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", "--code", str(tmp_path / "code"))["found"]
-    assert len(found) == 18 and len(found["0_1_1_0"]) == 8
-    texts = {file.name: file.read_text(encoding="utf-8") for file in (tmp_path / "code").iterdir()}
-    assert len(texts) == 18 and "compiled_for_0_1_1_0" in texts["kernels_0_1_1_0.ptx"]
+def test_why_a_kernel_is_as_fast_as_it_is(stand_in, tmp_path):
+    """What else benchmarks/gpu.py measures (--latency, --code), the rehearsal runs in CI."""
+    words = ["--variants", "--rounds", "1", "--shapes", "2,8,5,5"]
+    shares = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", *words)["results"][0]["of_copy"]
+    assert {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)} == {
+        name for name in shares if name.endswith(", forward")
+    }
 
 
 def test_a_cut_off_run_leaves_what_it_has(folder, tmp_path, monkeypatch):

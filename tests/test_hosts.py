@@ -75,7 +75,7 @@ def test_thousands_of_exchanges_of_the_size_of_resnet18(engine, network, steps):
         done = run_job(engine, 2, "ways.py", "soak", steps, *RESNET18, hosts=hosts)
         packets, sent, lost = hosts.counts()
     assert done.returncode == 0, done.text
-    check_soak(done.text)
+    check_soak(done.text, steps)
     speed = re.findall(r"\S+ ms a step", done.text)[0]
     sizes = f"{sent / 1e6 / steps:.2f} MB a step, {lost} of {packets} packets lost"
     print(f"{engine}, {network}: {steps} steps, {speed}, {sizes}")

@@ -241,7 +241,7 @@ NETWORKS = {
     "ssd": ("ssd_300_mobilenet0.25_voc", "mobilenet0.25", 128, 35, LAYER),
     "yolo3": ("yolo3_mobilenet0.25_voc", "mobilenet0.25", 64, 47, LAYER),
     "pspnet": ("psp_resnet50_ade", "resnet50_v1s", 32, 61, LAYER),
-    "faster_rcnn": ("faster_rcnn_fpn_syncbn_resnet50_v1b_coco", "resnet50_v1b", 128, 63, "num_devices=2"),
+    # It is a Faster R-CNN with a mask.
     "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", "resnet18_v1b", 128, 33, "num_devices=2"),
 }
 CHEAP = ("ssd", "yolo3")

@@ -1,35 +1,31 @@
 """Networks with parallel branches, shared heads and Dropout: equal to one device with the whole batch, and none hangs.
 
-100 random graphs of branches.py on each back end, with the three modes in turn, in processes with a hard time limit.
+Random graphs of branches.py, others in each run, with the three modes in turn, in a process with a hard time limit.
 (500 in each mode: ``python tests/branches.py --backend native --mode static``, and so on.)
 """
-
-import os
 
 import mxnet as mx
 import numpy as np
 import oracle
 import pytest
 from delay import Late
-from harness import MODES, ROOT, cpus, random_shards, run_python, set_mode
+from harness import MODES, cpus, random_shards, run_program, set_mode
 from mxnet import autograd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 
-CHUNK = 50
+GRAPHS = {"native": 100, "portable": 30}
 # Up to 20 Dropouts are in flight, more than our default serves.
 GENERATORS = 32
 
 
-@pytest.mark.parametrize("first", range(0, 100, CHUNK))
-def test_random_graphs(first, backend):
-    script = os.path.join(ROOT, "tests", "branches.py")
-    arguments = [script, "--backend", backend, "--first", str(first), "--count", str(CHUNK)]
-    code = f"import sys, runpy; sys.argv = {arguments}; runpy.run_path({script!r}, run_name='__main__')"
-    done = run_python(code, MXNET_CPU_PARALLEL_RAND_COPY=GENERATORS)
+def test_random_graphs(backend, seed):
+    count = GRAPHS[backend]
+    program = ["tests/branches.py", "--backend", backend, "--first", seed, "--count", count]
+    done = run_program(program, MXNET_CPU_PARALLEL_RAND_COPY=GENERATORS, MXNET_CPU_TEMP_COPY=16384)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr[-3000:]
-    assert f"RIGHT: {CHUNK} graphs" in done.stdout
+    assert f"RIGHT: {count} graphs" in done.stdout
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -22,15 +22,16 @@ KERNELS = [
 ]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread", "-pthread"]
-# What is built, how, the program's argument, and what it says if all is well.
+# What is built, how, the program's argument, and what it says if all is well. For addresses it is not optimized, which
+# compiles in a sixth of the time.
 PROGRAMS = {
-    "rendezvous, threads": (RENDEZVOUS, THREAD, "30000", r"30000 generations.* 0 failures\n"),
-    "rendezvous, addresses": (RENDEZVOUS, [*ADDRESS, "-pthread"], "20000", r"20000 generations.* 0 failures\n"),
+    "rendezvous, threads": (RENDEZVOUS, THREAD, "15000", r"15000 generations.* 0 failures\n"),
+    "rendezvous, addresses": (RENDEZVOUS, ["-O0", *ADDRESS, "-pthread"], "15000", r"15000 generations.* 0 failures\n"),
     "rounds, threads": (ROUNDS, THREAD, "5000", r"5000 rounds.* 0 failures\n"),
-    "rounds, addresses": (ROUNDS, [*ADDRESS, "-pthread"], "5000", r"5000 rounds.* 0 failures\n"),
-    "kernels, addresses": (KERNELS, ["-O3", "-fopenmp", *ADDRESS], "", r".*: 240 cases, 0 failures\n"),
+    "rounds, addresses": (ROUNDS, ["-O0", *ADDRESS, "-pthread"], "5000", r"5000 rounds.* 0 failures\n"),
+    "kernels, addresses": (KERNELS, ["-O0", "-fopenmp", *ADDRESS], "", r".*: 240 cases, 0 failures\n"),
     # Without OpenMP, whose runtime library the sanitizer cannot see into; 4 devices at once.
-    "kernels, threads": (KERNELS, ["-O2", *THREAD, "-Wno-unknown-pragmas"], "4", r".*: 960 cases, 0 failures\n"),
+    "kernels, threads": (KERNELS, [*THREAD, "-Wno-unknown-pragmas"], "4", r".*: 960 cases, 0 failures\n"),
 }
 
 

@@ -107,6 +107,7 @@ for number in range(1, 501):
 """
 
 
+@pytest.mark.portable_with(mode="static")
 def test_hundreds_of_nets_leave_no_memory_and_no_threads(mode):
     """500 of two layers each, so that what is left of a group, of arrays or of a thread would show."""
     done = run_python(HUNDREDS.format(mode=mode))

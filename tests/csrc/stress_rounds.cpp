@@ -60,18 +60,26 @@ void run(uint64_t number) {
   const Kind kind = random() % 8 ? kNormal : static_cast<Kind>(random() % kKinds);
   const bool exchanges = kind == kThrows || kind == kStuck || random() % 2;
   const size_t victim = random() % kRanks;
+  const auto seen = std::make_shared<Seen>();
+  const auto count = [seen] {
+    std::lock_guard<std::mutex> lock(seen->mutex);
+    return seen->outcomes.size();
+  };
+  const auto until = Clock::now() + std::chrono::seconds(20);
   Exchange exchange;
   if (exchanges) {
     exchange.timeout_seconds = kind == kStuck ? 0.02 : 5;  // a busy machine may keep a thread waiting
     exchange.fail = [](const std::string&) {};
-    exchange.exchange = [kind, delay = random() % 100](const Vectors& contributions, uint64_t, uint64_t& round_id) {
+    exchange.exchange = [kind, count, until, delay = random() % 100](const Vectors& contributions, uint64_t,
+                                                                     uint64_t& round_id) {
       const long now = ++exchanging;
       {
         std::lock_guard<std::mutex> lock(used.mutex);
         used.threads.insert(syscall(SYS_gettid));
         used.most = std::max(used.most, now);
       }
-      rest(kind == kStuck ? 150000 : delay);
+      rest(delay);
+      while (kind == kStuck && count() < kRanks && Clock::now() < until) rest(1000);  // it is given up before
       exchanging -= 1;
       if (kind == kThrows) throw RendezvousError("a process is gone");
       round_id = 77;
@@ -85,7 +93,6 @@ void run(uint64_t number) {
   const double timeout = kind == kMissing ? 0.03 : 5;
   auto place = std::make_shared<Rendezvous>("here", names, timeout, "", exchange);
   const std::weak_ptr<Rendezvous> left = place;
-  const auto seen = std::make_shared<Seen>();
   // What a pass is to the real thing: owns the place as long as it is under way.
   const auto arrive = [&](size_t rank, const std::shared_ptr<Rendezvous>& at) {
     std::vector<double> mine(3 + (kind == kOtherLength && rank == victim), static_cast<double>(rank));
@@ -112,11 +119,6 @@ void run(uint64_t number) {
   }
   place.reset();
   for (std::thread& thread : threads) thread.join();
-  const auto until = Clock::now() + std::chrono::seconds(20);
-  const auto count = [&] {
-    std::lock_guard<std::mutex> lock(seen->mutex);
-    return seen->outcomes.size();
-  };
   while ((count() < expected || !left.expired()) && Clock::now() < until) rest(20);
   check(left.expired(), "the rendezvous was not freed", number);
   std::lock_guard<std::mutex> lock(seen->mutex);

@@ -1,0 +1,50 @@
+"""Counts what is alive in this process, where a small leak in each step shows that the resident memory hides.
+
+Python's own objects and blocks of memory (text and numbers are no objects to the garbage collector), what `malloc` has
+given out, and threads.
+"""
+
+import ctypes
+import gc
+import os
+import sys
+
+import mxnet as mx
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33 and later."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "used", "free", "keepcost")
+    ]
+
+
+def count() -> tuple:
+    """Python objects and blocks, allocated bytes and threads, when all that MXNet was asked for has ended."""
+    mx.nd.waitall()
+    gc.collect()
+    return len(gc.get_objects()), sys.getallocatedblocks(), _allocated_bytes(), len(os.listdir("/proc/self/task"))
+
+
+def _allocated_bytes() -> int:
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0  # an older glibc
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return info.used + info.mapped
+
+
+def check(counts, steps: int, bytes_per_step: int, late_threads: int) -> None:
+    """What ``steps`` steps each have left behind, in each of the windows between these `count`\\ s.
+
+    A leak shows in every window, what an allocator or MXNet's pools take now and then, in one or two.
+    """
+    objects, blocks, memory, threads = zip(*counts)
+    for name, values, most in (("objects", objects, 0), ("blocks", blocks, 0.7), ("bytes", memory, bytes_per_step)):
+        grown = [(after - before) / steps for before, after in zip(values, values[1:])]
+        assert min(grown) <= most, f"{name} per step: {grown}"
+    assert threads[-1] <= threads[0] + late_threads, threads
