@@ -33,7 +33,7 @@ def resnet18():
 
 
 def detector():
-    return make_detector(CLASSES)
+    return make_detector(CLASSES, "voc")
 
 
 def build(make, devices, synchronized, parameters=None, dtype="float32"):
