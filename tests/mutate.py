@@ -32,10 +32,11 @@ LIMIT = 600  # for what should have ended by then
 LAYERS = "oracle modes statistics groups fused_relu convert left_plain unfinished_step errors kvstore moves backend"
 PROCESSES = "processes pairs process_ways two_nets process_faults launchers"
 FAILING = "unfinished_step missing_device failed_step failed_forward faults"
-# The tests of each part, in the order in which they run; the first part that a path begins with counts.
+# The tests of each part, in the order in which they run, after those that are named after the file; the first part that a
+# path begins with counts.
 TESTS = {
     "distributed": f"launchers {PROCESSES} install",
-    "meeting/p": f"{PROCESSES} rendezvous statistics profile",
+    "meeting/p": f"pairs {PROCESSES} rendezvous statistics",
     "meeting": f"rendezvous waiting {LAYERS} {PROCESSES} {FAILING}",
     "step": f"unfinished_step {FAILING} {LAYERS} two_nets",
     "mxnet_engine": f"engine_settings {FAILING}",
@@ -278,8 +279,9 @@ class Copy:
             file.write_text(fault.text, encoding="utf-8")
             if is_compiled and not self.compile():
                 return None
-            tests = next(names for part, names in TESTS.items() if fault.path.startswith(part))
-            files = [f"tests/test_{name}.py" for name in dict.fromkeys(tests.split())]
+            tests = next(names for part, names in TESTS.items() if fault.path.startswith(part)).split()
+            files = [f"tests/test_{name}.py" for name in dict.fromkeys([Path(fault.path).stem.strip("_"), *tests])]
+            files = [file for file in files if (self.root / file).exists()]
             options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
             options += ["--seed", "0", f"--timeout={ONE}", f"--session-timeout={ALL}"]
             code, text = self.run([sys.executable, "-m", "pytest", *options, *files], LIMIT)
