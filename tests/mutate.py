@@ -32,8 +32,8 @@ LIMIT = 600  # for what should have ended by then
 LAYERS = "oracle modes statistics groups fused_relu convert left_plain unfinished_step errors kvstore moves backend"
 PROCESSES = "processes pairs process_ways two_nets process_faults launchers"
 FAILING = "unfinished_step missing_device failed_step failed_forward faults"
-# The tests of each part, in the order in which they run, after those that are named after the file; the first part that a
-# path begins with counts.
+# The tests of each part, in the order in which they run, after those that are named after the file. The first part that
+# a path begins with counts.
 TESTS = {
     "distributed": f"launchers {PROCESSES} install",
     "meeting/p": f"pairs {PROCESSES} rendezvous statistics",
