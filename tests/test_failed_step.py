@@ -1,17 +1,20 @@
 """A failed step changes nothing: failed_step.py draws steps at random; what can be said of one step in particular."""
 
 import logging
+import re
+import time
 
 import mxnet as mx
 import numpy as np
 import pytest
-from failed_step import FAULTS, arrays_of, make, same, states_of
-from harness import MODES, cpus, random_shards, run_program, run_python, set_mode
+from failed_step import FAULTS, Passage, arrays_of, make, same, states_of, trouble
+from harness import HANG, MODES, cpus, random_shards, run_program, run_python, set_mode
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
+from gluon_syncbn.mxnet_engine import failures
 
 modes = pytest.mark.parametrize("mode", list(MODES))
 DEVICES = cpus(2)
@@ -361,3 +364,25 @@ def test_a_failure_before_the_net_is_told_to_all_devices_at_once(backend, caplog
             losses[0].asnumpy()
         gluon_syncbn.abandon_step()
     assert NOT_SINCE in caplog.text
+
+
+def test_an_error_that_was_not_read_is_told_with_its_cause(caplog):
+    """First what this package knows of it, then what MXNet says."""
+    net = nn.HybridSequential()
+    net.add(Passage(0), SyncBatchNorm(in_channels=3, timeout=HANG, prefix="stem_"))
+    net.initialize(ctx=DEVICES)
+    trouble[0] = (tuple(DEVICES), "forward")
+    try:
+        with autograd.record():
+            outputs = [net(part) for part in parts()]
+        autograd.backward(outputs)
+        while not failures.failure():
+            time.sleep(0.01)
+    finally:
+        trouble.clear()
+    with caplog.at_level(logging.WARNING, logger="gluon_syncbn"):
+        gluon_syncbn.abandon_step()
+    words = (
+        r"Its error was not read: an operator before SyncBatchNorm 'stem' on cpu\(\d\) had failed. MXNet's own error: "
+    )
+    assert re.search(words, caplog.text), caplog.text
