@@ -210,7 +210,7 @@ def all_faults(parts) -> list:
     return found
 
 
-def draw(faults, count: int, rng) -> Iterator[Fault]:
+def draw(faults, rng) -> Iterator[Fault]:
     """In turn of each kind, as far as there are some; never two in one line."""
     kinds = {}
     for fault in faults:
@@ -307,7 +307,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=[""], help="what the paths in the package begin with")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    waiting = draw(all_faults(options.parts), options.count, random.Random(options.seed))
+    waiting = draw(all_faults(options.parts), random.Random(options.seed))
     lock, results = threading.Lock(), []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.copies) as pool:
         copies = list(pool.map(lambda number: Copy(Path(folder) / str(number)), range(options.copies)))

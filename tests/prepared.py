@@ -3,8 +3,9 @@
 The import takes a second of a processor, and the tests start hundreds of processes.
 
 Each worker of pytest has a server, with one thread. It never lets MXNet compute, so there is no engine in it. It reads
-requests, a line of JSON each, from its standard input, and answers with two lines on its standard output: the id of the
-new process; and, when that has ended, its exit code. When its standard input ends, so do its child and the server.
+requests, a line of JSON each, from its standard input, and answers on its standard output: first with the number of its
+threads, then with the exit code of each process that has ended. When its standard input ends, so do its child and the
+server.
 
 A child is forked by glibc's ``_Fork``, which runs no handlers for forks: MXNet's would start an engine with a single
 thread, as for the workers of a DataLoader. So the child is as a new process is after ``import mxnet``: without an
@@ -64,7 +65,6 @@ class Server:
             request = {"arguments": arguments, "cwd": cwd, "env": env, "files": names}
             try:
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._answer(HANG)
                 code = self._answer(timeout)
             except BaseException:
                 self._process.stdin.close()  # ends the child, too
@@ -99,7 +99,6 @@ def serve(requests: int, answers: int) -> dict:
             lines.close()
             return json.loads(line)
         ctypes.pythonapi.PyOS_AfterFork_Parent()
-        say(answers, child)
         say(answers, exit_code(child, requests))
 
 

@@ -3,22 +3,12 @@
 The long versions are in docs/: 20,000 steps of benchmarks/long_run.py, 6,000 of benchmarks/soak.py.
 """
 
-import os
-import subprocess
-import sys
-
-from harness import HANG, ROOT, lean_environment
-
-
-def run(script, backend, *arguments):
-    environment = {**lean_environment(), "GLUON_SYNCBN_BACKEND": backend}
-    command = [sys.executable, os.path.join(ROOT, "benchmarks", script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
+from harness import run_program
 
 
 def test_memory_and_threads(backend):
     steps = {"native": 1000, "portable": 500}[backend]
-    done = run("long_run.py", backend, "--steps", str(steps))
+    done = run_program(["benchmarks/long_run.py", "--steps", steps], GLUON_SYNCBN_BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"step {steps}: " in done.stdout
     assert f"back end {backend}: memory grew by" in done.stdout
