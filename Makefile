@@ -1,4 +1,4 @@
-# make train | test | processes | hosts | check | older-cpus | docs | lint | wheels | gpu:
+# make train | test | processes | hosts | check | older-cpus | docs | lint | wheels | gpu | rehearsal:
 # each sets up what it needs in .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
@@ -6,12 +6,12 @@ PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 pyt
 BIN := .venv/bin
 # One thread per CPU device: there are several on a few cores.
 export OMP_NUM_THREADS ?= 1
-# Number of tests that run at a time. Each has several devices, and most start processes of their own.
-WORKERS ?= 3
+# Number of tests that run at a time, on 2 cores: many wait on purpose, and each has several devices.
+WORKERS ?= 4
 # An idle worker takes tests from one that has many left.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: train train-processes test processes hosts check older-cpus docs lint wheels gpu
+.PHONY: train train-processes test processes hosts check older-cpus docs lint wheels gpu rehearsal
 train: .venv/training .venv/library
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
@@ -70,6 +70,13 @@ wheels: .venv/installed
 
 gpu: .venv/installed
 	$(BIN)/python .ci/gpu.py
+
+# The folder for a machine with a GPU and no network: made, and tried on the stand-in.
+STEPS := smoke,kernels,operator,code,speed,latency,meeting,memcheck,soak
+rehearsal: gpu
+	rm -rf build/gpu/folder
+	$(BIN)/python .ci/gpu.py --bundle build/gpu/folder --quick
+	$(BIN)/python .ci/gpu.py --rehearse build/gpu/folder build/gpu/results --short --steps $(STEPS)
 
 # What training needs, without the library: once, and again when setup.py asks for other packages.
 .venv/training: setup.py

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_SOURCE = (".git", ".venv", "build", "runs", "__pycache__", "*_cache", "*.egg-info", "*.so")
 MATRIX = [("1.6.0", "3.8"), ("1.7.0.post2", "3.8"), ("1.8.0.post0", "3.8"), ("1.9.1", "3.11")]
 
 
@@ -43,7 +44,7 @@ def run(*command) -> str:
 def build_wheel(folder: Path) -> Path:
     source = folder / "source"  # a copy: nothing of an earlier build gets in, and nothing is left over
     shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "build", "runs", "*.egg-info", "*.so"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_SOURCE))
     run(sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--wheel-dir", folder)
     (wheel,) = folder.glob("*.whl")
     if "-py3-none-" not in wheel.name:

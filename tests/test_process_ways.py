@@ -10,31 +10,50 @@ from harness import LATE_THREADS
 from launching import need, run_job
 
 
-def run_way(engine, size, way, *arguments, **variables):
+def run_ways(engine, size, ways, *arguments, **variables):
+    """Run them in one job, one after the other."""
     need(engine)
-    done = run_job(engine, size, "ways.py", way, *arguments, **variables)
-    assert done.returncode == 0 and done.text.count(f"RIGHT {way}") == size, done.text
+    done = run_job(engine, size, "ways.py", ",".join(ways.split()), *arguments, **variables)
+    assert done.returncode == 0, done.text
+    for way in ways.split():
+        assert done.text.count(f"RIGHT {way}\n") == size, (way, done.text)
     return done
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_groups_count_the_devices_of_all_processes(size):
-    run_way("mpi", size, "groups")
+# Nets that train in turn or at once, in another order on each process; that are given up, dropped, copied.
+NETS = "without_backward dropped_net two_nets branches_of_a_module copies"
+# What layers meet in a process beside other layers.
+SURROUNDINGS = "groups steps_of_a_schedule loader module expander alone_in_the_middle trainers_that_step_alone"
+OF_THREE = "groups two_nets branches_of_a_module last_batch unfreezing as_horovod_tests_its_own"
+
+
+@pytest.mark.parametrize(
+    "engine, size, ways",
+    [
+        ("mpi", 2, NETS),
+        ("mpi", 2, SURROUNDINGS),
+        ("mpi", 3, OF_THREE),
+        ("horovod", 2, NETS),
+        pytest.param("horovod", 3, OF_THREE, marks=pytest.mark.long),
+    ],
+)
+def test_ways_to_train(engine, size, ways, tmp_path):
+    """ways.py says what each is."""
+    run_ways(engine, size, ways, JOB_FOLDER=tmp_path, HOROVOD_DYNAMIC_PROCESS_SETS=1)
+
+
+def test_a_process_without_images_is_left_out_by_horovod():
+    run_ways("horovod", 3, "last_batch", HOROVOD_DYNAMIC_PROCESS_SETS=1)
 
 
 @pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
 def test_communicators_and_process_sets_of_the_user(engine):
-    run_way(engine, 4, "some_of_the_processes", HOROVOD_DYNAMIC_PROCESS_SETS=1)
-
-
-def test_trainers_that_step_alone(tmp_path):
-    run_way("mpi", 2, "trainers_that_step_alone", JOB_FOLDER=tmp_path)
+    run_ways(engine, 4, "some_of_the_processes", HOROVOD_DYNAMIC_PROCESS_SETS=1)
 
 
 @pytest.mark.long
 def test_groups_through_process_sets_of_horovod():
-    run_way("horovod", 2, "groups")
-    run_way("horovod", 3, "groups", HOROVOD_DYNAMIC_PROCESS_SETS=1)
+    run_ways("horovod", 2, "groups")
 
 
 @pytest.mark.long
@@ -42,20 +61,6 @@ def test_horovod_says_how_some_processes_can_meet():
     need("horovod")
     done = run_job("horovod", 3, "ways.py", "groups")
     assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.text, done.text
-
-
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
-def test_a_process_without_images_is_left_out(engine):
-    run_way(engine, 3, "last_batch", HOROVOD_DYNAMIC_PROCESS_SETS=1)
-
-
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
-@pytest.mark.parametrize("way", ["two_nets", "branches_of_a_module"])
-def test_first_rounds_of_nets_come_in_any_order(way, engine):
-    """Nobody holds what another waits for."""
-    run_way(engine, 2, way)
-    if engine == "mpi":
-        run_way(engine, 3, way)
 
 
 @pytest.mark.parametrize(
@@ -81,31 +86,8 @@ def test_nets_that_train_in_another_order_are_refused(kind, words):
         assert any(re.search(words, line) for line in told), done.text
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
-def test_passes_without_a_backward_pass_harm_nobody_later(engine):
-    run_way(engine, 2, "without_backward")
-
-
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
-def test_a_dropped_net_does_not_count_in_a_short_step(engine):
-    run_way(engine, 2, "dropped_net")
-
-
-def test_a_schedule_has_one_step_on_all_processes():
-    run_way("mpi", 2, "steps_of_a_schedule")
-
-
-def test_workers_of_a_data_loader():
-    run_way("mpi", 2, "loader")
-
-
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
-def test_copies_of_a_layer_with_a_group_of_its_own(engine):
-    run_way(engine, 2, "copies")
-
-
 def test_the_portable_back_end_is_refused():
-    done = run_way("mpi", 2, "portable")
+    done = run_ways("mpi", 2, "portable")
     reason = "cannot run here: .*only the native back end synchronizes several processes"
     for words, times in (
         (f"'before': backend='portable' {reason}", 3),
@@ -120,27 +102,17 @@ def test_the_portable_back_end_is_refused():
         assert len(found) == 2 * times, (words, done.text)
 
 
-@pytest.mark.parametrize("way", ["module", "expander", "alone_in_the_middle"])
-def test_ways_to_train(way, tmp_path):
-    run_way("mpi", 2, way, JOB_FOLDER=tmp_path)
-
-
 def losses(engine, size, devices, *steps, **variables):
-    done = run_way(engine, size, "losses", devices, *steps, **variables)
+    done = run_ways(engine, size, "losses", devices, *steps, **variables)
     found = dict(re.findall(r"LOSSES (\d) (\[.*\])", done.text))
     return np.sum([json.loads(text) for text in found.values()], axis=0)
 
 
-def test_jobs_of_all_shapes_give_the_same_losses():
+def test_jobs_of_all_shapes_give_the_same_losses(tmp_path):
+    """Also one that goes on with another number of processes, from what the first process has saved."""
     expected = losses("mpi", 1, 4)
     assert len(expected) == 20 and np.ptp(expected) > 1
-    for engine, size, devices in (("mpi", 2, 2), ("mpi", 4, 1), ("horovod", 4, 1)):
-        np.testing.assert_allclose(losses(engine, size, devices), expected, rtol=1e-7)
-
-
-def test_a_job_goes_on_with_another_number_of_processes(tmp_path):
-    """From what the first process has saved."""
-    expected = losses("mpi", 1, 4)
+    np.testing.assert_allclose(losses("horovod", 4, 1), expected, rtol=1e-7)
     seen = [
         *losses("mpi", 2, 2, 0, 10, JOB_FOLDER=tmp_path),
         *losses("mpi", 4, 1, 10, 20, JOB_FOLDER=tmp_path),
@@ -148,15 +120,9 @@ def test_a_job_goes_on_with_another_number_of_processes(tmp_path):
     np.testing.assert_allclose(seen, expected, rtol=1e-7)
 
 
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
-@pytest.mark.parametrize("way", ["unfreezing", "as_horovod_tests_its_own"])
-def test_layers_that_come_and_go_and_horovods_own_cases(way, engine):
-    run_way(engine, 3, way)
-
-
 @pytest.mark.parametrize("engine, steps", [("mpi", 2000), pytest.param("horovod", 2000, marks=pytest.mark.long)])
 def test_memory_and_threads_stay_flat(engine, steps):
-    check_soak(run_way(engine, 2, "soak", steps).text, steps)
+    check_soak(run_ways(engine, 2, "soak", steps).text, steps)
 
 
 def check_soak(text, steps):

@@ -64,7 +64,7 @@ print('BITS', digest.hexdigest())
 
 
 # The slower modes stop earlier; each step draws new delays.
-STEPS = {"imperative": 30, "hybridize": 50, "static": 100}
+STEPS = {"imperative": 20, "hybridize": 30, "static": 60}
 
 
 @pytest.mark.portable_with(mode="hybridize")

@@ -25,13 +25,13 @@ THREAD = ["-fsanitize=thread", "-pthread"]
 # What is built, how, the program's argument, and what it says if all is well. For addresses it is not optimized, which
 # compiles in a sixth of the time.
 PROGRAMS = {
-    "rendezvous, threads": (RENDEZVOUS, THREAD, "15000", r"15000 generations.* 0 failures\n"),
-    "rendezvous, addresses": (RENDEZVOUS, ["-O0", *ADDRESS, "-pthread"], "15000", r"15000 generations.* 0 failures\n"),
-    "rounds, threads": (ROUNDS, THREAD, "5000", r"5000 rounds.* 0 failures\n"),
-    "rounds, addresses": (ROUNDS, ["-O0", *ADDRESS, "-pthread"], "5000", r"5000 rounds.* 0 failures\n"),
+    "rendezvous, threads": (RENDEZVOUS, THREAD, "6000", r"6000 generations.* 0 failures\n"),
+    "rendezvous, addresses": (RENDEZVOUS, ["-O0", *ADDRESS, "-pthread"], "6000", r"6000 generations.* 0 failures\n"),
+    "rounds, threads": (ROUNDS, THREAD, "2000", r"2000 rounds.* 0 failures\n"),
+    "rounds, addresses": (ROUNDS, ["-O0", *ADDRESS, "-pthread"], "2000", r"2000 rounds.* 0 failures\n"),
     "kernels, addresses": (KERNELS, ["-O0", "-fopenmp", *ADDRESS], "", r".*: 240 cases, 0 failures\n"),
-    # Without OpenMP, whose runtime library the sanitizer cannot see into; 4 devices at once.
-    "kernels, threads": (KERNELS, [*THREAD, "-Wno-unknown-pragmas"], "4", r".*: 960 cases, 0 failures\n"),
+    # Without OpenMP, whose runtime library the sanitizer cannot see into; 2 devices at once.
+    "kernels, threads": (KERNELS, [*THREAD, "-Wno-unknown-pragmas"], "2", r".*: 480 cases, 0 failures\n"),
 }
 
 

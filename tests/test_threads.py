@@ -146,7 +146,7 @@ def work(rank):
         raise
 
 with ThreadPoolExecutor(4) as pool:
-    for _ in range(150):
+    for _ in range(80):
         net = nn.HybridSequential()
         for _ in range(3):
             net.add(nn.Conv2D(4, 1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))

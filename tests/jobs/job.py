@@ -60,7 +60,7 @@ def same_everywhere(group, array: np.ndarray) -> bool:
     return bool((rows == rows[0]).all())
 
 
-same_everywhere.calls = 1
+same_everywhere.calls = 1 << 40  # above all rounds of steps that are given up
 
 
 def never():

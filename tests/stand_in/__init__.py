@@ -14,7 +14,7 @@ import numpy as np
 from gpu_kernels import CSRC, KINDS, KernelKind, Tuning, options, standalone
 
 HERE = Path(__file__).parent
-COMPILER = ["g++", "-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
+COMPILER = ["g++", "-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
 # Packs of 16 bytes at other addresses are an error on a GPU, and one here.
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 # A template's shared memory would be that of the library that was loaded first, whatever its number of threads.
