@@ -48,8 +48,8 @@ def compile_kernels(nvrtc, options):
     return ptx.value.decode(), log.value.decode()
 
 
-# What MXNet's compiler makes by itself of each kind of layer, in float16, which has the most of its own; each architecture
-# with one kind of layer, in all dtypes. The stand-in compiles every kind in every dtype (test_gpu_kernels.py).
+# What MXNet's compiler makes by itself of each kind of layer, in float16, which has the most of its own; then one kind
+# for each architecture, in all dtypes. The stand-in compiles every kind in every dtype (test_gpu_kernels.py).
 @pytest.mark.parametrize(
     "version, architecture, kind",
     [
