@@ -75,8 +75,8 @@ gpu: .venv/installed
 STEPS := smoke,kernels,operator,code,speed,latency,meeting,memcheck,soak
 rehearsal: gpu
 	rm -rf build/gpu/folder
-	$(BIN)/python .ci/gpu.py --bundle build/gpu/folder --quick
-	$(BIN)/python .ci/gpu.py --rehearse build/gpu/folder build/gpu/results --short --steps $(STEPS)
+	$(BIN)/python .ci/gpu.py --bundle build/gpu/folder --quick --rehearse build/gpu/folder build/gpu/results \
+	--short --steps $(STEPS)
 
 # What training needs, without the library: once, and again when setup.py asks for other packages.
 .venv/training: setup.py

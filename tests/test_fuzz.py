@@ -14,6 +14,11 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 EXAMPLES = 150
 TOLERANCES = {"float32": (2e-5, 2e-4), "float64": (1e-11, 1e-10), "float16": (4e-3, 8e-3)}
+# Of the type in which statistics are kept.
+EPSILON = {name: np.finfo(np.result_type(name, "float32")).eps for name in TOLERANCES}
+
+
+PLAIN = {"epsilon": 1e-5, "momentum": 0.0, "center": False, "scale": False, "group_size": 1}
 
 
 @st.composite
@@ -48,6 +53,8 @@ def cases(draw):
     mean=st.sampled_from([0.0, 2.0, -30.0]),
     seed=st.integers(0, 2**31),
 )
+# Two values at -30 whose mean is not a float32: a difference that nn.BatchNorm makes alone.
+@hypothesis.example(case=([(2, 11), (1, 11), (1, 11)], 1, PLAIN), dtype="float32", relu=False, mean=-30.0, seed=2)
 def test_against_the_oracle(mode, case, dtype, relu, mean, seed):
     shapes, axis, options = case
     devices, rng = cpus(len(shapes)), np.random.RandomState(seed)
@@ -81,11 +88,13 @@ def test_against_the_oracle(mode, case, dtype, relu, mean, seed):
             dx = np.moveaxis(inputs[start + rank].grad.asnumpy(), axis, -1).reshape(-1, gamma.size)
             right = np.maximum(expected.outputs[rank], 0) if relu else expected.outputs[rank]
             scale = max(np.abs(item).max() for item in expected.outputs)
-            assert np.abs(y - right).max() <= forward * scale
-            # dx is what is left when mean parts are taken out; with few values next to nothing may be left.
             std = np.sqrt(expected.var + options["epsilon"])
+            # nn.BatchNorm, which computes groups of one device, rounds their mean.
+            lost = 2 * EPSILON[dtype] * np.abs(expected.mean) / std if size == 1 else np.zeros_like(std)
+            assert np.all(np.abs(y - right) <= forward * scale + np.abs(gamma) * lost)
+            # dx is what is left when mean parts are taken out; with few values next to nothing may be left.
             left = np.abs(gamma / std) * max(np.abs(item).max() for item in heads)
-            assert np.all(np.abs(dx - answers.input_gradients[rank]) <= backward * left)
+            assert np.all(np.abs(dx - answers.input_gradients[rank]) <= (backward + lost) * left)
             if size > 1 or mode == "imperative":
                 running = layer.running_mean.data(device).asnumpy()
                 np.testing.assert_allclose(running, expected.mean * (1 - options["momentum"]), rtol=1e-3, atol=1e-4)
