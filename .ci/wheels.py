@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_SOURCE = (".git", ".venv", "build", "runs", "__pycache__", "*_cache", "*.egg-info", "*.so")
+NOT_SOURCE = (".git", ".venv", "build", "runs", "__pycache__", "*_cache", ".hypothesis", "*.egg-info", "*.so")
 MATRIX = [("1.6.0", "3.8"), ("1.7.0.post2", "3.8"), ("1.8.0.post0", "3.8"), ("1.9.1", "3.11")]
 
 

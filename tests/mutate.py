@@ -47,7 +47,7 @@ TESTS = {
     "csrc/cuda": "gpu_compile gpu_kernels gpu_launch gpu_bundle",
     "csrc/cpu": f"native_kernels bfloat16 in_place renorm bad_numbers precision freezing {LAYERS} crossings",
     "csrc/meeting": f"rendezvous sanitizers waiting {LAYERS} {FAILING} renorm profile {PROCESSES}",
-    "csrc": f"{LAYERS} c_api fused_graphs threads {FAILING} crossings parallel_branches {PROCESSES}",
+    "csrc": f"modes errors missing_device c_api fused_graphs {LAYERS} threads {FAILING} crossings parallel_branches {PROCESSES}",
     "run.py": "install launchers process_ways",
     "_install.py": "install process_ways",
     "_profile.py": "profile",
@@ -56,8 +56,8 @@ TESTS = {
     "": f"{LAYERS} {FAILING} copies symbol symbol_block in_place renorm bfloat16 public crossings",
 }
 KEPT = ("__init__.py", "cuda_source.py")  # lists of names, and text
-# Only `make gpu` runs what calls CUDA; the kernels run on the stand-in.
-FOR_GPUS = re.compile(r"csrc/cuda/[^/]+$")
+# Only `make gpu` runs what calls CUDA.
+FOR_GPUS = re.compile(r"csrc/cuda/(driver|operator|scratch)\.")
 
 
 class Fault(NamedTuple):

@@ -487,6 +487,7 @@ def dropped_net():
     mine = slice(2 * group.rank, 2 * group.rank + 2)
     for seen, right in zip(run(layer, parts[mine], devices), normalized(parts)[mine]):
         assert close(seen, right)
+    gc.enable()
 
 
 def steps_of_a_schedule():
