@@ -47,7 +47,7 @@ TESTS = {
     "csrc/cuda": "gpu_compile gpu_kernels gpu_launch gpu_bundle",
     "csrc/cpu": f"native_kernels bfloat16 in_place renorm bad_numbers precision freezing {LAYERS} crossings",
     "csrc/meeting": f"rendezvous sanitizers waiting {LAYERS} {FAILING} renorm profile {PROCESSES}",
-    "csrc": f"modes errors missing_device c_api fused_graphs {LAYERS} threads {FAILING} crossings parallel_branches {PROCESSES}",
+    "csrc": f"modes errors missing_device c_api fused_graphs {LAYERS} threads {FAILING} crossings {PROCESSES}",
     "run.py": "install launchers process_ways",
     "_install.py": "install process_ways",
     "_profile.py": "profile",
