@@ -14,6 +14,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.step.recording import counting_backward
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -162,3 +163,16 @@ def test_what_threads_ask_and_note_is_not_lost_where_they_change():
     """Shapes that MXNet reads while another thread asks for some; backward passes that are counted at a time."""
     done = run_python(OFTEN)
     assert done.stdout == "RIGHT\n" and "given up" not in done.stderr, done.stdout + done.stderr
+
+
+def test_threads_that_first_train_a_net_at_a_time_give_it_one_number():
+    """Asked of the table itself, as the time between two looks at it is short elsewhere."""
+    nets, first, second = Nets(), SyncBatchNorm(in_channels=4), SyncBatchNorm(in_channels=4)
+
+    def slow(block):
+        time.sleep(0.05)
+        return "a layer"
+
+    one, other = THREADS.map(lambda _: nets.place_of(first, slow), range(2))
+    assert one is other and one.net == "net0"
+    assert nets.place_of(second, slow).net == "net1"
