@@ -53,7 +53,7 @@ TESTS = {
     "_profile.py": "profile",
     "__main__.py": "doctor",
     "symbol.py": "symbol symbol_block older_files deployment crossings",
-    "": f"{LAYERS} {FAILING} copies symbol symbol_block in_place renorm bfloat16 public crossings",
+    "": f"{LAYERS} engine_settings {FAILING} copies symbol symbol_block in_place renorm bfloat16 public crossings",
 }
 KEPT = ("__init__.py", "cuda_source.py")  # lists of names, and text
 # Only `make gpu` runs what calls CUDA.
