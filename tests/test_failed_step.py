@@ -15,6 +15,7 @@ from mxnet.gluon import nn
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
 from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.step.abandon import failing_what_cannot_be_read
 
 modes = pytest.mark.parametrize("mode", list(MODES))
 DEVICES = cpus(2)
@@ -136,6 +137,18 @@ def test_reduction_and_update_apart(mode):
     assert all(same(states[key], states_after[key]) for key in states)
 
 
+def read_slowly(array):
+    """Read it as ``asnumpy`` does, on a thread that stops when MXNet has forgotten the error."""
+
+    def read(array):
+        try:
+            return mx.nd.NDArray.asnumpy.__wrapped__(array)
+        finally:
+            time.sleep(0.2)
+
+    return failing_what_cannot_be_read(read)(array)
+
+
 @modes
 def test_a_label_that_is_read_before_the_loss_has_used_it(mode):
     """What failed is given to no net; the loss is yet to wait for the net."""
@@ -149,10 +162,44 @@ def test_a_label_that_is_read_before_the_loss_has_used_it(mode):
     autograd.backward(losses)
     trainer.step(4)
     with pytest.raises(mx.MXNetError, match="scale parameter"):
-        labels[1].asnumpy()
+        read_slowly(labels[1])
     gluon_syncbn.abandon_step()
     after = arrays_of(net)
     assert all(same(before[name], after[name]) for name in before if "running" not in name)
+
+
+@modes
+def test_an_input_that_is_read_before_the_net_has_used_it(mode):
+    net = small_net(mode)
+    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
+    step(net, trainer)[0].asnumpy()
+    before = arrays_of(net)
+    inputs = parts()
+    inputs[1] = inputs[1] + mx.nd.random.normal(0, -1, shape=(1,), ctx=DEVICES[1])
+    keep_busy = mx.nd.ones((2000, 2000), ctx=DEVICES[1])
+    keep_busy = mx.nd.dot(keep_busy, keep_busy)
+    with autograd.record():
+        losses = [net(part).sum() for part in inputs]
+    autograd.backward(losses)
+    trainer.step(4)
+    with pytest.raises(mx.MXNetError, match="scale parameter"):
+        read_slowly(inputs[1])
+    gluon_syncbn.abandon_step()
+    after = arrays_of(net)
+    assert all(same(before[name], after[name]) for name in before)
+
+
+def test_arrays_of_each_kind_are_read_as_before():
+    """In a process that has synchronized layers; an array without memory may be waited for."""
+    small_net("imperative")
+    dense = mx.nd.array([[0, 1], [0, 0]], ctx=DEVICES[1])
+    assert (dense[0:1].asnumpy() == [[0, 1]]).all() and dense[0, 1].asscalar() == 1
+    for stype in ("row_sparse", "csr"):
+        sparse = dense.tostype(stype)
+        sparse.wait_to_read()
+        assert (sparse.asnumpy() == dense.asnumpy()).all()
+    mx.nd.NDArray(mx.nd.ndarray._new_empty_handle()).wait_to_read()
+    assert not failures.failure()
 
 
 FORK = """

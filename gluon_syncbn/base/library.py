@@ -39,6 +39,7 @@ _PROTOTYPES = {
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),
+    "is_readable": (c_int, [c_void_p]),
     "gate": (c_int, [_HANDLES, _INTEGERS, c_int, c_char_p, c_char_p, POINTER(c_int64)]),
     "seal": (c_int, [_HANDLES, c_int]),
     "reserve": (c_int, [c_int]),

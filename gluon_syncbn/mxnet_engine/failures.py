@@ -73,6 +73,12 @@ def fail_by_reading(error: str) -> None:
     fail(error)
 
 
+def fail_before_reading(array: mx.nd.NDArray) -> None:
+    """Wait until ``array`` is computed; if it cannot be, the step has failed, before MXNet can forget the error."""
+    if library.core is not None and library.core.gluon_syncbn_is_readable(array.handle) == 0:
+        fail_by_reading("an array was read that MXNet could not compute.")
+
+
 def is_by_reading() -> bool:
     """Whether that is all that is known of the failure."""
     return _state.is_by_reading

@@ -92,14 +92,16 @@ def _with_cause(error: str, pending: str) -> str:
 def failing_what_cannot_be_read(read):
     """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, whatever it was that failed.
 
-    MXNet has forgotten the error for all that shares it, and goes on with what it has skipped. An error of a
-    synchronized layer is raised as a `SyncBatchNormError`.
+    MXNet then forgets the error for all that shares it, and goes on with what it has skipped. So the step fails before
+    an array is read. An error of a synchronized layer is raised as a `SyncBatchNormError`.
     """
 
     @functools.wraps(read)
-    def reading(*args, **kwargs):
+    def reading(*array):
+        if array and failures.is_in_use():
+            failures.fail_before_reading(*array)
         try:
-            return read(*args, **kwargs)
+            return read(*array)
         except mx.MXNetError as error:
             if failures.is_in_use():
                 failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())

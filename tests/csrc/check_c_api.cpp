@@ -43,6 +43,7 @@ SAME_FUNCTION(array_create, MXNDArrayCreateEx);
 SAME_FUNCTION(engine_push, MXEnginePushSyncND);
 SAME_FUNCTION(engine_push_async, MXEnginePushAsyncND);
 SAME_FUNCTION(array_wait, MXNDArrayWaitToRead);
+SAME_FUNCTION(array_context, MXNDArrayGetContext);
 SAME_FUNCTION(array_copy_from_cpu, MXNDArraySyncCopyFromCPU);
 SAME_FUNCTION(custom_op_register, MXCustomOpRegister);
 
@@ -72,6 +73,8 @@ static_assert(ours::kPropertyCreateOperator == static_cast<int>(kCustomOpPropCre
 static_assert(ours::kPropertyInferType == static_cast<int>(kCustomOpPropInferType), "");
 
 static_assert(static_cast<int>(ours::EngineProperty::kOrdinary) == static_cast<int>(mxnet::FnProperty::kNormal), "");
+static_assert(static_cast<int>(ours::EngineProperty::kOrdinaryAtOnce) == static_cast<int>(mxnet::FnProperty::kAsync),
+              "");
 static_assert(static_cast<int>(ours::EngineProperty::kNoSkip) == static_cast<int>(mxnet::FnProperty::kNoSkip), "");
 using Complete = mxnet::engine::CallbackOnComplete;
 static_assert(sizeof(ours::OnComplete) == sizeof(Complete), "");

@@ -3,6 +3,7 @@
 mpirun -np N python tests/jobs/ways.py mpi WAY[,WAY,...]
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -348,7 +349,9 @@ def nets_in_another_order():
 
 
 def without_backward():
-    """Passes that nobody answers; then an exception in one process, before a layer has run. The others go on."""
+    """Passes that nobody answers; then, in one process, an exception before a layer has run, and one that has to do
+    with no layer. The others go on.
+    """
     group = job.join(ENGINE)
     for number, kind in enumerate(("not recorded", "recorded", "kept", "frozen", "retained", "predicted", "module")):
         layer = make([mx.cpu(0)])
@@ -393,6 +396,12 @@ def without_backward():
                     raise StopIteration("the loader is at its end")
             except StopIteration:
                 gluon_syncbn.abandon_step()
+            try:
+                mx.nd.random.normal(0, -1, shape=(1,)).asnumpy()  # has to do with no layer
+            except mx.MXNetError:
+                gluon_syncbn.abandon_step()
+            else:
+                raise AssertionError("nothing has failed")
         (seen,) = run(layer, [data(100 + group.rank)], [mx.cpu(0)])
         parts = [data(100 + rank) for rank in range(group.size)]
         assert close(seen, normalized(parts)[group.rank]), kind
@@ -430,6 +439,19 @@ def breaks_off(group, kind, layer, other, outside):
     mx.nd.waitall()
 
 
+def fails_at_once():
+    """What needs all processes, in a step that has failed here and was not given up."""
+    with contextlib.suppress(mx.MXNetError):
+        mx.nd.waitall()
+    try:
+        with gluon_syncbn.devices(mx.cpu(0)):
+            pass
+    except gluon_syncbn.SyncBatchNormError as error:
+        assert "the step had failed before" in str(error) and "process 0" in str(error), error
+    else:
+        raise AssertionError("the step had not failed")
+
+
 def given_up(group):
     """What is under way in one process is given up in all, and goes on with the next step."""
     layer, other, outside = make([mx.cpu(0)]), make([mx.cpu(0)]), nn.Dense(2, in_units=36)
@@ -446,6 +468,7 @@ def given_up(group):
             gluon_syncbn.abandon_step()
         except mx.MXNetError as error:
             assert group.rank and "process 0" in str(error) and "gave the step up" in str(error), error
+            fails_at_once()
             assert time.monotonic() - began < 30, kind  # and not after the timeout
             gluon_syncbn.abandon_step()
         else:

@@ -29,6 +29,7 @@ EXPORTED int gluon_syncbn_connect(void* libmxnet) {
                      find_function(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
                      find_function(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
                      find_function(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
+                     find_function(libmxnet, "MXNDArrayGetContext", f.array_context) &&
                      find_function(libmxnet, "MXNDArraySyncCopyFromCPU", f.array_copy_from_cpu);
   gluon_syncbn::set_cuda_library(libmxnet);
   return found ? 0 : 1;

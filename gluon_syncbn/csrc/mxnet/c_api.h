@@ -66,6 +66,7 @@ struct MXNetFunctions {
                            const void* context, void** reads, int num_reads, void** writes, int num_writes,
                            const void* property, int priority, const char* name, bool wait);
   int (*array_wait)(void* array);
+  int (*array_context)(void* array, int* device_type, int* device);        // the type is 0 if the array has no memory
   int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
 };
 
@@ -102,9 +103,9 @@ constexpr int kPinned = 3;
 constexpr int kInt32 = 4;
 constexpr int kInt64 = 6;
 
-// FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error, and one
-// that runs all the same.
-enum class EngineProperty : int { kOrdinary = 0, kNoSkip = 7 };
+// FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error; the
+// same, run by the thread that asks for it if there is nothing to wait for; and one that runs all the same.
+enum class EngineProperty : int { kOrdinary = 0, kOrdinaryAtOnce = 4, kNoSkip = 7 };
 
 // CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. MXNet deletes what belongs
 // to the operation while it runs.

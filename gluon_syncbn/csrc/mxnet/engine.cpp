@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -109,6 +110,16 @@ void wait_for_turn(std::chrono::microseconds time) {
   std::this_thread::sleep_until(mine);
 }
 
+// The engine drops this when the operation is over, run or skipped.
+struct Reading {
+  ~Reading() { is_over.set_value(has_run); }
+
+  std::promise<bool> is_over;
+  bool has_run = false;
+};
+
+void read(Reading& reading) { reading.has_run = true; }
+
 struct Nothing {};
 
 void do_nothing(Nothing&) {}
@@ -174,6 +185,22 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
                   std::vector<void*>(statistics, statistics + num_statistics));
     }
     return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
+}
+
+// Waits until `array` is computed. Returns 1 if it is, 0 if it has an error instead, which is still to be thrown to who
+// reads it.
+EXPORTED int gluon_syncbn_is_readable(void* array) {
+  try {
+    int device_type = 0, device = 0;
+    check_mxnet(mxnet().array_context(array, &device_type, &device), "no array");
+    if (device_type == 0) return 1;  // nothing to compute
+    auto reading = std::make_shared<Reading>();
+    auto has_run = reading->is_over.get_future();
+    push<Reading>(read, std::move(reading), EngineProperty::kOrdinaryAtOnce, kGateThread, {array}, {});
+    return has_run.get();
   } catch (const MXNetFailure&) {
     return -1;
   }

@@ -19,6 +19,9 @@
 //           writes the running statistics that the call writes, and throws if the step has failed: so they have an
 //           exception of their own, and nothing writes them any more (a backward pass of MXNet's own BatchNorm would,
 //           on a CPU).
+//   read    Before someone reads an array: an ordinary operation reads it. If that is skipped, the array has an error,
+//           and Python has the step fail before the array is read. It waits for what the reader would wait for; where
+//           nothing is to be waited for, no other thread takes part.
 //   gate    Before an optimizer: an ordinary operation reads some gradients, of all devices, and counts itself; one
 //           that is not skipped writes them, and throws if the step has failed, or the other was skipped. So the
 //           gradients have an error, and the updates that read them are skipped. Several gates wait for the heads of
