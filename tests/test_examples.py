@@ -150,8 +150,8 @@ def test_trains_resumes_and_leaves_its_files(norm, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"epoch {epochs}: loss" in done.stdout
         assert f"epoch {epochs}/{epochs}: 100%" in done.stderr
-        assert "the first steps say: 1 min for 1 epochs" in done.stdout
-        assert "img/s, loss=" in done.stderr
+        assert re.search(r"the first steps say: \d+ min for 1 epochs", done.stdout)
+        assert ", loss=" in done.stderr
     if norm == "syncbn":
         assert "epoch 1:" not in done.stdout  # resumed, not repeated
     history = json.loads((output / "history.json").read_text(encoding="utf-8"))
@@ -167,7 +167,7 @@ def test_segmentation_trains_and_leaves_its_files(tmp_path):
     code = CODE.replace("train_detection", "train_segmentation")
     done = run_python(code.format(arguments=[*options, "--output", str(tmp_path / "run")]))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "epoch 1: loss" in done.stdout and "img/s, loss=" in done.stderr
+    assert "epoch 1: loss" in done.stdout and ", loss=" in done.stderr
     (entry,) = json.loads((tmp_path / "run" / "history.json").read_text(encoding="utf-8"))
     assert np.isfinite(entry["loss"]) and 0 <= entry["miou"] <= 1
     assert np.asarray(Image.open(tmp_path / "run" / "masks.png")).std() > 5

@@ -52,7 +52,7 @@ _PROTOTYPES = {
     "step_generation": (c_int64, []),
     "reset_step": (None, []),
     "wrap_python_operator": (c_int, [c_char_p, c_char_p, c_void_p]),
-    "leave_error": (c_int, [c_char_p]),
+    "leave_error": (None, [c_char_p]),
     "stop_calling_python": (None, []),
     "set_waiting_times": (None, [c_double, c_double]),
     "cut_waits_short": (None, [c_char_p]),
@@ -93,6 +93,7 @@ def strings(texts: Sequence[str]):
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
-def set_last_error(text: str) -> bool:
-    """The text of the error in which the callback that runs on this thread ends; whether it does without raising it."""
-    return core is not None and bool(core.gluon_syncbn_leave_error(text.encode()))
+def set_last_error(text: str) -> None:
+    """Set the text of the error in which the callback that runs on this thread ends."""
+    if core is not None:
+        core.gluon_syncbn_leave_error(text.encode())

@@ -3,6 +3,7 @@
 // Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet
 // then throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and
 // where that returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
+// (Forward and backward passes give their error to an array instead: mxnet/engine.h, poison.)
 //
 // Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread
 // (off_main_thread.h), and as seldom as can be, since that costs a change of thread each time. (To delete is not: what
@@ -38,7 +39,6 @@ namespace {
 CustomOpPropCreator python_creator = nullptr;
 std::string python_name;
 thread_local std::string left_behind;
-thread_local bool is_wrapped = false;  // whether what runs on this thread is a callback that is wrapped here
 std::atomic<bool> python_is_gone{false};
 std::atomic<int> deletions{0};
 
@@ -65,10 +65,7 @@ struct Wrapper {
     const MXCallbackList& list = static_cast<Wrapper*>(state)->original;
     const auto function = reinterpret_cast<Function>(reinterpret_cast<void (*)(void)>(list.callbacks[index]));
     left_behind.clear();
-    is_wrapped = true;
-    const int returned = function(arguments..., list.contexts[index]);
-    is_wrapped = false;
-    return returned;
+    return function(arguments..., list.contexts[index]);
   }
 
   void fill(MXCallbackList* ret) {
@@ -110,14 +107,6 @@ int remove(void* state) {
   return 1;
 }
 
-int forward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
-  return or_error(Wrapper::call<CustomOpRun>(state, kOperatorForward, size, arrays, tags, requests, is_train));
-}
-
-int backward(int size, void** arrays, int* tags, const int* requests, int is_train, void* state) {
-  return or_error(Wrapper::call<CustomOpRun>(state, kOperatorBackward, size, arrays, tags, requests, is_train));
-}
-
 int create_operator(const char* device, int num_inputs, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
   call_off_main_thread([&] {
@@ -126,8 +115,6 @@ int create_operator(const char* device, int num_inputs, unsigned** shapes, const
   });
   auto* wrapper = new Wrapper(*ret);
   wrapper->replace(kOperatorDelete, remove<Wrapper>);
-  wrapper->replace(kOperatorForward, forward);
-  wrapper->replace(kOperatorBackward, backward);
   wrapper->fill(ret);
   return 1;
 }
@@ -226,11 +213,8 @@ EXPORTED int gluon_syncbn_wrap_python_operator(const char* op_type, const char* 
   return gluon_syncbn::mxnet().custom_op_register(op_type, gluon_syncbn::create_property);
 }
 
-// The text of the error in which the callback that runs on this thread ends. Returns whether it is certain to.
-EXPORTED int gluon_syncbn_leave_error(const char* text) {
-  gluon_syncbn::left_behind = text;
-  return gluon_syncbn::is_wrapped;
-}
+// The text of the error in which the callback that runs on this thread ends.
+EXPORTED void gluon_syncbn_leave_error(const char* text) { gluon_syncbn::left_behind = text; }
 
 // The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
 EXPORTED void gluon_syncbn_stop_calling_python() {
