@@ -122,6 +122,25 @@ def test_a_backward_pass_that_waits_for_another_thread():
     assert sorted(started) == [0, 1] and max(took.values()) < 20, took
 
 
+def test_backward_passes_that_overlap_are_all_counted(caplog):
+    """The second is called, as by another thread, when the first has reached the layer and is yet to return."""
+    layer = SyncBatchNorm(in_channels=4, timeout=30)
+    layer.initialize(ctx=cpus(2))
+    for _ in range(2):
+        with autograd.record():
+            first, second = ([layer(mx.nd.ones((2, 4, 5, 5), ctx=device)) for device in cpus(2)] for _ in range(2))
+
+        def overlapped(head, other=second[0]):
+            mx.nd.NDArray.backward.__wrapped__(head, retain_graph=True)
+            other.backward()
+
+        counting_backward(overlapped)(first[0])
+        first[1].backward(retain_graph=True)
+        second[1].backward()
+    mx.nd.waitall()
+    assert not caplog.messages
+
+
 # Four threads with a device each, which take turns in Python all the time.
 OFTEN = """
 import sys, threading
