@@ -1,5 +1,6 @@
 """A failed step changes nothing: failed_step.py draws steps at random; what can be said of one step in particular."""
 
+import contextlib
 import logging
 import re
 import time
@@ -34,9 +35,9 @@ def test_each_fault(backend, mode, seed):
     assert f"0 of {len(FAULTS)} cases wrong" in done.stdout
 
 
-def small_net(mode, **options):
+def small_net(mode, timeout=1, **options):
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=1, **options), nn.Activation("relu"), nn.Dense(2))
+    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=timeout, **options), nn.Activation("relu"), nn.Dense(2))
     net.initialize(ctx=DEVICES)
     return set_mode(net, mode)
 
@@ -137,14 +138,22 @@ def test_reduction_and_update_apart(mode):
     assert all(same(states[key], states_after[key]) for key in states)
 
 
+def hold_back(device):
+    """What ``device`` is given next begins in some tenths of a second."""
+    matrix = mx.nd.ones((2000, 2000), ctx=device)
+    for _ in range(3):
+        matrix = mx.nd.dot(matrix, matrix)
+
+
 def read_slowly(array):
-    """Read it as ``asnumpy`` does, on a thread that stops when MXNet has forgotten the error."""
+    """Read it as ``asnumpy`` does, on a thread that stops, when MXNet has forgotten the error, until nothing runs."""
 
     def read(array):
         try:
             return mx.nd.NDArray.asnumpy.__wrapped__(array)
         finally:
-            time.sleep(0.2)
+            with contextlib.suppress(mx.MXNetError):
+                mx.nd.waitall.__wrapped__()
 
     return failing_what_cannot_be_read(read)(array)
 
@@ -152,11 +161,12 @@ def read_slowly(array):
 @modes
 def test_a_label_that_is_read_before_the_loss_has_used_it(mode):
     """What failed is given to no net; the loss is yet to wait for the net."""
-    net = small_net(mode)
+    net = small_net(mode, timeout=60)
     trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
     step(net, trainer)[0].asnumpy()
     before = arrays_of(net)
     labels = [mx.nd.ones(2, ctx=DEVICES[0]), mx.nd.random.normal(0, -1, shape=(2,), ctx=DEVICES[1])]
+    hold_back(DEVICES[1])
     with autograd.record():
         losses = [((net(part) - label) ** 2).sum() for part, label in zip(parts(), labels)]
     autograd.backward(losses)
@@ -170,14 +180,13 @@ def test_a_label_that_is_read_before_the_loss_has_used_it(mode):
 
 @modes
 def test_an_input_that_is_read_before_the_net_has_used_it(mode):
-    net = small_net(mode)
+    net = small_net(mode, timeout=60)
     trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
     step(net, trainer)[0].asnumpy()
     before = arrays_of(net)
     inputs = parts()
     inputs[1] = inputs[1] + mx.nd.random.normal(0, -1, shape=(1,), ctx=DEVICES[1])
-    keep_busy = mx.nd.ones((2000, 2000), ctx=DEVICES[1])
-    keep_busy = mx.nd.dot(keep_busy, keep_busy)
+    hold_back(DEVICES[1])
     with autograd.record():
         losses = [net(part).sum() for part in inputs]
     autograd.backward(losses)
@@ -191,7 +200,8 @@ def test_an_input_that_is_read_before_the_net_has_used_it(mode):
 
 def test_arrays_of_each_kind_are_read_as_before():
     """In a process that has synchronized layers; an array without memory may be waited for."""
-    small_net("imperative")
+    small_net("imperative")(parts()[0])
+    assert failures.is_in_use()
     dense = mx.nd.array([[0, 1], [0, 0]], ctx=DEVICES[1])
     assert (dense[0:1].asnumpy() == [[0, 1]]).all() and dense[0, 1].asscalar() == 1
     for stype in ("row_sparse", "csr"):
@@ -199,7 +209,26 @@ def test_arrays_of_each_kind_are_read_as_before():
         sparse.wait_to_read()
         assert (sparse.asnumpy() == dense.asnumpy()).all()
     mx.nd.NDArray(mx.nd.ndarray._new_empty_handle()).wait_to_read()
+    with mx.util.np_shape():
+        empty = mx.nd.random.normal(0, -1, shape=(1,)) * mx.nd.zeros((0, 3))
+        assert empty.asnumpy().shape == (0, 3)  # MXNet does not look for its error
     assert not failures.failure()
+
+
+def test_who_reads_after_another_has_got_the_error():
+    """MXNet has forgotten it, and would return memory that nobody has written."""
+    small_net("imperative")(parts()[0])
+    array = mx.nd.random.normal(0, -1, shape=(1,))
+
+    def read_second(array):
+        with pytest.raises(mx.MXNetError, match="scale parameter"):
+            array.asnumpy()
+        return mx.nd.NDArray.asnumpy.__wrapped__(array)
+
+    with pytest.raises(SyncBatchNormError, match="could not compute this array"):
+        failing_what_cannot_be_read(read_second)(array)
+    assert "scale parameter" in failures.failure()
+    gluon_syncbn.abandon_step()
 
 
 FORK = """

@@ -47,6 +47,8 @@ _PROTOTYPES = {
     "forget_gates": (None, []),
     "poison": (c_int, [c_void_p, c_char_p]),
     "fail_step": (None, [c_char_p]),
+    "fail_step_by_reading": (None, [c_char_p]),
+    "step_is_by_reading": (c_int, []),
     "step_failure": (c_char_p, []),
     "step_failed_at": (c_double, []),
     "step_generation": (c_int64, []),

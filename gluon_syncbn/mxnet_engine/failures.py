@@ -36,7 +36,7 @@ class _State:
     def __init__(self) -> None:
         self.is_in_use = self.has_memory = False
         self.error, self.failed_at, self.generation = "", 0.0, 1
-        self.is_by_reading = self.was_read = False
+        self.was_read = False
         self.lock = threading.Lock()
 
 
@@ -55,6 +55,11 @@ def is_in_use() -> bool:
     return _state.is_in_use
 
 
+def end_use() -> None:
+    """The process ends, and MXNet's engine with it, which then skips everything."""
+    _state.is_in_use = False
+
+
 # The state of the step
 
 
@@ -69,19 +74,34 @@ def fail(error: str) -> None:
 
 def fail_by_reading(error: str) -> None:
     """The step has failed as far as anyone knows: an array could not be read, which may have to do with no layer."""
-    _state.is_by_reading, _state.was_read = _state.is_by_reading or not failure(), True
-    fail(error)
+    _state.was_read = True
+    if library.core is None:
+        return fail(error)
+    library.core.gluon_syncbn_fail_step_by_reading(error.encode())
 
 
-def fail_before_reading(array: mx.nd.NDArray) -> None:
-    """Wait until ``array`` is computed; if it cannot be, the step has failed, before MXNet can forget the error."""
-    if library.core is not None and library.core.gluon_syncbn_is_readable(array.handle) == 0:
-        fail_by_reading("an array was read that MXNet could not compute.")
+def is_readable(array: mx.nd.NDArray) -> bool:
+    """Wait until ``array`` is computed. If it has an error instead, the step has failed, before MXNet can forget that.
+
+    An empty array is readable: MXNet does not look for its error.
+    """
+    if library.core is None:
+        return True
+    try:
+        is_computed = library.core.gluon_syncbn_is_readable(array.handle) != 0
+    except KeyboardInterrupt:  # it may have ended this wait by failing the step
+        if failure():
+            mark_seen(failure())
+        raise
+    if is_computed or not array.size:
+        return True
+    library.core.gluon_syncbn_fail_step_by_reading(b"an array was read that MXNet could not compute.")
+    return False
 
 
 def is_by_reading() -> bool:
-    """Whether that is all that is known of the failure."""
-    return _state.is_by_reading
+    """Whether that is all that is known of the failure. Where nothing is compiled, nobody asks."""
+    return library.core is not None and bool(library.core.gluon_syncbn_step_is_by_reading())
 
 
 def failure() -> str:
@@ -102,7 +122,7 @@ def generation() -> int:
 def reset() -> None:
     """The step was given up; nothing runs."""
     _state.error, _state.generation = "", _state.generation + 1
-    _state.is_by_reading = _state.was_read = False
+    _state.was_read = False
     if library.core is not None:
         library.core.gluon_syncbn_reset_step()
 

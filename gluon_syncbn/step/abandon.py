@@ -98,13 +98,18 @@ def failing_what_cannot_be_read(read):
 
     @functools.wraps(read)
     def reading(*array):
-        if array and failures.is_in_use():
-            failures.fail_before_reading(*array)
+        has_error = array and failures.is_in_use() and not failures.is_readable(*array)
         try:
-            return read(*array)
+            done = read(*array)
         except mx.MXNetError as error:
             if failures.is_in_use():
                 failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
             raise own_error(error) from None
+        if has_error:
+            raise SyncBatchNormError(
+                "MXNet could not compute this array. Its error was raised in another thread that read it, or it was "
+                "dropped when the step was given up."
+            )
+        return done
 
     return reading

@@ -83,6 +83,7 @@ def _at_exit() -> None:
         _log_pending_work("When the process ended")
         leave_processes()
     finally:
+        failures.end_use()
         if library.core is not None:  # MXNet's threads are not to call wrapped operators any more
             library.core.gluon_syncbn_stop_calling_python()
 

@@ -417,9 +417,11 @@ def breaks_off(group, kind, layer, other, outside):
         if kind == now and group.rank == 0:
             raise ValueError("a bad batch")
 
-    x = mx.nd.array(data(group.rank))
+    x, label = mx.nd.array(data(group.rank)), mx.nd.ones(1)
+    if kind == "a label that failed" and group.rank == 0:
+        label = mx.nd.random.normal(0, -1, shape=(1,))
     with autograd.record():
-        out = layer(x)
+        out = layer(x) * label
         perhaps("in record")
         if kind != "in the next record":
             more = other(x)
@@ -433,6 +435,10 @@ def breaks_off(group, kind, layer, other, outside):
     out.backward()
     perhaps("between two backward")
     more.backward()
+    try:
+        label.asnumpy()
+    except mx.MXNetError:
+        perhaps("a label that failed")
     for item in (layer, other):
         if item.gamma.grad_req != "null":
             item.gamma.grad().asnumpy()
@@ -457,6 +463,7 @@ def given_up(group):
     layer, other, outside = make([mx.cpu(0)]), make([mx.cpu(0)]), nn.Dense(2, in_units=36)
     outside.initialize(ctx=mx.cpu(0))
     moments = ["in record", "after another backward", "between two backward", "in the next record"]
+    moments.append("a label that failed")
     breaks_off(group, "never", layer, other, outside)
     breaks_off(types.SimpleNamespace(rank=1), "in the next record", layer, other, outside)  # so that it is known
     for kind in moments * 2:

@@ -12,7 +12,19 @@ Step& step() {
 
 void Step::fail(const std::string& error) {
   std::lock_guard<std::mutex> lock(mutex_);
+  is_by_reading_ = false;
+  if (!has_failed()) begin_failure(error);
+}
+
+void Step::fail_by_reading(const std::string& error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_by_reading_) failure_ = error;  // who has read the array knows more than who was about to
   if (has_failed()) return;
+  is_by_reading_ = true;
+  begin_failure(error);
+}
+
+void Step::begin_failure(const std::string& error) {
   failure_ = error;
   failed_at_ = Clock::now();
   has_failed_.store(true, std::memory_order_release);
@@ -22,6 +34,7 @@ void Step::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
   has_failed_.store(false, std::memory_order_release);
   failure_.clear();
+  is_by_reading_ = false;
   generation_ += 1;
 }
 
@@ -36,11 +49,20 @@ std::optional<Clock::time_point> Step::failed_at() const {
   return failed_at_;
 }
 
+bool Step::is_by_reading() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_by_reading_;
+}
+
 }  // namespace gluon_syncbn
 
 // What Python calls (base/library.py)
 
 EXPORTED void gluon_syncbn_fail_step(const char* error) { gluon_syncbn::step().fail(error); }
+
+EXPORTED void gluon_syncbn_fail_step_by_reading(const char* error) { gluon_syncbn::step().fail_by_reading(error); }
+
+EXPORTED int gluon_syncbn_step_is_by_reading() { return gluon_syncbn::step().is_by_reading(); }
 
 EXPORTED void gluon_syncbn_reset_step() { gluon_syncbn::step().reset(); }
 

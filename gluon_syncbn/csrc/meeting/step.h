@@ -6,9 +6,11 @@
 //           writes running statistics: it throws. Devices that wait in a layer wait for a grace period more. No update
 //           of a weight passes its gate.
 //
-// `fail` leads from open to failed; the first error stays. `reset` leads back, when Python gives the step up
-// (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows that
-// its forward pass ran in a step that was given up, or never.
+// `fail` leads from open to failed; the first error stays. So does `fail_by_reading`, where someone reads an array that
+// could not be computed. That array may have to do with no layer; if it has, then `fail` is called, too, sooner or
+// later: by a pass, a gate or a watch that the failed step stops. `reset` leads back to open, when Python gives the
+// step up (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows
+// that its forward pass ran in a step that was given up, or never.
 #pragma once
 
 #include <atomic>
@@ -25,6 +27,7 @@ using Clock = std::chrono::steady_clock;
 class Step {
  public:
   void fail(const std::string& error);
+  void fail_by_reading(const std::string& error);
   void reset();
 
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
@@ -32,15 +35,20 @@ class Step {
   // The first error, or an empty text.
   std::string failure() const;
   std::optional<Clock::time_point> failed_at() const;
+  // Whether nothing but `fail_by_reading` was called.
+  bool is_by_reading() const;
 
   // Counts from 1.
   uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
 
  private:
+  void begin_failure(const std::string& error);
+
   mutable std::mutex mutex_;
   std::atomic<bool> has_failed_{false};
   std::atomic<uint64_t> generation_{1};
   std::string failure_;
+  bool is_by_reading_ = false;
   Clock::time_point failed_at_;
 };
 

@@ -66,7 +66,7 @@ struct MXNetFunctions {
                            const void* context, void** reads, int num_reads, void** writes, int num_writes,
                            const void* property, int priority, const char* name, bool wait);
   int (*array_wait)(void* array);
-  int (*array_context)(void* array, int* device_type, int* device);        // the type is 0 if the array has no memory
+  int (*array_context)(void* array, int* device_type, int* device);        // the type of a none array is 0
   int (*array_copy_from_cpu)(void* array, const void* data, size_t size);  // in elements
 };
 

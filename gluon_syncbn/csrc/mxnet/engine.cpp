@@ -59,6 +59,7 @@ void look(Watch& watch) {
 void protect(Watch& watch) {
   look(watch);
   if (!step().has_failed()) return;
+  step().fail(watch.error);
   wait_for_turn(kTimeToThrow);
   throw dmlc::Error("These running statistics were not updated, because the step had failed: " + step().failure());
 }
@@ -85,8 +86,8 @@ struct Gate : Count {
 
 // Throws if the update must not be.
 void pass(Gate& gate) {
-  if (!gate.is_complete()) step().fail(gate.skipped_text);
-  if (step().has_failed()) {
+  if (!gate.is_complete() || step().has_failed()) {
+    step().fail(gate.skipped_text);
     wait_for_turn(kTimeToThrow);
     throw dmlc::Error("This update was not made, because its step had failed: " + step().failure() + " " + gate.advice);
   }
@@ -199,7 +200,7 @@ EXPORTED int gluon_syncbn_is_readable(void* array) {
     if (device_type == 0) return 1;  // nothing to compute
     auto reading = std::make_shared<Reading>();
     auto has_run = reading->is_over.get_future();
-    push<Reading>(read, std::move(reading), EngineProperty::kOrdinaryAtOnce, kGateThread, {array}, {});
+    push<Reading>(read, std::move(reading), EngineProperty::kOrdinaryAtOnce, kGateThread, {array}, {}, "WaitToRead");
     return has_run.get();
   } catch (const MXNetFailure&) {
     return -1;

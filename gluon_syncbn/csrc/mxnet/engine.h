@@ -9,8 +9,8 @@
 // written: backward passes, then the optimizer. So errors cannot be left to the engine alone.
 //
 // An operation is asked for with MXEnginePushSyncND: a C function, the arrays that it reads, and those that it writes.
-// There are two kinds. An ordinary one is skipped like an operator. One with the property "no skip" runs although what
-// it reads or writes has an error; it leaves the error as it is, or throws one of its own in its place.
+// An ordinary one is skipped like an operator. One with the property "no skip" runs although what it reads or writes
+// has an error; it leaves the error as it is, or throws one of its own in its place.
 //
 //   watch   After a call of a net, and before a backward pass: an ordinary operation reads each output and counts
 //           itself; one that is not skipped, which writes the output, then looks at the count. If someone is missing,
@@ -40,7 +40,7 @@
 // since those who throw often come together; and before there is a gate, the list is given memory for many exceptions
 // (`reserve`; the engine keeps the memory when it clears the list).
 //
-// Nobody waits in any of these for another; the engine knows who comes first by the arrays, and by tokens, arrays
+// No operation waits for another while it runs; the engine knows who comes first by the arrays, and by tokens, arrays
 // without contents that those write who come before, and those read who come after.
 #pragma once
 
@@ -54,10 +54,10 @@
 
 namespace gluon_syncbn {
 
-// Hands `function(object)` to the engine, for the CPU thread number `thread`.
+// Hands `function(object)` to the engine, for the CPU thread number `thread`; its profile has it by its `name`.
 template <typename Object>
 void push(void (*function)(Object&), std::shared_ptr<Object> object, EngineProperty property, int thread,
-          std::vector<void*> reads, std::vector<void*> writes) {
+          std::vector<void*> reads, std::vector<void*> writes, const char* name = "SyncBatchNorm") {
   struct Task {
     void (*function)(Object&);
     std::shared_ptr<Object> object;
@@ -73,7 +73,7 @@ void push(void (*function)(Object&), std::shared_ptr<Object> object, EnginePrope
   // The engine drops the task, also if it refuses it.
   check_mxnet(mxnet().engine_push(run, new Task{function, std::move(object)}, drop, context, reads.data(),
                                   static_cast<int>(reads.size()), writes.data(), static_cast<int>(writes.size()),
-                                  &property, priority, "SyncBatchNorm"),
+                                  &property, priority, name),
               "MXNet's engine took no operation");
 }
 

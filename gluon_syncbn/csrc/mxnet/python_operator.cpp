@@ -3,7 +3,7 @@
 // Errors keep their text. MXNet's Python side prints what an operator raises and returns 0 from the callback; MXNet
 // then throws the text of a failed check, which says nothing. Here each callback that can fail calls Python's, and
 // where that returns 0 or has left a text behind, with gluon_syncbn_leave_error on the same thread, throws that text.
-// (Forward and backward passes give their error to an array instead: mxnet/engine.h, poison.)
+// (Passes in training give their error to an array instead: mxnet/engine.h, poison.)
 //
 // Ctrl-C does no harm: what MXNet asks of the operator on Python's main thread is asked off the main thread
 // (off_main_thread.h), and as seldom as can be, since that costs a change of thread each time. (To delete is not: what
