@@ -49,16 +49,16 @@ def step():
 
 MEASURE = """
 import live
-for number in range(1, 5 * {steps} + 1):
+for number in range(1, {windows} * {steps} + 1):
     step()
     if number % {steps} == 0:
         print('LIVE', *live.count())
 """
 
 
-def check(code, backend, steps, bytes_per_step):
-    """Five times so many steps, of which the first are left out: there graphs and pools are made."""
-    done = run_python(code + MEASURE.format(steps=steps), GLUON_SYNCBN_BACKEND=backend)
+def check(code, backend, steps, bytes_per_step, windows=5):
+    """So many windows of so many steps, of which the first is left out: there graphs and pools are made."""
+    done = run_python(code + MEASURE.format(steps=steps, windows=windows), GLUON_SYNCBN_BACKEND=backend)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = [list(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("LIVE")]
     live.check(counts[1:], steps, bytes_per_step, LATE_THREADS)
@@ -78,4 +78,4 @@ def test_the_example():
 @pytest.mark.parametrize("mode", ["imperative", "hybridize", "static"])
 def test_the_layer_alone_in_every_mode(mode, backend):
     """Three layers on two devices, forward and backward: nothing of a call may be left."""
-    check(SMALL.format(mode=mode), backend, 100, bytes_per_step=256)
+    check(SMALL.format(mode=mode), backend, 100, bytes_per_step=256, windows=10)  # MXNet's pools grow for some of them

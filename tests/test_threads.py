@@ -15,6 +15,7 @@ from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.meeting.positions import Nets
+from gluon_syncbn.step import steps
 from gluon_syncbn.step.recording import counting_backward
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -139,6 +140,29 @@ def test_backward_passes_that_overlap_are_all_counted(caplog):
         second[1].backward()
     mx.nd.waitall()
     assert not caplog.messages
+
+
+def test_a_device_that_finishes_a_step_before_another_has_begun_it(monkeypatch):
+    """Between the two looks of the other at what has been counted, which is too short a time to wait for."""
+    layer = SyncBatchNorm(in_channels=4)
+    layer.initialize(ctx=cpus(2))
+    passes, look = layer._sync.passes, steps._is_even
+    for device in cpus(2):
+        passes.begin_forward(device)
+    for device in cpus(2):
+        passes.end_backward(device)
+
+    def overtaken(*counts):
+        is_even = look(*counts)
+        passes.begin_forward(mx.cpu(1))
+        passes.end_backward(mx.cpu(1))
+        return is_even
+
+    monkeypatch.setattr(steps, "_is_even", overtaken)
+    assert not passes.is_unfinished()
+    monkeypatch.undo()
+    passes.begin_forward(mx.cpu(0))
+    assert passes.is_unfinished()
 
 
 # Four threads with a device each, which take turns in Python all the time.

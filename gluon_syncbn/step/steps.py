@@ -51,7 +51,9 @@ class Passes:
 
     def is_unfinished(self) -> bool:
         """Whether the forward pass that begins now begins a new step, and the one before broke off on some device."""
-        return _is_even(self._forwards, self._devices) and not _is_even(self._backwards, self._devices)
+        # In this order: between the two looks, the threads of other devices may run both passes of the new step. So
+        # whoever sees their backward passes sees their forward passes, too, which this device is yet to begin.
+        return not _is_even(self._backwards, self._devices) and _is_even(self._forwards, self._devices)
 
     def started(self) -> List[mx.Context]:
         """The devices that have had most backward passes."""
