@@ -159,43 +159,26 @@ def read_slowly(array):
 
 
 @modes
-def test_a_label_that_is_read_before_the_loss_has_used_it(mode):
-    """What failed is given to no net; the loss is yet to wait for the net."""
+@pytest.mark.parametrize("what", ["label", "input"])
+def test_what_is_read_before_the_step_has_used_it(what, mode):
+    """A label that failed is given to no net; the loss is yet to wait for the net."""
     net = small_net(mode, timeout=60)
     trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
     step(net, trainer)[0].asnumpy()
     before = arrays_of(net)
-    labels = [mx.nd.ones(2, ctx=DEVICES[0]), mx.nd.random.normal(0, -1, shape=(2,), ctx=DEVICES[1])]
+    inputs, labels = parts(), [mx.nd.ones(2, ctx=device) for device in DEVICES]
+    failing = labels if what == "label" else inputs
+    failing[1] = failing[1] + mx.nd.random.normal(0, -1, shape=(1,), ctx=DEVICES[1])
     hold_back(DEVICES[1])
     with autograd.record():
-        losses = [((net(part) - label) ** 2).sum() for part, label in zip(parts(), labels)]
+        losses = [((net(part) - label) ** 2).sum() for part, label in zip(inputs, labels)]
     autograd.backward(losses)
     trainer.step(4)
     with pytest.raises(mx.MXNetError, match="scale parameter"):
-        read_slowly(labels[1])
+        read_slowly(failing[1])
     gluon_syncbn.abandon_step()
     after = arrays_of(net)
-    assert all(same(before[name], after[name]) for name in before if "running" not in name)
-
-
-@modes
-def test_an_input_that_is_read_before_the_net_has_used_it(mode):
-    net = small_net(mode, timeout=60)
-    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
-    step(net, trainer)[0].asnumpy()
-    before = arrays_of(net)
-    inputs = parts()
-    inputs[1] = inputs[1] + mx.nd.random.normal(0, -1, shape=(1,), ctx=DEVICES[1])
-    hold_back(DEVICES[1])
-    with autograd.record():
-        losses = [net(part).sum() for part in inputs]
-    autograd.backward(losses)
-    trainer.step(4)
-    with pytest.raises(mx.MXNetError, match="scale parameter"):
-        read_slowly(inputs[1])
-    gluon_syncbn.abandon_step()
-    after = arrays_of(net)
-    assert all(same(before[name], after[name]) for name in before)
+    assert all(same(before[name], after[name]) for name in before if what == "input" or "running" not in name)
 
 
 def test_arrays_of_each_kind_are_read_as_before():

@@ -462,8 +462,13 @@ def given_up(group):
     """What is under way in one process is given up in all, and goes on with the next step."""
     layer, other, outside = make([mx.cpu(0)]), make([mx.cpu(0)]), nn.Dense(2, in_units=36)
     outside.initialize(ctx=mx.cpu(0))
-    moments = ["in record", "after another backward", "between two backward", "in the next record"]
-    moments.append("a label that failed")
+    moments = [
+        "in record",
+        "after another backward",
+        "between two backward",
+        "in the next record",
+        "a label that failed",
+    ]
     breaks_off(group, "never", layer, other, outside)
     breaks_off(types.SimpleNamespace(rank=1), "in the next record", layer, other, outside)  # so that it is known
     for kind in moments * 2:

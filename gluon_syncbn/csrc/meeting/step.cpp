@@ -18,10 +18,12 @@ void Step::fail(const std::string& error) {
 
 void Step::fail_by_reading(const std::string& error) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_by_reading_) failure_ = error;  // who has read the array knows more than who was about to
-  if (has_failed()) return;
-  is_by_reading_ = true;
-  begin_failure(error);
+  if (!has_failed()) {
+    is_by_reading_ = true;
+    begin_failure(error);
+  } else if (is_by_reading_) {
+    failure_ = error;  // who has read the array knows more than who was about to
+  }
 }
 
 void Step::begin_failure(const std::string& error) {

@@ -57,8 +57,7 @@ void look(Watch& watch) {
 }
 
 void protect(Watch& watch) {
-  look(watch);
-  if (!step().has_failed()) return;
+  if (watch.is_complete() && !step().has_failed()) return;
   step().fail(watch.error);
   wait_for_turn(kTimeToThrow);
   throw dmlc::Error("These running statistics were not updated, because the step had failed: " + step().failure());
