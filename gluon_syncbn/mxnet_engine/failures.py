@@ -27,6 +27,8 @@ from gluon_syncbn.base import library
 from gluon_syncbn.base.library import LIBMXNET, check_call
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
+_SECONDS_TO_FAIL = 0.05
+_turn_to_fail = threading.Lock()
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 
 
@@ -225,9 +227,25 @@ def _give_memory() -> None:
     _state.has_memory = True
 
 
-def poison(array: mx.nd.NDArray, error: str) -> bool:
-    """Whoever reads ``array`` gets this error. Returns whether it can be done."""
-    return library.core is not None and library.core.gluon_syncbn_poison(array.handle, error.encode()) == 0
+def poison(array: mx.nd.NDArray, error: str) -> None:
+    """Give ``array``, of float32 or float64, this error: whoever reads it gets the error.
+
+    Where nothing is compiled, the engine copies into the array what an operator of MXNet's could not compute, and
+    `explained` has the error's text. MXNet's list of exceptions has no lock, so devices that fail together take turns.
+    """
+    if library.core is not None:
+        check_call(library.core.gluon_syncbn_poison(array.handle, error.encode()))
+        return
+    with _turn_to_fail, mx.autograd.pause():
+        root = mx.nd.linalg.potrf(mx.nd.full((1, 1), -1, dtype=array.dtype))
+        root.reshape(-1).copyto(array.reshape(-1)[:1])
+        time.sleep(_SECONDS_TO_FAIL)
+
+
+def explained(error: mx.MXNetError) -> mx.MXNetError:
+    """The error of an array, with its cause where `poison` could not tell MXNet."""
+    cause = failure() if library.core is None else ""
+    return mx.MXNetError(cause) if cause else error
 
 
 def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:

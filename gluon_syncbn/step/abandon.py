@@ -103,6 +103,7 @@ def failing_what_cannot_be_read(read):
             done = read(*array)
         except mx.MXNetError as error:
             if failures.is_in_use():
+                error = failures.explained(error)
                 failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
             raise own_error(error) from None
         if has_error:
