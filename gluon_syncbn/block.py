@@ -107,8 +107,7 @@ class SyncBatchNorm(nn.BatchNorm):
         MXNet had begun to compute; or a ``backend`` that cannot run here.
     SyncBatchNormError
         A device did not come: raised where an output is read. The text names the layer, the direction, the devices
-        that arrived, and those that are missing. (Where the compiled library is missing, the text is only printed, and
-        the error is an `MXNetError`.)
+        that arrived, and those that are missing.
 
     Inputs: **data** (``mx.nd.NDArray``, ``mx.np.ndarray`` or a symbol) with at least 2 dimensions; of dtype float32,
     float64 (after ``cast('float64')``), or float16 or bfloat16 with parameters and statistics in float32.

@@ -231,21 +231,24 @@ def poison(array: mx.nd.NDArray, error: str) -> None:
     """Give ``array``, of float32 or float64, this error: whoever reads it gets the error.
 
     Where nothing is compiled, the engine copies into the array what an operator of MXNet's could not compute, and
-    `explained` has the error's text. MXNet's list of exceptions has no lock, so devices that fail together take turns.
+    `explained` has the error's text. MXNet's list of exceptions has no lock, so devices that fail together take turns:
+    what follows from an error is in the list when the next one comes.
     """
     if library.core is not None:
         check_call(library.core.gluon_syncbn_poison(array.handle, error.encode()))
         return
+    values = array.as_nd_ndarray()  # of mx.np, reshape would copy
     with _turn_to_fail, mx.autograd.pause():
-        root = mx.nd.linalg.potrf(mx.nd.full((1, 1), -1, dtype=array.dtype))
-        root.reshape(-1).copyto(array.reshape(-1)[:1])
         time.sleep(_SECONDS_TO_FAIL)
+        cpu = mx.cpu(values.context.device_id)  # a GPU computes NaN, and no error
+        root = mx.nd.linalg.potrf(mx.nd.full((1, 1), -1, ctx=cpu, dtype=values.dtype))
+        root.reshape(-1).copyto(values.reshape(-1)[:1])
 
 
 def explained(error: mx.MXNetError) -> mx.MXNetError:
-    """The error of an array, with its cause where `poison` could not tell MXNet."""
-    cause = failure() if library.core is None else ""
-    return mx.MXNetError(cause) if cause else error
+    """The error of an array; of one that `poison` has given an error without its text, the text."""
+    is_poison = library.core is None and "potrf" in str(error)
+    return mx.MXNetError(failure()) if is_poison and failure() else error
 
 
 def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
