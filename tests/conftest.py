@@ -19,10 +19,17 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis
 def pytest_configure(config):
-    """Draw the seed, which pytest-xdist hands to its workers with the other options."""
-    if config.option.seed is None:
+    """Draw the seed. A worker of pytest-xdist has that of the run."""
+    if hasattr(config, "workerinput"):
+        config.option.seed = config.workerinput["seed"]
+    elif config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(1 << 30)
     config.option.hypothesis_seed = str(config.option.seed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["seed"] = node.config.option.seed
 
 
 @pytest.fixture

@@ -206,12 +206,17 @@ class Random(gluon.HybridBlock):
         return values[-1] + 0.1 * F.tanh(values[-2])
 
 
+# Seeds of graphs in which something was found: two calls of a layer that MXNet sorts by what is fused.
+FOUND = [110712737]
+
+
 @pytest.mark.parametrize("mode", ["hybridize", "static"])
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", [*range(12), *FOUND])
 def test_random_graphs(number, mode, seed):
+    drawn = number if number in FOUND else (seed + number) % 2**32
     results = []
     for flag in (True, False):
-        net = convert_sync_batchnorm(Random((seed + number) % 2**32), fuse=flag, backend="native")
+        net = convert_sync_batchnorm(Random(drawn), fuse=flag, backend="native")
         net.cast("float64")
         net.initialize(ctx=cpus(2))
         set_mode(net, mode)

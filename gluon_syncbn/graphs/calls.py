@@ -99,13 +99,13 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
 
 
 def order_tokens(trace: Optional[Trace]) -> Dict[Parameter, mx.sym.Symbol]:
-    """The order tokens of the last calls in the static graph that is being made, by running mean; callers add theirs.
+    """The order tokens of the last calls in the graph that is being made, by running mean; callers add theirs.
 
-    A static graph does not count what a call does to the running statistics as writing, so calls on parallel branches
-    that share them (one layer, or several that have its Parameters) have no order, neither on one device nor the same
-    on all. Each is therefore made to depend on the one before. Elsewhere the engine orders them by the statistics.
+    Calls on parallel branches that share running statistics (one layer, or several that have its Parameters) would have
+    the order in which MXNet sorts the nodes, which depends on what is fused; and in a static graph none at all, since
+    it does not count what a call does to the statistics as writing. So each call is made to depend on the one before.
     """
-    if trace is None or not trace.is_static or trace.net is None:
+    if trace is None or trace.net is None:
         return {}
     return _graph_of(trace.net, trace.symbol).order_tokens
 
