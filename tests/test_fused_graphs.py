@@ -477,12 +477,13 @@ class Branches(gluon.HybridBlock):
         return total
 
 
+@pytest.mark.parametrize("mode", ["hybridize", "static"])
 @pytest.mark.parametrize("with_symbol", [False, True], ids=["layers", "and a SymbolBlock"])
-def test_shared_statistics_on_parallel_branches_of_a_static_graph(backend, with_symbol):
+def test_shared_statistics_on_parallel_branches(backend, with_symbol, mode):
     """Each branch adds its own; none is lost, whichever is faster."""
     net = Branches(5, with_symbol)
     net.initialize(ctx=cpus(2))
-    set_mode(net, "static")
+    set_mode(net, mode)
     shards = random_shards([(2, CHANNELS, 9, 9), (1, CHANNELS, 9, 9)])
     expected = np.zeros(CHANNELS)
     batch = oracle.batch_norm(shards, np.ones(CHANNELS), np.zeros(CHANNELS)).mean
@@ -492,6 +493,36 @@ def test_shared_statistics_on_parallel_branches_of_a_static_graph(backend, with_
             expected = (expected + number * batch) / 2
     for device in cpus(2):
         np.testing.assert_allclose(net.first.running_mean.data(device).asnumpy(), expected, rtol=1e-4)
+
+
+class Loop(gluon.HybridBlock):
+    """A layer before, within and after a loop, whose body is a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.norm = SyncBatchNorm(in_channels=CHANNELS, momentum=0.5)
+
+    def hybrid_forward(self, F, x):
+        parts = F.reshape(self.norm(x), shape=(-4, 2, -1, -2))
+        out, _ = F.contrib.foreach(lambda part, one: (F.broadcast_add(self.norm(3 * part), one), one), parts, F.sum(x))
+        return self.norm(F.reshape(out, shape=(-3, -2)))
+
+
+def test_a_loop_whose_body_calls_the_layer(backend):
+    """MXNet has no backward pass of a BatchNorm in a loop, and a static graph computes NaN, of `nn.BatchNorm` too."""
+    results = []
+    for mode in ("imperative", "hybridize"):
+        net = Loop()
+        net.initialize(ctx=cpus(2))
+        set_mode(net, mode)
+        inputs = [mx.nd.array(x, ctx=device) for x, device in zip(random_shards([(2, CHANNELS, 3, 5)] * 2), cpus(2))]
+        with autograd.record():
+            outputs = [net(item) for item in inputs]
+        left = [item.asnumpy() for item in outputs]
+        left += [net.norm.running_mean.data(device).asnumpy() for device in cpus(2)]
+        results.append([*left, net(inputs[0]).asnumpy()])
+    assert_alike(*results, 1e-5)
 
 
 @pytest.mark.skipif(not hasattr(gluon.HybridBlock, "optimize_for"), reason="MXNet has it since 1.8")

@@ -16,7 +16,8 @@ the whole net in print, whenever a net is hybridized again, and cannot copy a ne
 import functools
 import threading
 import weakref
-from typing import Any, Dict, List, Optional
+from collections import ChainMap
+from typing import Any, Dict, List, MutableMapping, Optional
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter
@@ -39,12 +40,15 @@ _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
 
 
+OrderTokens = MutableMapping[Parameter, mx.sym.Symbol]  # by running mean
+
+
 class _Graph:
     """The layers in the graph that a net has now, each with the contexts for which it was made."""
 
     def __init__(self, trace: mx.sym.Symbol, has_hook: bool):
         self.trace = trace
-        self.order_tokens: Dict[Parameter, mx.sym.Symbol] = {}  # until it is made; by running mean
+        self.order_tokens: Dict[str, OrderTokens] = {}  # by the body of a loop or branch; until it is made
         self.has_hook = has_hook  # what operators compute must show then (`graphs.fuse`)
         self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._is_placed = False
@@ -98,16 +102,20 @@ def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
     _graph_of(net, trace).add(layer)
 
 
-def order_tokens(trace: Optional[Trace]) -> Dict[Parameter, mx.sym.Symbol]:
-    """The order tokens of the last calls in the graph that is being made, by running mean; callers add theirs.
+def order_tokens(trace: Optional[Trace]) -> OrderTokens:
+    """The order tokens of the last calls in the graph that is being made; callers add theirs.
 
     Calls on parallel branches that share running statistics (one layer, or several that have its Parameters) would have
     the order in which MXNet sorts the nodes, which depends on what is fused; and in a static graph none at all, since
     it does not count what a call does to the statistics as writing. So each call is made to depend on the one before.
+
+    The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what it computes is of no use outside.
     """
     if trace is None or trace.net is None:
         return {}
-    return _graph_of(trace.net, trace.symbol).order_tokens
+    all_tokens = _graph_of(trace.net, trace.symbol).order_tokens
+    body = mx.sym.var("any").attr("__subgraph_name__") or ""
+    return ChainMap(all_tokens.setdefault(body, {}), all_tokens.get("", {}))
 
 
 def _graph_of(net: Block, trace: mx.sym.Symbol) -> _Graph:

@@ -3,7 +3,7 @@
 SSD's ``FeatureExpander``, `SymbolBlock.imports` and checkpoints that are loaded as a block have a symbol inside where
 other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and is what ``export`` writes. Whenever
 MXNet makes a graph of the block, each of those nodes is made by a `SyncBatchNorm` that has the block's Parameters, so
-that all that holds for layers holds here: devices, groups, timeouts, order in static graphs, frozen statistics.
+that all that holds for layers holds here: devices, groups, timeouts, order of calls, frozen statistics.
 """
 
 import copy
@@ -179,7 +179,7 @@ def synchronizing_what_is_marked(make):
     """``SymbolBlock.__init__``: one that is made of synchronized nodes is a `SynchronizedSymbolBlock`.
 
     gluoncv's FeatureExpander calls a net with a symbol and makes a block of what it returns: without this, the nodes
-    would train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of a static graph would not reach them.
+    would train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of calls would not reach them.
     """
 
     @functools.wraps(make)
