@@ -30,6 +30,10 @@ _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_
 # What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
 _PROTOTYPES = {
     "connect": (c_int, [c_void_p]),
+    "separate_cpu_devices": (c_char_p, [c_void_p, c_int]),
+    "open_step": (None, []),
+    "close_step": (None, []),
+    "hold_cpu_resources": (None, [c_int]),
     "link_processes": (None, [CONNECT, EXCHANGE, FAIL, DROP_LINK]),
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),
     "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),

@@ -1,46 +1,97 @@
-"""Settings of MXNet's engine that several CPU contexts need, made when the package is imported.
+"""Temporary space and random generators of CPU devices, settled when the package is imported.
 
-All contexts ``mx.cpu(i)`` draw temporary space from one ring of ``MXNET_CPU_TEMP_COPY`` slots (4 by default). An
-operator of cpu(0) that waits *after* a synchronized layer can hold the slot that cpu(1) needs to *reach* that layer:
-the two wait for each other until the timeout. This module makes the ring long. Two things remain to the user:
+In MXNet all devices ``mx.cpu(i)`` share a few of both. An operator of cpu(0) that waits *behind* a synchronized layer
+can have the buffer, or the generator, that cpu(1) needs to *reach* that layer: the two wait for each other until the
+timeout. So the compiled core gives each CPU device its own (csrc/mxnet/temporary_space.h and cpu_resources.cpp).
 
-Memory. Every slot keeps the largest buffer that it ever held. Operators outside a static graph take the next slot each
-time they run, until all have been used: an imperative ResNet-18 can take over 15 GB with 4096 slots.
-
-Long runs with ``hybridize(static_alloc=True, static_shape=True)``. There each operator stays with the slot that it
-drew first, except those that read an input or write an output of the graph, or run outside of it: these go round the
-ring, and after hundreds or thousands of steps one meets the slot of an operator that another device needs. Operators
-that need no temporary space do not take part, so the remedy is to put such ones at the borders and to compute nothing
-outside: ``F.cast(x, dtype='float32')`` on every input and output, with the loss in the graph. (``F.identity`` will not
-do, it asks for space.) Then no slot is ever shared, and memory is constant from the first step.
-
-Random generators are the same story: all CPU contexts draw from ``MXNET_CPU_PARALLEL_RAND_COPY`` of them (1 by
-default), so two devices cannot both be inside a net with Dropout between synchronized layers. Here the ring is as long
-as the number of Dropouts in flight that it can serve, devices times Dropouts of a net; each generator takes 5 MB, so it
-is made no longer than most nets need.
-
-GPUs have pools of their own and need none of this.
+Where it cannot (nothing is compiled, MXNet is older than 1.7, or is built otherwise), `shared_because` says why. The
+devices then share many instead: MXNet reads from two environment variables how many it makes, before its first operator
+that needs one. Operators outside a static graph go round all buffers, each of which keeps the largest size that it ever
+had; and when they have come round, an operator can still meet a buffer that another device needs.
 """
 
+import contextlib
 import os
 import re
 import warnings
-from typing import Dict
+from typing import Dict, Iterator
 
 import mxnet as mx
 
-_SLOTS = "MXNET_CPU_TEMP_COPY"
+from gluon_syncbn.base import library
+
+_BUFFERS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
-CPU_RESOURCES = {_SLOTS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
+CPU_RESOURCES = {_BUFFERS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
+
+shared_because = "the package is being imported"
 # What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
 _taken: Dict[str, str] = {}
 
 
 def set_cpu_resources() -> None:
-    """Give CPU contexts enough temp-space slots and random generators, except where the user has chosen a number.
+    """Give each CPU device temporary space and random generators of its own; or many of both to all of them.
 
-    Does nothing where there is a GPU. Warns (UserWarning) where MXNet has taken its own numbers already: it keeps them,
-    and `refuse_late_import` then refuses several CPU contexts.
+    Raises
+    ------
+    ValueError
+        ``MXNET_CPU_TEMP_COPY`` is not a positive whole number.
+    """
+    global shared_because
+    shared_because = _separate()
+    if shared_because:
+        _set_variables()
+
+
+def _separate() -> str:
+    """Why each CPU device cannot have its own; empty if it has."""
+    if library.core is None:
+        return library.unavailable_reason
+    if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
+        return "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time"
+    value = os.environ.get(_BUFFERS, str(CPU_RESOURCES[_BUFFERS][0]))
+    if not value.isdecimal() or not int(value):
+        raise ValueError(f"{_BUFFERS} must be a positive whole number, not {value!r}.")
+    with _variable(_BUFFERS, value):
+        problem = library.core.gluon_syncbn_separate_cpu_devices(library.LIBMXNET._handle, int(value))
+    return "" if problem is None else problem.decode()
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Within the ``with`` block, MXNet reads this value of an environment variable."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def open_step() -> None:
+    """Begin a step with synchronized layers: operators that are pushed from now on wait for no buffer of each other's.
+
+    Does nothing in a step that is open.
+    """
+    if not shared_because:
+        library.core.gluon_syncbn_open_step()
+
+
+def close_step() -> None:
+    """End the step: all that was pushed can finish by itself, so what is pushed from now on may wait for it."""
+    if not shared_because:
+        library.core.gluon_syncbn_close_step()
+
+
+# Where devices share
+
+
+def _set_variables() -> None:
+    """Set both variables, except where the user has chosen a number, or there is a GPU.
+
+    Warns (UserWarning) where MXNet has taken its own numbers already: it keeps them, and `refuse_late_import` then
+    refuses several CPU contexts.
     """
     ours = [name for name in CPU_RESOURCES if name not in os.environ]
     if not ours or may_have_gpus():
@@ -48,13 +99,13 @@ def set_cpu_resources() -> None:
     os.environ.update({name: str(CPU_RESOURCES[name][0]) for name in ours})
     if _engine_was_running() and _has_resources():
         _taken.update({name: str(CPU_RESOURCES[name][1]) for name in ours})
-        end = "Several CPU contexts cannot train now." if _SLOTS in _taken else "Dropout may wait until the timeout."
-        warnings.warn(f"{_too_late()} {end}", stacklevel=3)
+        end = "Several CPU contexts cannot train now." if _BUFFERS in _taken else "Dropout may wait until the timeout."
+        warnings.warn(f"{_too_late()} {end}", stacklevel=4)
 
 
 def refuse_late_import(where: str, num_devices: int) -> None:
-    """RuntimeError if this many CPU contexts would wait for each other, because MXNet has few slots for them."""
-    if _SLOTS in _taken and num_devices > 1:
+    """RuntimeError if this many CPU contexts would wait for each other, because MXNet has few buffers for them."""
+    if _BUFFERS in _taken and num_devices > 1:
         raise RuntimeError(f"{where}: {_too_late()} As it is, {num_devices} CPU contexts would wait for each other.")
 
 
@@ -79,10 +130,8 @@ def may_have_gpus() -> bool:
 
 
 def settings_in_force() -> str:
-    """The numbers in force for CPU contexts, as text; empty where there is a GPU and they hardly matter."""
-    if may_have_gpus():
-        return ""
-    return _listed(resources_in_force())
+    """The numbers that all CPU devices share, as text; empty where each has its own, or there is a GPU."""
+    return "" if not shared_because or may_have_gpus() else _listed(resources_in_force())
 
 
 def resources_in_force() -> Dict[str, str]:

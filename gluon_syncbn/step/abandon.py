@@ -18,7 +18,7 @@ import mxnet as mx
 from gluon_syncbn.base.errors import SyncBatchNormError, own_error
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
-from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import clear_added_gradients, undo_held_updates
@@ -55,6 +55,7 @@ def abandon_step() -> None:
     error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.is_under_way()
     with waiting.cut_short("the step was abandoned"):
         pending = finish_pending_work()
+    cpu_resources.close_step()
     has_failed = bool(failures.failure())
     updated = undo_held_updates()
     abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))

@@ -66,12 +66,14 @@ def _before_fork() -> None:
     try:
         _log_pending_work("When the process forked", " Call gluon_syncbn.abandon_step() before the next step.")
     finally:
-        if library.core is not None:  # the watchdog's lock, if held now, would be locked for ever in the child
+        if library.core is not None:  # a lock that another thread holds now would be locked for ever in the child
             library.core.gluon_syncbn_before_fork()
+            library.core.gluon_syncbn_hold_cpu_resources(True)
 
 
 def _after_fork(is_child: bool) -> None:
     if library.core is not None:
+        library.core.gluon_syncbn_hold_cpu_resources(False)
         library.core.gluon_syncbn_after_fork(is_child)
     if is_child:
         steps.lose_gpus()

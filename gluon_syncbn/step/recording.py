@@ -10,7 +10,7 @@ import logging
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import is_record
-from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.steps import steps
 
@@ -24,6 +24,10 @@ def noticing_record(enter):
     def __enter__(self):
         if is_record(self):
             leave_failed_step()
+            if failures.is_in_use():
+                if steps.is_balanced():
+                    cpu_resources.close_step()
+                cpu_resources.open_step()
         enter(self)
         if is_record(self):
             steps.begin_record()

@@ -55,6 +55,12 @@ class Passes:
         # whoever sees their backward passes sees their forward passes, too, which this device is yet to begin.
         return not _is_even(self._backwards, self._devices) and _is_even(self._forwards, self._devices)
 
+    def is_balanced(self) -> Optional[bool]:
+        """Whether all devices have begun equally many passes of each direction; None where none has begun one."""
+        if not self._devices:
+            return None
+        return _is_even(self._forwards, self._devices) and _is_even(self._backwards, self._devices)
+
     def started(self) -> List[mx.Context]:
         """The devices that have had most backward passes."""
         most = max(self._backwards.values(), default=0)
@@ -238,6 +244,11 @@ class Steps:
     def is_uneven(self) -> bool:
         """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
         return any(passes.is_unfinished() for passes in self._watched_now())
+
+    def is_balanced(self) -> bool:
+        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin."""
+        known = {passes.is_balanced() for passes in self._watched_now()} - {None}
+        return known == {True}
 
     def forget_passes(self) -> None:
         """Begin anew: no step is under way."""

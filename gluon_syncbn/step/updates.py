@@ -34,7 +34,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of_module,
 )
 from gluon_syncbn.base.walk import users_line
-from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.steps import HeldUpdate, steps
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
@@ -166,6 +166,7 @@ def _guarding(
 
     ``is_first``: the block copies all parameters into a KVStore. ``indices`` are those of the gradients.
     """
+    cpu_resources.close_step()
     if not any(gradients):
         yield
         return

@@ -91,6 +91,9 @@ std::string take_error();
 // Runs `call`, which is Python's, unless the interpreter has ended or is about to.
 void while_python_lives(const std::function<void()>& call);
 
+// Has Python warn the user, and returns after a second at most. Not with the interpreter lock.
+void warn_user(const std::string& text);
+
 }  // namespace gluon_syncbn
 
 // What is here is compared with the headers of each MXNet by tests/csrc/check_c_api.cpp.

@@ -351,8 +351,12 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
                            "': in_place=True cannot recover the input where |gamma| is this small; channel " +
                            std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
                            " instead. Shown once per layer.";
-  // A user's hook for warnings may wait for this device, whose thread this is. So it is given a second, in which all
-  // others are done.
+  warn_user(text);
+}
+
+void warn_user(const std::string& text) {
+  // A user's hook for warnings may wait for what this thread is to do. So it is given a second, in which all others are
+  // done.
   const auto said = std::make_shared<std::promise<void>>();
   run_on_a_thread([text, said] {
     while_python_lives([&] { warn(text.c_str()); });

@@ -1,0 +1,313 @@
+// Gives each CPU device temporary space and random generators of its own, as MXNet gives each GPU.
+//
+// In MXNet all CPU devices of a thread ask one ResourceManager for both, and so wait for each other; temporary_space.h
+// says why that is a deadlock. MXNet has no setting for it. So functions of this file replace three methods of the
+// manager in the table of its class, once, for all threads of the process:
+//
+//   Request     A CPU device that asks for temporary space gets a buffer of its own. MXNet asks in two functions: in
+//               SetDependency for one operator, and in AttachOpResources for all operators of a graph. The return
+//               address tells which. Other callers get what MXNet gives.
+//               cpu(1), cpu(2), ... get random generators of their own. cpu(0) keeps MXNet's, so a seed gives the same
+//               numbers there as without this package.
+//   SeedRandom  of all devices, and of one device: seeds the generators of cpu(1), cpu(2), ... too.
+//
+// Buffers and generators come from managers that MXNet makes: it makes one for each thread that asks. So a thread that
+// lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them. It,
+// and each that follows, has the generators for one device of a thread.
+//
+// MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
+// name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
+// Python says why.
+
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "exported.h"
+#include "mxnet/c_api.h"
+#include "mxnet/resource_manager.h"
+#include "mxnet/temporary_space.h"
+
+namespace gluon_syncbn {
+namespace {
+
+// A function or table of libmxnet.
+struct Symbol {
+  Symbol() = default;
+  Symbol(void* libmxnet, const char* name) : address(dlsym(libmxnet, name)) {
+    Dl_info info;
+    void* entry = nullptr;
+    if (address == nullptr || dladdr1(address, &info, &entry, RTLD_DL_SYMENT) == 0 || entry == nullptr) {
+      throw std::runtime_error(std::string("this MXNet has no ") + name);
+    }
+    size = static_cast<const ElfW(Sym)*>(entry)->st_size;
+  }
+
+  // Whether this address is in the function.
+  bool contains(const void* place) const {
+    return static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(address)) < size;
+  }
+
+  void* address = nullptr;
+  size_t size = 0;
+};
+
+// What MXNet has.
+struct {
+  ResourceManager* (*manager)() = nullptr;  // of the thread that asks
+  RequestResource request = nullptr;
+  SeedAll seed_all = nullptr;
+  SeedDevice seed_device = nullptr;
+  Symbol set_dependency, attach_op_resources;
+} mxnets;
+
+// What threads have together.
+struct Shared {
+  Stock stock;
+  OpenStep step;
+
+  std::mutex mutex;  // of what follows; locked before the stock
+  std::map<int, KeptBuffers> kept;
+  std::map<ResourceManager*, uint32_t> seeds;
+  std::map<std::pair<ResourceManager*, int>, ResourceManager*> generators;  // by thread and device
+  std::vector<ResourceManager*> free_generators;
+  bool has_warned = false;
+};
+
+Shared& shared() {
+  static auto* instance = new Shared;  // never destroyed: MXNet computes while the process ends, too
+  return *instance;
+}
+
+// What a thread has of its own, by device. When the thread ends, others get it.
+class Own {
+ public:
+  // Null when the thread has ended and MXNet still computes on it, as it does on the main thread.
+  static Own* get() {
+    if (has_ended) return nullptr;
+    thread_local Own own;
+    return &own;
+  }
+
+  std::map<int, DeviceBuffers> buffers;
+  ResourceManager* manager = nullptr;  // once it has generators
+
+ private:
+  Own() = default;
+  ~Own() {
+    has_ended = true;
+    Shared& all = shared();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto& device : buffers) all.stock.give_back(device.second.all());
+    while (manager != nullptr) {
+      const auto next = all.generators.lower_bound({manager, 0});
+      if (next == all.generators.end() || next->first.first != manager) break;
+      all.free_generators.push_back(next->second);
+      all.generators.erase(next);
+    }
+  }
+
+  static thread_local bool has_ended;
+};
+
+thread_local bool Own::has_ended = false;
+
+// Temporary space
+
+void warn_once(int device) {
+  Shared& all = shared();
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (std::exchange(all.has_warned, true)) return;
+  }
+  const size_t size = all.stock.size();
+  warn_user("cpu(" + std::to_string(device) + ") needs more temporary buffers in a step than it has, " +
+            std::to_string(all.stock.share()) + " of " + std::to_string(size) +
+            ", so some of its operators wait for others. If devices wait until the timeout, set MXNET_CPU_TEMP_COPY=" +
+            std::to_string(std::max<size_t>(1024, 2 * size)) +
+            " before the program starts. If you update weights without a gluon.Trainer, use gluon_syncbn.guard_update. "
+            "Shown once.");
+}
+
+std::optional<Resource> temporary_space(int device, const void* caller) {
+  Shared& all = shared();
+  std::optional<Resource> found;
+  bool is_crowded = false;
+  if (mxnets.set_dependency.contains(caller)) {
+    Own* own = Own::get();
+    if (own == nullptr) return std::nullopt;
+    found = own->buffers[device].next(all.stock, all.step, is_crowded);
+  } else if (mxnets.attach_op_resources.contains(caller)) {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    found = all.kept[device].next(all.stock);
+  } else {
+    return std::nullopt;
+  }
+  if (!found || is_crowded) warn_once(device);
+  return found;
+}
+
+// Random generators
+
+// Far from those of other devices: MXNet seeds 1,024 generators with a seed and the numbers after it.
+uint32_t seed_of(uint32_t seed, int device) { return seed + static_cast<uint32_t>(device) * 2654435769U; }
+
+ResourceManager* make_manager() {
+  ResourceManager* made = nullptr;
+  std::thread([&made] { made = mxnets.manager(); }).join();
+  return made;
+}
+
+// The manager that has the generators of a device, for the thread that has the manager `thread`.
+ResourceManager* generators_of(ResourceManager* thread, int device) {
+  Own* own = Own::get();
+  if (device == 0 || own == nullptr) return thread;
+  own->manager = thread;
+  Shared& all = shared();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  ResourceManager*& found = all.generators[{thread, device}];
+  if (found == nullptr) {
+    if (all.free_generators.empty()) all.free_generators.push_back(make_manager());
+    found = all.free_generators.back();
+    all.free_generators.pop_back();
+    mxnets.seed_all(found, seed_of(all.seeds[thread], device));
+  }
+  return found;
+}
+
+// The methods that replace MXNet's
+
+__attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContext device, const ResourceRequest& what) {
+  const void* caller = __builtin_return_address(0);
+  if (device.type != kCpu) return mxnets.request(thread, device, what);
+  if (what.kind != ResourceRequest::kTemporarySpace) {
+    return mxnets.request(generators_of(thread, device.id), device, what);
+  }
+  const std::optional<Resource> found = temporary_space(device.id, caller);
+  return found ? *found : mxnets.request(thread, device, what);
+}
+
+void seed_all(ResourceManager* thread, uint32_t seed) {
+  mxnets.seed_all(thread, seed);
+  Shared& all = shared();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.seeds[thread] = seed;
+  for (const auto& [place, generators] : all.generators) {
+    if (place.first == thread) mxnets.seed_all(generators, seed_of(seed, place.second));
+  }
+}
+
+void seed_device(ResourceManager* thread, DeviceContext device, uint32_t seed) {
+  mxnets.seed_device(device.type == kCpu ? generators_of(thread, device.id) : thread, device, seed);
+}
+
+// Replacing them
+
+// The functions in the table of a class, which must be these.
+void** table_of(void* libmxnet, const char* name, std::initializer_list<const char*> functions) {
+  void** const table = static_cast<void**>(Symbol(libmxnet, name).address) + 2;  // two words come before them
+  void** entry = table;
+  for (const char* function : functions) {
+    if (*entry++ != Symbol(libmxnet, function).address) {
+      throw std::runtime_error(std::string("in this MXNet the table ") + name + " has no " + function);
+    }
+  }
+  return table;
+}
+
+template <typename Function>
+void replace(void** entry, Function ours, Function& mxnets_own) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(entry) / page * page;
+  // The loader has made it read-only. It stays writable, since the page may have other data that are.
+  if (mprotect(reinterpret_cast<void*>(begin), page, PROT_READ | PROT_WRITE) != 0) {
+    throw std::runtime_error(std::string("MXNet's table cannot be written: ") + std::strerror(errno));
+  }
+  mxnets_own = reinterpret_cast<Function>(*entry);
+  *entry = reinterpret_cast<void*>(ours);
+}
+
+void separate_cpu_devices(void* libmxnet, int num_buffers) {
+  void** const methods = table_of(
+      libmxnet, "_ZTVN5mxnet8resource19ResourceManagerImplE",
+      {"_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
+       "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
+       "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
+  table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
+  mxnets.set_dependency = {
+      libmxnet,
+      "_ZN5mxnet10imperative13SetDependencyERKN4nnvm9NodeAttrsERKNS_7ContextERKSt6vectorIPNS_7NDArrayESaISA_EESE_PS8_"
+      "IPNS_6engine3VarESaISH_EESK_PS8_INS_8ResourceESaISL_EEPS8_IjSaIjEENS_12DispatchModeE"};
+  mxnets.attach_op_resources = {
+      libmxnet,
+      "_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm"};
+  mxnets.manager =
+      reinterpret_cast<ResourceManager* (*)()>(Symbol(libmxnet, "_ZN5mxnet15ResourceManager3GetEv").address);
+  mxnets.request = reinterpret_cast<RequestResource>(methods[0]);
+
+  // It hands its buffers out in turn.
+  ResourceManager* const manager = make_manager();
+  Shared& all = shared();
+  for (int i = 1; i <= num_buffers; ++i) {
+    const Resource buffer = mxnets.request(manager, {kCpu, 0}, {ResourceRequest::kTemporarySpace});
+    if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
+    all.stock.add(buffer);
+  }
+  all.free_generators.push_back(manager);
+
+  replace(&methods[1], seed_all, mxnets.seed_all);
+  replace(&methods[2], seed_device, mxnets.seed_device);
+  replace(&methods[0], request, mxnets.request);
+}
+
+}  // namespace
+}  // namespace gluon_syncbn
+
+// What Python calls (base/library.py)
+
+using namespace gluon_syncbn;
+
+// Once, before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null.
+EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_buffers) {
+  static std::string problem;
+  try {
+    separate_cpu_devices(libmxnet, num_buffers);
+    return nullptr;
+  } catch (const std::exception& error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+}
+
+// From now on an operator waits for no other operator that Python pushes until `gluon_syncbn_close_step`.
+EXPORTED void gluon_syncbn_open_step() { shared().step.open(); }
+
+// All that was pushed can finish by itself.
+EXPORTED void gluon_syncbn_close_step() { shared().step.close(); }
+
+// A fork must not find the locks of other threads.
+EXPORTED void gluon_syncbn_hold_cpu_resources(int hold) {
+  Shared& all = shared();
+  if (hold) {
+    all.mutex.lock();
+    all.stock.lock();
+  } else {
+    all.stock.unlock();
+    all.mutex.unlock();
+  }
+}

@@ -1,0 +1,137 @@
+// Temporary space for operators on CPU devices, so that no device waits for a buffer that another one uses.
+//
+// Why it is needed
+// ----------------
+// An operator that needs temporary space gets a buffer when it is pushed to the engine, and writes the buffer's engine
+// variable when it runs. So two operators that share a buffer run one after the other, in the order in which they were
+// pushed. MXNet has four buffers for all CPU devices and hands them out in turn. With synchronized layers that is a
+// deadlock: an operator of cpu(0) behind a layer has a buffer, and waits until cpu(1) reaches that layer; an operator
+// of cpu(1) before the layer has the same buffer, and waits for the operator of cpu(0).
+//
+// The rules
+// ---------
+// 1. Devices do not share buffers, and neither do threads.
+// 2. Operators of one device may. They wait in the order of the program, and that is the same on all devices, so all
+//    devices come to every layer.
+// 3. But cpu(0) may also compute something for cpu(1) in the middle of a step, such as its shard of the batch. That
+//    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator gets a buffer that
+//    no pending operator of the step uses.
+//
+// A step is
+//   closed  when every pending operator can finish without what Python has yet to push. An operator gets one of the
+//           first kFew buffers of its device, in turn.
+//   open    from autograd.record() until weights are updated, or until the next record() if all devices have begun the
+//           same passes by then (Python says so). The first operator of the step gets the first buffer of its device,
+//           the second operator the second buffer, and so on; what used them before is of an earlier step, and can
+//           finish. So a device needs as many buffers as a step has operators, however far Python is ahead of the
+//           engine, and each buffer serves the same operator in every step and keeps its size. Behind the last buffer
+//           the first one is next, if its operators have run, which the version of its variable tells. If not, the
+//           device gets one more buffer, until it has its share of all.
+//
+// An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
+// all their operators on a device, and keep it. A device has kKept buffers for them, and they get the one that has been
+// idle for the longest time: it belongs to a graph that was made anew, for another shape for example. MXNet does not
+// say when it frees a graph.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "mxnet/resource_manager.h"
+
+namespace gluon_syncbn {
+
+struct Buffer {
+  bool is_idle() const { return resource.variable->version() >= uses; }
+
+  Resource resource;
+  size_t uses = 0;    // how many operators have got it: the version of its variable when all of them have run
+  uint64_t step = 0;  // in which the last of them was pushed
+};
+
+// The buffers that no device has.
+class Stock {
+ public:
+  void add(const Resource& resource);
+
+  // An idle one, or none.
+  std::optional<Buffer> take();
+  void give_back(const std::vector<Buffer>& buffers);
+
+  // With those that were taken.
+  size_t size() const { return size_; }
+  // How many a device has at most, on one thread.
+  size_t share() const { return size_ < kShares ? 1 : size_ / kShares; }
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  static constexpr size_t kShares = 16;
+
+  std::mutex mutex_;
+  std::deque<Buffer> buffers_;
+  size_t size_ = 0;
+};
+
+// Whether a step is open, and the number of the last one.
+class OpenStep {
+ public:
+  void open();
+  void close() { is_open_ = false; }
+
+  bool is_open() const { return is_open_; }
+  uint64_t number() const { return number_; }
+
+ private:
+  std::atomic<bool> is_open_{false};
+  std::atomic<uint64_t> number_{0};
+};
+
+// The buffers of one device on one thread.
+class DeviceBuffers {
+ public:
+  // The buffer for the operator that is pushed next; none if the device has none and there are no more. `is_crowded` if
+  // a pending operator of the open step has it, too.
+  std::optional<Resource> next(Stock& stock, const OpenStep& step, bool& is_crowded);
+
+  const std::vector<Buffer>& all() const { return buffers_; }
+
+ private:
+  static constexpr size_t kFew = 4;     // as many as MXNet has
+  static constexpr size_t kTries = 32;  // how many it looks at before it gets one more
+
+  Buffer& at_turn();
+  Buffer* one_more(Stock& stock);
+  Resource use(Buffer& buffer);
+
+  std::vector<Buffer> buffers_;
+  size_t turn_ = 0;
+  uint64_t step_ = 0;  // that `turn_` is of
+};
+
+// The buffers of one device that graphs keep, on any thread. Its owner locks it.
+class KeptBuffers {
+ public:
+  // None if there is none.
+  std::optional<Resource> next(Stock& stock);
+
+ private:
+  static constexpr size_t kKept = 8;
+
+  struct Kept {
+    Resource resource;
+    size_t version;       // when it was last looked at
+    uint64_t last_used;  // the number of the request at which it had another version
+  };
+
+  std::vector<Kept> buffers_;
+  uint64_t requests_ = 0;
+};
+
+}  // namespace gluon_syncbn
