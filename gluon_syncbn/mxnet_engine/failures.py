@@ -25,7 +25,6 @@ import mxnet as mx
 
 from gluon_syncbn.base import library
 from gluon_syncbn.base.library import LIBMXNET, check_call
-from gluon_syncbn.mxnet_engine import cpu_resources
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
 _SECONDS_TO_FAIL = 0.05
@@ -52,8 +51,6 @@ def begin_use() -> None:
     MXNet's NaiveEngine raises each error where it happens.
     """
     _state.is_in_use = os.environ.get("MXNET_ENGINE_TYPE") != "NaiveEngine"
-    if mx.autograd.is_recording():  # the first step began before its first layer
-        cpu_resources.open_step()
 
 
 def is_in_use() -> bool:

@@ -24,10 +24,8 @@ def noticing_record(enter):
     def __enter__(self):
         if is_record(self):
             leave_failed_step()
-            if failures.is_in_use():
-                if steps.is_balanced():
-                    cpu_resources.close_step()
-                cpu_resources.open_step()
+            if steps.is_balanced():
+                cpu_resources.close_step()
         enter(self)
         if is_record(self):
             steps.begin_record()
@@ -49,6 +47,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
             started,
         )
         abandon_step()
+    cpu_resources.open_step()
     steps.begin_forward(passes, device)
 
 

@@ -7,13 +7,13 @@
 //   Request     A CPU device that asks for temporary space gets a buffer of its own. MXNet asks in two functions: in
 //               SetDependency for one operator, and in AttachOpResources for all operators of a graph. The return
 //               address tells which. Other callers get what MXNet gives.
-//               cpu(1), cpu(2), ... get random generators of their own. cpu(0) keeps MXNet's, so a seed gives the same
-//               numbers there as without this package.
-//   SeedRandom  of all devices, and of one device: seeds the generators of cpu(1), cpu(2), ... too.
+//               A CPU device that asks for a random generator gets one of its own. The first of cpu(0) is MXNet's, so
+//               until a net trains, a seed gives the same numbers there as without this package.
+//   SeedRandom  of all devices, and of one device: seeds their generators.
 //
 // Buffers and generators come from managers that MXNet makes: it makes one for each thread that asks. So a thread that
-// lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them. It,
-// and each that follows, has the generators for one device of a thread.
+// lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them. The
+// first and each later one has a random generator.
 //
 // MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
 // name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
@@ -29,6 +29,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -76,16 +77,124 @@ struct {
   Symbol set_dependency, attach_op_resources;
 } mxnets;
 
+ResourceManager* make_manager() {
+  ResourceManager* made = nullptr;
+  std::thread([&made] { made = mxnets.manager(); }).join();
+  return made;
+}
+
+// Managers of threads that have ended, for the sake of their generators. What these threads have pushed may still wait
+// for other devices, so a manager stays with its device.
+class FreeManagers {
+ public:
+  ResourceManager* take(int device) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<ResourceManager*>& free = managers_[device];
+    if (free.empty()) return make_manager();
+    ResourceManager* const taken = free.back();
+    free.pop_back();
+    return taken;
+  }
+
+  void give_back(ResourceManager* manager, int device) {
+    std::lock_guard<std::mutex> lock(mutex);
+    managers_[device].push_back(manager);
+  }
+
+  std::mutex mutex;
+
+ private:
+  std::map<int, std::vector<ResourceManager*>> managers_;
+};
+
+// The random generators of a device, each in a manager. Operators that share one wait as for a buffer. So in an open
+// step the first operator has the first generator, the second operator the second, and so on, as far as they go; in a
+// closed step all have the first.
+class Generators {
+ public:
+  // cpu(0) has the generator of `thread`, the manager of the thread that asks; `seed` is that of all devices.
+  Generators(ResourceManager* thread, int device, uint32_t seed) : device_(device) {
+    seed_ = seed_of_device(seed);
+    if (device == 0) managers_.push_back(thread);
+  }
+
+  ResourceManager* next(FreeManagers& free, const OpenStep& step);
+  // The thread's own generator is seeded by MXNet.
+  void seed(uint32_t seed);
+  void seed_all_devices(uint32_t seed) { this->seed(seed_of_device(seed)); }
+  void give_back(FreeManagers& free) const;
+
+ private:
+  static constexpr uint32_t kMost = 4;  // as many as MXNet gives a GPU
+  static constexpr uint32_t kFar = 2654435769;
+
+  // MXNet takes a seed and the 1,023 numbers after it, so these are far from each other.
+  uint32_t seed_of_device(uint32_t seed) const { return seed + static_cast<uint32_t>(device_) * kMost * kFar; }
+  void seed_one(size_t at) const { mxnets.seed_all(managers_[at], seed_ + static_cast<uint32_t>(at) * kFar); }
+  size_t first() const { return device_ == 0; }  // behind the thread's own
+
+  int device_;
+  uint32_t seed_ = 0;
+  std::vector<ResourceManager*> managers_;
+  size_t turn_ = 0;
+  uint64_t step_ = 0;  // that `turn_` is of
+};
+
+ResourceManager* Generators::next(FreeManagers& free, const OpenStep& step) {
+  if (step_ != step.number()) {
+    step_ = step.number();
+    turn_ = 0;
+  }
+  const size_t turn = step.is_open() ? turn_++ % kMost : 0;
+  while (managers_.size() <= turn) {
+    managers_.push_back(free.take(device_));
+    seed_one(managers_.size() - 1);
+  }
+  return managers_[turn];
+}
+
+void Generators::seed(uint32_t seed) {
+  seed_ = seed;
+  turn_ = 0;
+  for (size_t at = first(); at < managers_.size(); ++at) seed_one(at);
+}
+
+void Generators::give_back(FreeManagers& free) const {
+  for (size_t at = first(); at < managers_.size(); ++at) free.give_back(managers_[at], device_);
+}
+
+// The generators of all devices.
+class GeneratorsByDevice {
+ public:
+  // `thread` is the manager of the thread that asks.
+  Generators& operator()(ResourceManager* thread, int device) {
+    return devices_.try_emplace(device, thread, device, seed_).first->second;
+  }
+
+  void seed(uint32_t seed) {
+    seed_ = seed;
+    for (auto& device : devices_) device.second.seed_all_devices(seed);
+  }
+
+  void give_back(FreeManagers& free) const {
+    for (const auto& device : devices_) device.second.give_back(free);
+  }
+
+ private:
+  std::map<int, Generators> devices_;
+  uint32_t seed_ = 0;  // as MXNet begins
+};
+
 // What threads have together.
 struct Shared {
   Stock stock;
+  FreeManagers free_managers;
   OpenStep step;
 
-  std::mutex mutex;  // of what follows; locked before the stock
-  std::map<int, KeptBuffers> kept;
-  std::map<ResourceManager*, uint32_t> seeds;
-  std::map<std::pair<ResourceManager*, int>, ResourceManager*> generators;  // by thread and device
-  std::vector<ResourceManager*> free_generators;
+  std::mutex mutex;  // of what follows; locked before those of the stock and the managers
+  // What graphs keep, on any thread.
+  std::map<int, KeptBuffers> kept_buffers;
+  GeneratorsByDevice kept_generators;
   bool has_warned = false;
 };
 
@@ -94,7 +203,7 @@ Shared& shared() {
   return *instance;
 }
 
-// What a thread has of its own, by device. When the thread ends, others get it.
+// What a thread has of its own. When it ends, others get it.
 class Own {
  public:
   // Null when the thread has ended and MXNet still computes on it, as it does on the main thread.
@@ -104,22 +213,15 @@ class Own {
     return &own;
   }
 
-  std::map<int, DeviceBuffers> buffers;
-  ResourceManager* manager = nullptr;  // once it has generators
+  std::map<int, DeviceBuffers> buffers;  // by device
+  GeneratorsByDevice generators;
 
  private:
   Own() = default;
   ~Own() {
     has_ended = true;
-    Shared& all = shared();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    for (const auto& device : buffers) all.stock.give_back(device.second.all());
-    while (manager != nullptr) {
-      const auto next = all.generators.lower_bound({manager, 0});
-      if (next == all.generators.end() || next->first.first != manager) break;
-      all.free_generators.push_back(next->second);
-      all.generators.erase(next);
-    }
+    for (const auto& device : buffers) shared().stock.give_back(device.second.all());
+    generators.give_back(shared().free_managers);
   }
 
   static thread_local bool has_ended;
@@ -136,9 +238,10 @@ void warn_once(int device) {
     if (std::exchange(all.has_warned, true)) return;
   }
   const size_t size = all.stock.size();
-  warn_user("cpu(" + std::to_string(device) + ") needs more temporary buffers in a step than it has, " +
-            std::to_string(all.stock.share()) + " of " + std::to_string(size) +
-            ", so some of its operators wait for others. If devices wait until the timeout, set MXNET_CPU_TEMP_COPY=" +
+  warn_user("cpu(" + std::to_string(device) + ") needs more temporary buffers in a step than it can have of " +
+            std::to_string(size) +
+            ", so some operators wait for others. If devices wait until the timeout, set "
+            "MXNET_CPU_TEMP_COPY=" +
             std::to_string(std::max<size_t>(1024, 2 * size)) +
             " before the program starts. If you update weights without a gluon.Trainer, use gluon_syncbn.guard_update. "
             "Shown once.");
@@ -154,7 +257,7 @@ std::optional<Resource> temporary_space(int device, const void* caller) {
     found = own->buffers[device].next(all.stock, all.step, is_crowded);
   } else if (mxnets.attach_op_resources.contains(caller)) {
     std::lock_guard<std::mutex> lock(all.mutex);
-    found = all.kept[device].next(all.stock);
+    found = all.kept_buffers[device].next(all.stock);
   } else {
     return std::nullopt;
   }
@@ -164,30 +267,14 @@ std::optional<Resource> temporary_space(int device, const void* caller) {
 
 // Random generators
 
-// Far from those of other devices: MXNet seeds 1,024 generators with a seed and the numbers after it.
-uint32_t seed_of(uint32_t seed, int device) { return seed + static_cast<uint32_t>(device) * 2654435769U; }
-
-ResourceManager* make_manager() {
-  ResourceManager* made = nullptr;
-  std::thread([&made] { made = mxnets.manager(); }).join();
-  return made;
-}
-
-// The manager that has the generators of a device, for the thread that has the manager `thread`.
-ResourceManager* generators_of(ResourceManager* thread, int device) {
-  Own* own = Own::get();
-  if (device == 0 || own == nullptr) return thread;
-  own->manager = thread;
+ResourceManager* random_generator(ResourceManager* thread, int device, const void* caller) {
   Shared& all = shared();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  ResourceManager*& found = all.generators[{thread, device}];
-  if (found == nullptr) {
-    if (all.free_generators.empty()) all.free_generators.push_back(make_manager());
-    found = all.free_generators.back();
-    all.free_generators.pop_back();
-    mxnets.seed_all(found, seed_of(all.seeds[thread], device));
+  if (mxnets.attach_op_resources.contains(caller)) {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    return all.kept_generators(thread, device).next(all.free_managers, all.step);
   }
-  return found;
+  Own* own = Own::get();
+  return own == nullptr ? thread : own->generators(thread, device).next(all.free_managers, all.step);
 }
 
 // The methods that replace MXNet's
@@ -196,7 +283,7 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
   const void* caller = __builtin_return_address(0);
   if (device.type != kCpu) return mxnets.request(thread, device, what);
   if (what.kind != ResourceRequest::kTemporarySpace) {
-    return mxnets.request(generators_of(thread, device.id), device, what);
+    return mxnets.request(random_generator(thread, device.id, caller), device, what);
   }
   const std::optional<Resource> found = temporary_space(device.id, caller);
   return found ? *found : mxnets.request(thread, device, what);
@@ -204,16 +291,18 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
 
 void seed_all(ResourceManager* thread, uint32_t seed) {
   mxnets.seed_all(thread, seed);
-  Shared& all = shared();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  all.seeds[thread] = seed;
-  for (const auto& [place, generators] : all.generators) {
-    if (place.first == thread) mxnets.seed_all(generators, seed_of(seed, place.second));
-  }
+  if (Own* own = Own::get()) own->generators.seed(seed);
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().kept_generators.seed(seed);
 }
 
 void seed_device(ResourceManager* thread, DeviceContext device, uint32_t seed) {
-  mxnets.seed_device(device.type == kCpu ? generators_of(thread, device.id) : thread, device, seed);
+  // MXNet seeds the CPU's generator, which is cpu(0)'s here, with that of a GPU, too.
+  if (device.type != kCpu || device.id == 0) mxnets.seed_device(thread, device, seed);
+  if (device.type != kCpu) return;
+  if (Own* own = Own::get()) own->generators(thread, device.id).seed(seed);
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().kept_generators(thread, device.id).seed(seed);
 }
 
 // Replacing them
@@ -243,11 +332,11 @@ void replace(void** entry, Function ours, Function& mxnets_own) {
 }
 
 void separate_cpu_devices(void* libmxnet, int num_buffers) {
-  void** const methods = table_of(
-      libmxnet, "_ZTVN5mxnet8resource19ResourceManagerImplE",
-      {"_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
-       "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
-       "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
+  void** const methods =
+      table_of(libmxnet, "_ZTVN5mxnet8resource19ResourceManagerImplE",
+               {"_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
+                "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
+                "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
   table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
   mxnets.set_dependency = {
       libmxnet,
@@ -268,7 +357,7 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
     if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
     all.stock.add(buffer);
   }
-  all.free_generators.push_back(manager);
+  all.free_managers.give_back(manager, 1);
 
   replace(&methods[1], seed_all, mxnets.seed_all);
   replace(&methods[2], seed_device, mxnets.seed_device);
@@ -305,9 +394,11 @@ EXPORTED void gluon_syncbn_hold_cpu_resources(int hold) {
   Shared& all = shared();
   if (hold) {
     all.mutex.lock();
-    all.stock.lock();
+    all.free_managers.mutex.lock();
+    all.stock.mutex.lock();
   } else {
-    all.stock.unlock();
+    all.stock.mutex.unlock();
+    all.free_managers.mutex.unlock();
     all.mutex.unlock();
   }
 }

@@ -5,23 +5,24 @@
 namespace gluon_syncbn {
 
 void Stock::add(const Resource& resource) {
-  std::lock_guard<Stock> lock(*this);
+  std::lock_guard<std::mutex> lock(mutex);
   buffers_.push_back({resource});
   ++size_;
 }
 
-std::optional<Buffer> Stock::take() {
-  std::lock_guard<Stock> lock(*this);
+std::optional<Buffer> Stock::take(size_t taken) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (buffers_.size() <= size_ / 2 && taken > 0 && taken >= size_ / 32) return std::nullopt;
   // Those that were given back come last, and may be in use.
   const auto found = std::find_if(buffers_.begin(), buffers_.end(), [](const Buffer& one) { return one.is_idle(); });
   if (found == buffers_.end()) return std::nullopt;
-  const Buffer taken = *found;
+  const Buffer buffer = *found;
   buffers_.erase(found);
-  return taken;
+  return buffer;
 }
 
 void Stock::give_back(const std::vector<Buffer>& buffers) {
-  std::lock_guard<Stock> lock(*this);
+  std::lock_guard<std::mutex> lock(mutex);
   buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
 }
 
@@ -36,32 +37,29 @@ std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, 
     turn_ = 0;
   }
   if (!step.is_open()) {
-    if (turn_ >= std::min(kFew, stock.share())) turn_ = 0;
-    if (turn_ == buffers_.size()) one_more(stock);
+    if (turn_ >= kFew) turn_ = 0;
+    if (turn_ >= buffers_.size()) grow(stock);
   } else {
     for (size_t tries = std::min(kTries, buffers_.size()); tries > 0; --tries) {
-      Buffer& buffer = at_turn();
+      Buffer& buffer = in_turn();
       if (buffer.step != step_ || buffer.is_idle()) return use(buffer);
     }
-    if (buffers_.size() < stock.share()) {
-      if (Buffer* buffer = one_more(stock)) return use(*buffer);
-    }
-    is_crowded = !buffers_.empty();
+    if (grow(stock)) return use(buffers_.back());
+    is_crowded = true;
   }
   if (buffers_.empty()) return std::nullopt;
-  return use(at_turn());
+  return use(in_turn());
 }
 
-Buffer& DeviceBuffers::at_turn() {
+Buffer& DeviceBuffers::in_turn() {
   if (turn_ >= buffers_.size()) turn_ = 0;
   return buffers_[turn_++];
 }
 
-Buffer* DeviceBuffers::one_more(Stock& stock) {
-  const std::optional<Buffer> more = stock.take();
-  if (!more) return nullptr;
-  buffers_.push_back(*more);
-  return &buffers_.back();
+bool DeviceBuffers::grow(Stock& stock) {
+  const std::optional<Buffer> more = stock.take(buffers_.size());
+  if (more) buffers_.push_back(*more);
+  return more.has_value();
 }
 
 Resource DeviceBuffers::use(Buffer& buffer) {
@@ -78,7 +76,7 @@ std::optional<Resource> KeptBuffers::next(Stock& stock) {
     kept.version = version;
   }
   if (buffers_.size() < kKept) {
-    if (const std::optional<Buffer> more = stock.take()) {
+    if (const std::optional<Buffer> more = stock.take(buffers_.size())) {
       buffers_.push_back({more->resource, more->uses, requests_});
       return more->resource;
     }

@@ -11,8 +11,8 @@
 // The rules
 // ---------
 // 1. Devices do not share buffers, and neither do threads.
-// 2. Operators of one device may. They wait in the order of the program, and that is the same on all devices, so all
-//    devices come to every layer.
+// 2. Operators of one device may. They wait in the order in which the device calls the layers, and that is the same on
+//    all devices, so all devices come to every layer.
 // 3. But cpu(0) may also compute something for cpu(1) in the middle of a step, such as its shard of the batch. That
 //    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator gets a buffer that
 //    no pending operator of the step uses.
@@ -20,13 +20,13 @@
 // A step is
 //   closed  when every pending operator can finish without what Python has yet to push. An operator gets one of the
 //           first kFew buffers of its device, in turn.
-//   open    from autograd.record() until weights are updated, or until the next record() if all devices have begun the
-//           same passes by then (Python says so). The first operator of the step gets the first buffer of its device,
-//           the second operator the second buffer, and so on; what used them before is of an earlier step, and can
-//           finish. So a device needs as many buffers as a step has operators, however far Python is ahead of the
-//           engine, and each buffer serves the same operator in every step and keeps its size. Behind the last buffer
-//           the first one is next, if its operators have run, which the version of its variable tells. If not, the
-//           device gets one more buffer, until it has its share of all.
+//   open    from its first call of a synchronized layer until weights are updated, or until the next record() if all
+//           devices have begun the same passes by then (Python says so). The first operator gets the first buffer of
+//           its device, the second operator the second buffer, and so on; what used them before is of an earlier step,
+//           and can finish. So a device needs as many buffers as a step has operators, however far Python is ahead of
+//           the engine, and each buffer serves the same operator in every step and keeps its size. Behind the last
+//           buffer the first one is next, if its operators have run, which the version of its variable tells. If not,
+//           the device gets one more buffer.
 //
 // An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
 // all their operators on a device, and keep it. A device has kKept buffers for them, and they get the one that has been
@@ -59,22 +59,17 @@ class Stock {
  public:
   void add(const Resource& resource);
 
-  // An idle one, or none.
-  std::optional<Buffer> take();
+  // An idle one for a device that has got `taken` of them on its thread; none if that are too many. The first half is
+  // for all; of the second half, a device gets at most a sixteenth.
+  std::optional<Buffer> take(size_t taken);
   void give_back(const std::vector<Buffer>& buffers);
 
   // With those that were taken.
   size_t size() const { return size_; }
-  // How many a device has at most, on one thread.
-  size_t share() const { return size_ < kShares ? 1 : size_ / kShares; }
 
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
+  std::mutex mutex;
 
  private:
-  static constexpr size_t kShares = 16;
-
-  std::mutex mutex_;
   std::deque<Buffer> buffers_;
   size_t size_ = 0;
 };
@@ -96,8 +91,8 @@ class OpenStep {
 // The buffers of one device on one thread.
 class DeviceBuffers {
  public:
-  // The buffer for the operator that is pushed next; none if the device has none and there are no more. `is_crowded` if
-  // a pending operator of the open step has it, too.
+  // The buffer for the operator that is pushed next; none if the device can have none. Sets `is_crowded` if a pending
+  // operator of the open step has it, too.
   std::optional<Resource> next(Stock& stock, const OpenStep& step, bool& is_crowded);
 
   const std::vector<Buffer>& all() const { return buffers_; }
@@ -106,8 +101,8 @@ class DeviceBuffers {
   static constexpr size_t kFew = 4;     // as many as MXNet has
   static constexpr size_t kTries = 32;  // how many it looks at before it gets one more
 
-  Buffer& at_turn();
-  Buffer* one_more(Stock& stock);
+  Buffer& in_turn();
+  bool grow(Stock& stock);
   Resource use(Buffer& buffer);
 
   std::vector<Buffer> buffers_;
@@ -126,7 +121,7 @@ class KeptBuffers {
 
   struct Kept {
     Resource resource;
-    size_t version;       // when it was last looked at
+    size_t version;      // when it was last looked at
     uint64_t last_used;  // the number of the request at which it had another version
   };
 

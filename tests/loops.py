@@ -1,0 +1,274 @@
+"""Random loops on several CPU devices with few temporary buffers: whatever the order of calls, no device waits in vain.
+
+    python tests/loops.py --seed 0 --programs 20 --steps 60
+
+A program has one to three nets (convolutions, synchronized layers, Dropout; chains and branches), each in a mode of its
+own, on two to four devices. In each step it draws something that users do: train, with one ``record()`` or one for each
+device, with arrays that cpu(0) computes for the other devices in between; several nets in a step; another batch size; several backward passes before an update; weights that are updated without
+a Trainer; predictions; a Module; a thread for each device; steps that fail; an active set. A wait in vain ends in an
+error after the timeout, and ends the program.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+import threading
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+import gluon_syncbn
+
+SIDE, IMAGES = 8, 2
+MODES = [None, {}, {"static_alloc": True, "static_shape": True}, {"static_alloc": True}]
+
+
+class Branches(gluon.HybridBlock):
+    """Two branches with a layer each, and their sum."""
+
+    def __init__(self, channels, dropout):
+        super().__init__()
+        for name in ("left", "right"):
+            branch = nn.HybridSequential()
+            branch.add(nn.Conv2D(channels, 3, padding=1), gluon_syncbn.SyncBatchNorm(), nn.Dropout(dropout))
+            setattr(self, name, branch)
+
+    def hybrid_forward(self, F, x):
+        return F.relu(self.left(x) + self.right(x))
+
+
+def make_net(draw, devices, timeout):
+    net = nn.HybridSequential()
+    for _ in range(draw.randint(1, 3)):
+        if draw.random() < 0.4:
+            net.add(Branches(4, draw.choice([0, 0.3])))
+        else:
+            net.add(nn.Conv2D(4, 3, padding=1), gluon_syncbn.SyncBatchNorm(), nn.Activation("relu"))
+            if draw.random() < 0.5:
+                net.add(nn.Dropout(0.3))
+    net.add(nn.GlobalAvgPool2D(), nn.Dense(3))
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=timeout)
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    mode = draw.choice(MODES)
+    if mode is not None:
+        net.hybridize(**mode)
+    return net
+
+
+class Program:
+    def __init__(self, seed, timeout):
+        self.draw = draw = random.Random(seed)
+        mx.random.seed(seed)
+        self.devices = [mx.cpu(i) for i in range(draw.randint(2, 4))]
+        self.nets = [make_net(draw, self.devices, timeout) for _ in range(draw.randint(1, 3))]
+        self.trainers = [gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}) for net in self.nets]
+        self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        self.timeout, self.module, self.reads = timeout, None, draw.choice([1, 1, 5])
+        self.last = []
+        names = [name for name in dir(self) if name.startswith("do_")]
+        self.actions = draw.sample(names, draw.randint(3, len(names)))
+
+    def run(self, steps):
+        for number in range(steps):
+            name = self.draw.choice(self.actions)
+            print(f"step {number}: {name}", flush=True)
+            getattr(self, name)()
+            if number % self.reads == 0:
+                assert all(np.isfinite(item.asnumpy()).all() for item in self.last), name
+        mx.nd.waitall()
+
+    # What a step is made of
+
+    def batch(self, images=IMAGES):
+        count = images * len(self.devices)
+        return mx.nd.random.normal(shape=(count, 3, SIDE, SIDE)), mx.nd.random.randint(0, 3, shape=(count,))
+
+    def shards(self, images=IMAGES):
+        x, y = self.batch(images)
+        parts = (gluon.utils.split_and_load(item, self.devices) for item in (x, y.astype("float32")))
+        return list(zip(*parts))
+
+    def shards_one_by_one(self):
+        """As `shards`, but cpu(0) computes each when its device is about to begin."""
+        x, y = self.batch()
+        for rank, device in enumerate(self.devices):
+            part = slice(rank * IMAGES, (rank + 1) * IMAGES)
+            yield (x * 2 + 1)[part].as_in_context(device), mx.nd.cast(y[part], "float32").as_in_context(device)
+
+    def one(self):
+        return self.draw.choice(list(zip(self.nets, self.trainers)))
+
+    def finish(self, net_losses, trainer):
+        autograd.backward(net_losses)
+        trainer.step(IMAGES * len(self.devices))
+        self.last = net_losses
+
+    # What users do
+
+    def do_train(self):
+        net, trainer = self.one()
+        with autograd.record():
+            losses = [self.loss(net(x), y) for x, y in self.shards()]
+        self.finish(losses, trainer)
+
+    def do_record_for_each_device(self):
+        net, trainer = self.one()
+        losses = []
+        for x, y in self.shards_one_by_one():
+            with autograd.record():
+                losses.append(self.loss(net(x), y))
+        self.finish(losses, trainer)
+
+    def do_shards_within_record(self):
+        net, trainer = self.one()
+        with autograd.record():
+            losses = [self.loss(net(x), y) for x, y in self.shards_one_by_one()]
+        self.finish(losses, trainer)
+
+    def do_backward_for_each_device(self):
+        net, trainer = self.one()
+        with autograd.record():
+            losses = [self.loss(net(x), y) for x, y in self.shards()]
+        for loss in reversed(losses):
+            loss.backward()
+        trainer.step(IMAGES * len(self.devices))
+        self.last = losses
+
+    def do_several_nets(self):
+        """Every device calls them in the same order, but the devices take turns as they like."""
+        nets = self.draw.sample(range(len(self.nets)), len(self.nets))
+        to_come = [[(rank, number, x, y) for number in nets] for rank, (x, y) in enumerate(self.shards())]
+        losses = []
+        with autograd.record():
+            while any(to_come):
+                rank, number, x, y = self.draw.choice([calls for calls in to_come if calls]).pop(0)
+                losses.append(self.loss(self.nets[number](x), y))
+        autograd.backward(losses)
+        for trainer in self.trainers:
+            trainer.step(IMAGES * len(self.devices))
+        self.last = losses
+
+    def do_another_batch_size(self):
+        net, trainer = self.one()
+        with autograd.record():
+            losses = [self.loss(net(x), y) for x, y in self.shards(self.draw.randint(1, 4))]
+        self.finish(losses, trainer)
+
+    def do_accumulate(self):
+        net, trainer = self.one()
+        for parameter in net.collect_params().values():
+            if parameter.grad_req == "write":
+                parameter.grad_req = "add"
+        for _ in range(3):
+            with autograd.record():
+                losses = [self.loss(net(x), y) for x, y in self.shards()]
+            autograd.backward(losses)
+        trainer.step(3 * IMAGES * len(self.devices))
+        for parameter in net.collect_params().values():
+            if parameter.grad_req == "add":
+                parameter.grad_req = "write"
+        self.last = losses
+
+    def do_without_trainer(self):
+        net, _ = self.one()
+        for _ in range(3):
+            with autograd.record():
+                losses = [self.loss(net(x), y) for x, y in self.shards()]
+            autograd.backward(losses)
+        self.last = losses
+
+    def do_statistics_alone(self):
+        net, _ = self.one()
+        with autograd.train_mode():
+            self.last = [net(x) for x, _ in self.shards()]
+
+    def do_predict(self):
+        for net, device in itertools.product(self.nets, self.draw.sample(self.devices, 1)):
+            self.last = [net(mx.nd.ones((self.draw.randint(1, 3), 3, SIDE, SIDE), ctx=device)) for _ in range(3)]
+
+    def do_predict_everywhere(self):
+        net, _ = self.one()
+        self.last = [net(x) for x, _ in self.shards()]
+
+    def do_module(self):
+        if self.module is None:
+            data = mx.sym.var("data")
+            for number in range(2):
+                data = mx.sym.Convolution(data, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"conv{number}")
+                data = gluon_syncbn.symbol.SyncBatchNorm(
+                    data, num_devices=len(self.devices), timeout=self.timeout, name=f"norm{number}"
+                )
+            out = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=3), name="softmax")
+            self.module = mx.mod.Module(out, context=self.devices)
+            count = IMAGES * len(self.devices)
+            self.module.bind([("data", (count, 3, SIDE, SIDE))], [("softmax_label", (count,))])
+            self.module.init_params(mx.init.Xavier())
+            self.module.init_optimizer()
+        x, y = self.batch()
+        self.module.forward(mx.io.DataBatch([x], [y.astype("float32")]), is_train=True)
+        self.module.backward()
+        self.module.update()
+        self.last = self.module.get_outputs()
+
+    def do_threads(self):
+        net, trainer = self.one()
+        losses, shards = [None] * len(self.devices), self.shards()
+
+        def one(rank):
+            with autograd.record():
+                losses[rank] = self.loss(net(shards[rank][0]), shards[rank][1])
+            losses[rank].backward()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        trainer.step(IMAGES * len(self.devices))
+        self.last = losses
+
+    def do_fail(self):
+        net, _ = self.one()
+        try:
+            with autograd.record():
+                for x, _ in self.shards():
+                    net(x)
+                    if self.draw.random() < 0.5:
+                        raise KeyError
+        except KeyError:
+            pass
+        gluon_syncbn.abandon_step()
+        self.last = []
+
+    def do_some_devices(self):
+        net, trainer = self.one()
+        used = self.devices[: self.draw.randint(1, len(self.devices) - 1)]
+        with gluon_syncbn.devices(used, net):
+            with autograd.record():
+                losses = [self.loss(net(x), y) for x, y in self.shards()[: len(used)]]
+            autograd.backward(losses)
+        trainer.step(IMAGES * len(used))
+        self.last = losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--programs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--timeout", type=float, default=900)
+    options = parser.parse_args()
+    for seed in range(options.seed, options.seed + options.programs):
+        print(f"program {seed}", flush=True)
+        try:
+            Program(seed, options.timeout).run(options.steps)
+        except mx.MXNetError as error:
+            sys.exit(f"program {seed}: {error}")
+    print(f"RIGHT: {options.programs} programs")
+
+
+if __name__ == "__main__":
+    main()
