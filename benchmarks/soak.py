@@ -23,34 +23,25 @@ import gluon_syncbn
 MODES = {"imperative": None, "hybridize": {}, "static": {"static_alloc": True, "static_shape": True}}
 
 
-class Loss(gluon.HybridBlock):
-    """The net with its loss; the casts keep operators with temporary space away from the graph's borders."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-        self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def hybrid_forward(self, F, x, label):
-        return F.cast(self.loss(self.net(F.cast(x, "float32")), label), "float32")
+loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
-def make(backend: str, devices, parameters=None) -> Loss:
+def make(backend: str, devices, parameters=None):
     net = gluon_syncbn.convert_sync_batchnorm(model_zoo.get_model("resnet18_v1b", classes=10), backend=backend)
     net.initialize(mx.init.Xavier(), ctx=devices)
     if parameters:
         net.load_parameters(parameters, ctx=devices)
-    return Loss(net)
+    return net
 
 
-def step(loss_of: Loss, batches) -> list:
+def step(net, batches) -> list:
     """Losses and all gradients, as arrays."""
     with autograd.record():
-        losses = [loss_of(*batch) for batch in batches]
+        losses = [loss_of(net(x), y) for x, y in batches]
     autograd.backward(losses)
     gradients = [
         parameter.grad(device)
-        for parameter in loss_of.collect_params().values()
+        for parameter in net.collect_params().values()
         if parameter.grad_req != "null"
         for device in parameter.list_ctx()
     ]
@@ -73,22 +64,20 @@ def main() -> None:
         for _ in range(3)
     ]
     mx.random.seed(0)
-    loss_of = make(options.backend, devices)
-    step(loss_of, batches[0])  # parameters have their shapes now
+    net = make(options.backend, devices)
+    step(net, batches[0])  # parameters have their shapes now
     parameters = f"/tmp/soak-{os.getpid()}.params"
-    loss_of.net.save_parameters(parameters)
+    net.save_parameters(parameters)
     reference = make("portable", devices, parameters)
-    reference.hybridize(**MODES["static"])  # where it needs the fewest slots
     os.remove(parameters)
     expected = [step(reference, batch) for batch in batches]
     if MODES[options.mode] is not None:
-        loss_of.hybridize(**MODES[options.mode])
-    backend = next(block.backend for block in blocks(loss_of) if isinstance(block, gluon_syncbn.SyncBatchNorm))
-    slots = os.environ["MXNET_CPU_TEMP_COPY"]
-    print(f"ResNet-18, {options.mode}, {options.steps} steps, 2 CPU contexts, back end {backend}, {slots} slots")
+        net.hybridize(**MODES[options.mode])
+    backend = next(block.backend for block in blocks(net) if isinstance(block, gluon_syncbn.SyncBatchNorm))
+    print(f"ResNet-18, {options.mode}, {options.steps} steps, 2 CPU contexts, back end {backend}")
     first, started = [], time.perf_counter()
     for number in range(options.steps):
-        seen = step(loss_of, batches[number % len(batches)])
+        seen = step(net, batches[number % len(batches)])
         if number < len(batches):
             worst = max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(seen, expected[number]))
             print(f"step {number}: largest difference to portable {worst:.1e} of a parameter's largest gradient")

@@ -9,7 +9,7 @@ of synchronization.
 
 All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
 `chain` is 8 × (conv 3×3 with 64 channels, norm, relu) and also runs MXNet's contrib layer, which is possible only
-because gluon_syncbn has set MXNET_CPU_TEMP_COPY: by default it hangs.
+because gluon_syncbn gives each CPU device temporary space of its own: by itself it hangs.
 """
 
 import argparse
@@ -29,20 +29,9 @@ from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
 from gluon_syncbn.mxnet_engine import failures
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # first: it has a module `processes`, too
-from train_detection import DigitsTrainTransform, TrainingLoss, make_detector  # noqa: E402
+from train_detection import DigitsTrainTransform, make_detector  # noqa: E402
 
 CHANNELS = 64
-
-
-class Bordered(gluon.HybridBlock):
-    """A net between two casts, as docs/cpu_devices.md advises."""
-
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def hybrid_forward(self, F, x):
-        return F.cast(self.body(F.cast(x, "float32")), "float32")
 
 
 def chain(norm):
@@ -50,15 +39,15 @@ def chain(norm):
     for _ in range(8):
         net.add(nn.Conv2D(CHANNELS, 3, padding=1), norm(), nn.Activation("relu"))
     net.add(nn.Conv2D(16, 1))  # so that what leaves the graph is small
-    return Bordered(net)
+    return net
 
 
 def resnet50(norm):
-    return Bordered(model_zoo.get_model("resnet50_v1b", classes=100))
+    return model_zoo.get_model("resnet50_v1b", classes=100)
 
 
 def detector(norm):
-    return TrainingLoss(make_detector([str(digit) for digit in range(10)], "voc"))
+    return make_detector([str(digit) for digit in range(10)], "voc")
 
 
 def random_images(shape, devices):
@@ -109,7 +98,8 @@ def step(net, inputs, trainer=None, guarded=True) -> float:
     started = time.perf_counter()
     with autograd.record():
         outputs = [net(*items) for items in inputs]
-    autograd.backward(outputs)
+    heads = [output if isinstance(output, (list, tuple)) else [output] for output in outputs]
+    autograd.backward([head for some in heads for head in some])
     if trainer is not None:
         trainer.step(len(inputs))
     mx.nd.waitall()

@@ -22,7 +22,7 @@ from gluoncv.data import VOCDetection
 from gluoncv.data.batchify import Pad, Stack, Tuple
 from gluoncv.data.sampler import SplitSampler
 from gluoncv.data.transforms.presets.yolo import YOLO3DefaultTrainTransform, YOLO3DefaultValTransform
-from gluoncv.model_zoo.yolo.yolo3 import YOLOOutputV3, get_yolov3
+from gluoncv.model_zoo.yolo.yolo3 import get_yolov3
 from gluoncv.utils.metrics.voc_detection import VOC07MApMetric
 from gluoncv.utils.viz import plot_bbox
 from mxnet import gluon
@@ -137,21 +137,7 @@ def make_detector(classes, dataset: str = "digits"):
     layers = ResNetV1(BasicBlockV1, [2, 2, 2, 2], [64, 64, 128, 256, 512]).features
     stages = [layers[:6], layers[6], layers[7]][: len(anchors)]
     filters = [256, 128, 64][-len(anchors) :]
-    net = get_yolov3("resnet18", stages, filters, anchors, STRIDES[: len(anchors)], classes, dataset="")
-    for output in net.yolo_outputs:
-        output.__class__ = OutputOfConstants
-    return net
-
-
-class OutputOfConstants(YOLOOutputV3):
-    """gluoncv's output layer, with no gradient to its constants.
-
-    They need none, and without this MXNet sets up the backward graph anew in each step, which costs time and, on
-    several CPU devices, memory.
-    """
-
-    def hybrid_forward(self, F, x, anchors, offsets):
-        return super().hybrid_forward(F, x, F.BlockGrad(anchors), F.BlockGrad(offsets))
+    return get_yolov3("resnet18", stages, filters, anchors, STRIDES[: len(anchors)], classes, dataset="")
 
 
 def build_net(classes, norm: str, devices, dataset: str = "digits"):
@@ -172,22 +158,6 @@ def start_without_objects(prediction) -> None:
     bias = np.zeros((ANCHORS_PER_CELL, prediction.bias.shape[0] // ANCHORS_PER_CELL))
     bias[:, OBJECTNESS] = -np.log(99)
     prediction.bias.set_data(mx.nd.array(bias.ravel()))
-
-
-class TrainingLoss(gluon.HybridBlock):
-    """The sum of the detector's four losses, one number per device, as one graph with the net.
-
-    There are casts at the graph's borders, here from float32 to float32, and nothing is computed outside it. Long
-    trainings on several CPU devices need this (docs/cpu_devices.md).
-    """
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def hybrid_forward(self, F, image, boxes, *targets):
-        inputs = [F.cast(item, dtype="float32") for item in (image, boxes, *targets)]
-        return F.cast(F.sum(F.add_n(*self.net(*inputs))), dtype="float32")
 
 
 def evaluate(net, loader, classes, device) -> float:
@@ -259,15 +229,13 @@ def train(options) -> list:
     net = build_net(train_set.classes, options.norm, options.devices, options.dataset)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options, job)
     trainer = make_trainer(net, options.lr, options.epochs * len(train_loader), job)
-    loss_of = TrainingLoss(net)
-    loss_of.hybridize(static_alloc=True, static_shape=True)
     # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
     plain = make_detector(train_set.classes, options.dataset)
     plain.hybridize(static_alloc=True, static_shape=True)
 
-    def loss_of_shard(image, *targets_and_boxes):
+    def loss_of(image, *targets_and_boxes):
         *targets, boxes = targets_and_boxes
-        return loss_of(image, boxes, *targets)
+        return sum(loss.sum() for loss in net(image, boxes, *targets))
 
     history = []
     if options.resume and log.exists():
@@ -280,11 +248,12 @@ def train(options) -> list:
     elif job.size > 1:
         finish_initialization(net, options)
         job.broadcast(net.collect_params())
+    net.hybridize(static_alloc=True, static_shape=True)  # now that all calls to come have targets, too
     while len(history) < options.epochs:
         started = time.perf_counter()
         label = f"epoch {len(history) + 1}/{options.epochs}"
         to_come = options.epochs - len(history)
-        loss = train_epoch(loss_of_shard, train_loader, trainer, options.devices, label, to_come, job.rank == 0)
+        loss = train_epoch(loss_of, train_loader, trainer, options.devices, label, to_come, job.rank == 0)
         seconds = time.perf_counter() - started
         if job.rank > 0:  # the first process evaluates, draws and saves; the others wait for it at their first layer
             history.append({"loss": loss, "seconds": seconds})

@@ -26,7 +26,7 @@ from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.layer.spec import LayerSpec
-from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, resources_in_force, settings_in_force
+from gluon_syncbn.mxnet_engine import cpu_resources
 
 _ROUNDS = 200
 _EXCHANGED = 4097  # the message of a layer with 2,048 channels
@@ -45,7 +45,7 @@ def main() -> int:
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
     print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
-    print(f"resources    {settings_in_force() or 'pools of its own for each GPU'}")
+    print(f"CPU devices  {_cpu_devices()}")
     missing = native.unavailable_reason
     print(f"compiled     {'no: ' + missing if missing else 'yes, ' + native.instruction_set()}")
     print(f"back end     {_back_end(devices, 'CPU')}")
@@ -98,6 +98,14 @@ def _back_end(devices: List[mx.Context], kind: str) -> str:
     return f"{choice.name} on {kind}: {choice.reason}"
 
 
+def _cpu_devices() -> str:
+    """Whether CPU devices can wait for each other's temporary space and random generators."""
+    if not cpu_resources.shared_because:
+        return "each has temporary space and random generators of its own"
+    settings = cpu_resources.settings_in_force()
+    return f"all share {settings or 'what MXNet has'}, which takes memory and time: {cpu_resources.shared_because}"
+
+
 def _engines() -> str:
     """Name what could connect processes."""
     found = []
@@ -139,11 +147,8 @@ def _warnings() -> List[str]:
         found.append(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one operator at a time: several devices cannot meet. Unset it."
         )
-    if mx.context.num_gpus() == 0:
-        for name, value in resources_in_force().items():
-            enough, _ = CPU_RESOURCES[name]
-            if int(value) < enough:
-                found.append(f"{name}={value} may be too few for several CPU contexts. Unset it to have {enough}.")
+    for name, value, enough in cpu_resources.too_few():
+        found.append(f"{name}={value} may be too few for several CPU devices. Unset it to have {enough}.")
     if mx.context.num_gpus() == 0 and os.environ.get("OMP_NUM_THREADS") is None:
         found.append("several CPU contexts share the cores best with OMP_NUM_THREADS=1, or cores ÷ contexts.")
     return found

@@ -17,8 +17,6 @@ where the script makes its Trainer::
 
 ``GLUON_SYNCBN_PROCESS_GROUP`` says through what ('horovod', 'mpi') or that they should not ('none'); by default MPI
 where ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.
-
-Without a GPU it says on stderr what such a script takes of memory, and what bounds that.
 """
 
 import contextlib
@@ -31,9 +29,7 @@ from typing import Iterator
 import gluon_syncbn
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.distributed.launchers import is_first_of_job, job_of_launcher
-from gluon_syncbn.mxnet_engine.cpu_resources import may_have_gpus
 
-SLOTS = "MXNET_CPU_TEMP_COPY"
 USAGE = "usage: python -m gluon_syncbn.run [--convert] [-m] script_or_module [arguments ...]"
 
 
@@ -50,14 +46,6 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     if not is_module and not os.path.exists(arguments[0]):
         sys.exit(f"{USAGE}\ngluon_syncbn.run: there is no file {arguments[0]}")
-    if not may_have_gpus():
-        slots = os.environ[SLOTS]  # the user's number, or ours since the package was imported
-        print(
-            f"gluon_syncbn.run: no GPU is used. With several CPU devices, a net that is not static keeps a buffer for "
-            f"each of {SLOTS}={slots} slots: 1 to 11 GiB after a few steps of GluonCV's scripts, and more later. Set "
-            f"it to 1024 for two devices (docs/migration.md).",
-            file=sys.stderr,
-        )
     _connect_processes()
     gluon_syncbn.install(converts)
     sys.argv = arguments

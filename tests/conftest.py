@@ -3,8 +3,6 @@ import random
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# In place of 16384, with which the buffers of all tests grow to 8 GB. Processes that tests start have our default.
-os.environ.setdefault("MXNET_CPU_TEMP_COPY", "1024")
 sys.path[:0] = [HERE, *(os.path.join(os.path.dirname(HERE), name) for name in ("examples", "benchmarks"))]
 
 import harness  # noqa: E402, F401  (imports gluon_syncbn before MXNet computes anything)

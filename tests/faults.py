@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 
-# Not imported for the layer that MXNet ships: our handlers at exit and fork would help it, too. It gets the slots.
+# Not imported for the layer that MXNet ships: this package would help it, too. It gets many buffers, or it would hang.
 if "contrib" not in sys.argv:
     import gluon_syncbn
 else:

@@ -102,13 +102,13 @@ def lean_environment() -> dict:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
-def run_program(arguments, merged=False, **environment) -> subprocess.CompletedProcess:
-    """Run a script in a process of its own with a hard limit, so that a hang is a failed test.
+def run_program(arguments, merged=False, limit=HANG, **environment) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own with a hard limit of seconds, so that a hang is a failed test.
 
     ``merged``: what it says on its standard error is in ``stdout``.
     """
     env = {**lean_environment(), **{name: str(value) for name, value in environment.items()}}
-    return prepared.run([str(word) for word in arguments], ROOT, env, HANG, _usual_environment(), merged)
+    return prepared.run([str(word) for word in arguments], ROOT, env, limit, _usual_environment(), merged)
 
 
 def run_python(code: str, **environment) -> subprocess.CompletedProcess:

@@ -42,7 +42,7 @@ def need(engine: str) -> None:
 
 def environment(**variables) -> dict:
     """Without scikit-learn, which takes a part of every start (tests/lean)."""
-    chosen = {**lean_environment(), "PATH": path_of_launchers(), "OMP_NUM_THREADS": "1", "MXNET_CPU_TEMP_COPY": "1024"}
+    chosen = {**lean_environment(), "PATH": path_of_launchers(), "OMP_NUM_THREADS": "1"}
     chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], SCRIPTS, os.path.join(ROOT, "examples")])
     return {**chosen, **{name: str(value) for name, value in variables.items()}}
 

@@ -13,7 +13,7 @@ DOCTOR = "import runpy; runpy.run_module('gluon_syncbn', run_name='__main__')"
 def test_a_healthy_installation(backend):
     done = run_python(DOCTOR)
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in ("MXNet        1.", "CPU cores", "compiled     yes", "all is well"):
+    for words in ("MXNet        1.", "CPU cores", "CPU devices  each has", "compiled     yes", "all is well"):
         assert words in done.stdout
     assert f"back end     {backend} on CPU" in done.stdout
     assert "all-reduce   right on cpu(0), cpu(1); " in done.stdout
@@ -24,7 +24,8 @@ def test_a_healthy_installation(backend):
 @pytest.mark.parametrize(
     "environment, words",
     [
-        ({"MXNET_CPU_TEMP_COPY": 64}, "warning      MXNET_CPU_TEMP_COPY=64 may be too few"),
+        ({"MXNET_CPU_TEMP_COPY": 64}, "warning      MXNET_CPU_TEMP_COPY=64 may be too few for several CPU devices."),
+        ({"MXNET_ENGINE_TYPE": "NaiveEngine"}, "CPU devices  all share "),
         ({"MXNET_ENGINE_TYPE": "NaiveEngine"}, "warning      MXNET_ENGINE_TYPE=NaiveEngine"),
     ],
 )
@@ -41,6 +42,7 @@ pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
     done = run_python(code + DOCTOR)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compiled     no: it was not compiled when the package was installed" in done.stdout
+    assert "CPU devices  all share MXNET_CPU_TEMP_COPY=16384, MXNET_CPU_PARALLEL_RAND_COPY=16" in done.stdout
     assert "back end     portable on CPU" in done.stdout
     assert "warning      the compiled operator is missing" in done.stdout
 

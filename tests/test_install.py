@@ -282,11 +282,3 @@ def test_gluoncvs_networks_with_their_own_syncbn_option(network, tmp_path):
     assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
     if network in CHEAP:
         assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize
-
-
-def test_run_says_what_bounds_the_memory_of_cpu_devices(tmp_path):
-    (tmp_path / "script.py").write_text("")
-    code = "import sys, runpy; sys.argv = {}; runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)"
-    code = code.format(["run", str(tmp_path / "script.py")])
-    assert "each of MXNET_CPU_TEMP_COPY=16384 slots" in run_python(code).stderr
-    assert "each of MXNET_CPU_TEMP_COPY=512 slots" in run_python(code, MXNET_CPU_TEMP_COPY=512).stderr

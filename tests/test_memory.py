@@ -9,14 +9,13 @@ import sys
 sys.path.insert(0, 'examples')
 import gluon_syncbn
 import mxnet as mx, numpy as np
-from train_detection import TrainingLoss, build_net, DigitsTrainTransform
+from train_detection import build_net, DigitsTrainTransform
 
 devices = [mx.cpu(0), mx.cpu(1)]
 side = 64
 net = build_net(['a', 'b'], 'syncbn', devices)
 transform = DigitsTrainTransform(side, side, net)
-loss_of = TrainingLoss(net)
-loss_of.hybridize(static_alloc=True, static_shape=True)
+net.hybridize(static_alloc=True, static_shape=True)
 trainer = mx.gluon.Trainer(net.collect_params(), 'adam')
 image = mx.nd.array(np.random.RandomState(0).randint(0, 255, (side, side, 3)), dtype='uint8')
 image, *targets, boxes = transform(image, np.array([[10, 10, 40, 50, 1]], dtype='float32'))
@@ -24,7 +23,7 @@ image, *targets, boxes = transform(image, np.array([[10, 10, 40, 50, 1]], dtype=
 def step():
     batches = [[item.expand_dims(0).as_in_context(device) for item in (image, boxes, *targets)] for device in devices]
     with mx.autograd.record():
-        losses = [loss_of(*batch) for batch in batches]
+        losses = [sum(loss.sum() for loss in net(*batch)) for batch in batches]
     mx.autograd.backward(losses)
     trainer.step(2)
     return sum(float(loss.asnumpy()) for loss in losses)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import warnings
-from typing import Dict, Iterator
+from typing import Dict, Iterator, Tuple
 
 import mxnet as mx
 
@@ -25,6 +25,7 @@ _BUFFERS = "MXNET_CPU_TEMP_COPY"
 CPU_RESOURCES = {_BUFFERS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
 shared_because = "the package is being imported"
+_FEW = 256  # buffers for all devices, each of which has its own
 # What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
 _taken: Dict[str, str] = {}
 
@@ -137,6 +138,18 @@ def settings_in_force() -> str:
 def resources_in_force() -> Dict[str, str]:
     """The numbers that MXNet has taken, or will take when it first needs such a resource."""
     return {name: _taken.get(name) or os.environ.get(name) or str(value) for name, (_, value) in CPU_RESOURCES.items()}
+
+
+def too_few() -> Iterator[Tuple[str, str, int]]:
+    """The variables that several CPU devices need larger: name, value, and our value."""
+    for name, value in resources_in_force().items():
+        ours, _ = CPU_RESOURCES[name]
+        if shared_because:
+            is_few = not may_have_gpus() and int(value) < ours
+        else:
+            is_few = name == _BUFFERS and name in os.environ and int(value) < _FEW
+        if is_few:
+            yield name, value, ours
 
 
 def _listed(settings: Dict[str, str]) -> str:

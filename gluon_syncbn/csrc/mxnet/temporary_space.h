@@ -98,7 +98,7 @@ class DeviceBuffers {
   const std::vector<Buffer>& all() const { return buffers_; }
 
  private:
-  static constexpr size_t kFew = 4;     // as many as MXNet has
+  static constexpr size_t kFew = 2;     // so operators keep roughly to the order of the program, as they do in MXNet
   static constexpr size_t kTries = 32;  // how many it looks at before it gets one more
 
   Buffer& in_turn();
