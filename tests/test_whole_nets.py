@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("backend")
 CLASSES = ["a", "b", "c"]
 
 # At a random start the float32 gradients of a deep net hang on rounding: where a value is that near to the kink of a
-# ReLU, or to another in a maximum, two correct results differ by several percent. This start has no such value that
-# matters; float64 makes the comparison for any start.
-SEED = 2
+# ReLU, or to another in a maximum, two correct results differ by several percent. These starts have no such value that
+# matters, with and without AVX-512; float64 makes the comparison for any start.
+SEEDS = {"resnet18": 0, "detector": 3}
 # Every mode in the type that compares closely; the other type in the mode that people train in.
 IN_FLOAT64 = [(mode, "float64", 1e-6) for mode in MODES]
 
@@ -79,7 +79,7 @@ def compare(actual, expected, tolerance):
 
 @pytest.mark.parametrize("mode, dtype, tolerance", [("static", "float32", 1e-3), *IN_FLOAT64])
 def test_resnet18(mode, dtype, tolerance, tmp_path):
-    mx.random.seed(SEED)
+    mx.random.seed(SEEDS["resnet18"])
     rng = np.random.RandomState(0)
     images, labels = rng.standard_normal((4, 3, 64, 64)).astype(dtype), rng.randint(10, size=4)
     loss = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -124,7 +124,7 @@ def test_detector(mode, dtype, tolerance, tmp_path, monkeypatch):
     if dtype == "float64":
         forward = YOLOV3Loss.hybrid_forward
         monkeypatch.setattr(YOLOV3Loss, "hybrid_forward", lambda self, F, *args: forward(self, InFloat64(F), *args))
-    mx.random.seed(SEED)
+    mx.random.seed(SEEDS["detector"])
     reference = build(detector, cpus(1), False)
     transform = DigitsTrainTransform(side, side, reference)
     np.random.seed(0)

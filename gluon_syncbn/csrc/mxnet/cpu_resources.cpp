@@ -7,13 +7,13 @@
 //   Request     A CPU device that asks for temporary space gets a buffer of its own. MXNet asks in two functions: in
 //               SetDependency for one operator, and in AttachOpResources for all operators of a graph. The return
 //               address tells which. Other callers get what MXNet gives.
-//               A CPU device that asks for a random generator gets one of its own. The first of cpu(0) is MXNet's, so
-//               until a net trains, a seed gives the same numbers there as without this package.
-//   SeedRandom  of all devices, and of one device: seeds their generators.
+//               A CPU device that asks for a random generator gets its own. That of cpu(0) is MXNet's, so a seed
+//               gives the same numbers there as without this package.
+//   SeedRandom  of all devices, and of one device: seeds the generators of cpu(1), cpu(2), ... too.
 //
 // Buffers and generators come from managers that MXNet makes: it makes one for each thread that asks. So a thread that
-// lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them. The
-// first and each later one has a random generator.
+// lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them; and
+// each has generators, for one device of one thread.
 //
 // MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
 // name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
@@ -29,7 +29,6 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -83,118 +82,16 @@ ResourceManager* make_manager() {
   return made;
 }
 
-// Managers of threads that have ended, for the sake of their generators. What these threads have pushed may still wait
-// for other devices, so a manager stays with its device.
-class FreeManagers {
- public:
-  ResourceManager* take(int device) {
-    std::lock_guard<std::mutex> lock(mutex);
-    std::vector<ResourceManager*>& free = managers_[device];
-    if (free.empty()) return make_manager();
-    ResourceManager* const taken = free.back();
-    free.pop_back();
-    return taken;
-  }
-
-  void give_back(ResourceManager* manager, int device) {
-    std::lock_guard<std::mutex> lock(mutex);
-    managers_[device].push_back(manager);
-  }
-
-  std::mutex mutex;
-
- private:
-  std::map<int, std::vector<ResourceManager*>> managers_;
-};
-
-// The random generators of a device, each in a manager. Operators that share one wait as for a buffer. So in an open
-// step the first operator has the first generator, the second operator the second, and so on, as far as they go; in a
-// closed step all have the first.
-class Generators {
- public:
-  // cpu(0) has the generator of `thread`, the manager of the thread that asks; `seed` is that of all devices.
-  Generators(ResourceManager* thread, int device, uint32_t seed) : device_(device) {
-    seed_ = seed_of_device(seed);
-    if (device == 0) managers_.push_back(thread);
-  }
-
-  ResourceManager* next(FreeManagers& free, const OpenStep& step);
-  // The thread's own generator is seeded by MXNet.
-  void seed(uint32_t seed);
-  void seed_all_devices(uint32_t seed) { this->seed(seed_of_device(seed)); }
-  void give_back(FreeManagers& free) const;
-
- private:
-  static constexpr uint32_t kMost = 4;  // as many as MXNet gives a GPU
-  static constexpr uint32_t kFar = 2654435769;
-
-  // MXNet takes a seed and the 1,023 numbers after it, so these are far from each other.
-  uint32_t seed_of_device(uint32_t seed) const { return seed + static_cast<uint32_t>(device_) * kMost * kFar; }
-  void seed_one(size_t at) const { mxnets.seed_all(managers_[at], seed_ + static_cast<uint32_t>(at) * kFar); }
-  size_t first() const { return device_ == 0; }  // behind the thread's own
-
-  int device_;
-  uint32_t seed_ = 0;
-  std::vector<ResourceManager*> managers_;
-  size_t turn_ = 0;
-  uint64_t step_ = 0;  // that `turn_` is of
-};
-
-ResourceManager* Generators::next(FreeManagers& free, const OpenStep& step) {
-  if (step_ != step.number()) {
-    step_ = step.number();
-    turn_ = 0;
-  }
-  const size_t turn = step.is_open() ? turn_++ % kMost : 0;
-  while (managers_.size() <= turn) {
-    managers_.push_back(free.take(device_));
-    seed_one(managers_.size() - 1);
-  }
-  return managers_[turn];
-}
-
-void Generators::seed(uint32_t seed) {
-  seed_ = seed;
-  turn_ = 0;
-  for (size_t at = first(); at < managers_.size(); ++at) seed_one(at);
-}
-
-void Generators::give_back(FreeManagers& free) const {
-  for (size_t at = first(); at < managers_.size(); ++at) free.give_back(managers_[at], device_);
-}
-
-// The generators of all devices.
-class GeneratorsByDevice {
- public:
-  // `thread` is the manager of the thread that asks.
-  Generators& operator()(ResourceManager* thread, int device) {
-    return devices_.try_emplace(device, thread, device, seed_).first->second;
-  }
-
-  void seed(uint32_t seed) {
-    seed_ = seed;
-    for (auto& device : devices_) device.second.seed_all_devices(seed);
-  }
-
-  void give_back(FreeManagers& free) const {
-    for (const auto& device : devices_) device.second.give_back(free);
-  }
-
- private:
-  std::map<int, Generators> devices_;
-  uint32_t seed_ = 0;  // as MXNet begins
-};
-
 // What threads have together.
 struct Shared {
   Stock stock;
-  FreeManagers free_managers;
   OpenStep step;
 
-  std::mutex mutex;  // of what follows; locked before those of the stock and the managers
-  // What graphs keep, on any thread.
-  std::map<int, KeptBuffers> kept_buffers;
-  GeneratorsByDevice kept_generators;
+  std::mutex mutex;  // of what follows; locked before the stock
+  std::map<int, KeptBuffers> kept;
+  // Managers with the generators of threads that have ended. What such a thread has pushed may still wait for another
+  // device, so its generators stay with their device.
+  std::map<int, std::vector<ResourceManager*>> free_managers;
   bool has_warned = false;
 };
 
@@ -203,9 +100,8 @@ Shared& shared() {
   return *instance;
 }
 
-// What a thread has of its own. When it ends, others get it.
-class Own {
- public:
+// What a thread has of its own, by device. When the thread ends, others get it.
+struct Own {
   // Null when the thread has ended and MXNet still computes on it, as it does on the main thread.
   static Own* get() {
     if (has_ended) return nullptr;
@@ -213,17 +109,19 @@ class Own {
     return &own;
   }
 
-  std::map<int, DeviceBuffers> buffers;  // by device
-  GeneratorsByDevice generators;
-
- private:
-  Own() = default;
   ~Own() {
     has_ended = true;
-    for (const auto& device : buffers) shared().stock.give_back(device.second.all());
-    generators.give_back(shared().free_managers);
+    Shared& all = shared();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto& [device, its] : buffers) all.stock.give_back(its.all());
+    for (const auto& [device, manager] : managers) all.free_managers[device].push_back(manager);
   }
 
+  std::map<int, DeviceBuffers> buffers;
+  std::map<int, ResourceManager*> managers;  // that have the generators of cpu(1), cpu(2), ...
+  uint32_t seed = 0;
+
+ private:
   static thread_local bool has_ended;
 };
 
@@ -257,7 +155,7 @@ std::optional<Resource> temporary_space(int device, const void* caller) {
     found = own->buffers[device].next(all.stock, all.step, is_crowded);
   } else if (mxnets.attach_op_resources.contains(caller)) {
     std::lock_guard<std::mutex> lock(all.mutex);
-    found = all.kept_buffers[device].next(all.stock);
+    found = all.kept[device].next(all.stock);
   } else {
     return std::nullopt;
   }
@@ -267,14 +165,24 @@ std::optional<Resource> temporary_space(int device, const void* caller) {
 
 // Random generators
 
-ResourceManager* random_generator(ResourceManager* thread, int device, const void* caller) {
-  Shared& all = shared();
-  if (mxnets.attach_op_resources.contains(caller)) {
-    std::lock_guard<std::mutex> lock(all.mutex);
-    return all.kept_generators(thread, device).next(all.free_managers, all.step);
-  }
+// Far from those of other devices: MXNet takes a seed and the 1,023 numbers after it.
+uint32_t seed_of(uint32_t seed, int device) { return seed + static_cast<uint32_t>(device) * 2654435769; }
+
+// The manager that has the generators of a device; `thread` is that of this thread.
+ResourceManager* manager_of(ResourceManager* thread, int device) {
   Own* own = Own::get();
-  return own == nullptr ? thread : own->generators(thread, device).next(all.free_managers, all.step);
+  if (device == 0 || own == nullptr) return thread;
+  ResourceManager*& found = own->managers[device];
+  if (found == nullptr) {
+    Shared& all = shared();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    std::vector<ResourceManager*>& free = all.free_managers[device];
+    if (free.empty()) free.push_back(make_manager());
+    found = free.back();
+    free.pop_back();
+    mxnets.seed_all(found, seed_of(own->seed, device));
+  }
+  return found;
 }
 
 // The methods that replace MXNet's
@@ -283,7 +191,7 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
   const void* caller = __builtin_return_address(0);
   if (device.type != kCpu) return mxnets.request(thread, device, what);
   if (what.kind != ResourceRequest::kTemporarySpace) {
-    return mxnets.request(random_generator(thread, device.id, caller), device, what);
+    return mxnets.request(manager_of(thread, device.id), device, what);
   }
   const std::optional<Resource> found = temporary_space(device.id, caller);
   return found ? *found : mxnets.request(thread, device, what);
@@ -291,18 +199,14 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
 
 void seed_all(ResourceManager* thread, uint32_t seed) {
   mxnets.seed_all(thread, seed);
-  if (Own* own = Own::get()) own->generators.seed(seed);
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().kept_generators.seed(seed);
+  Own* own = Own::get();
+  if (own == nullptr) return;
+  own->seed = seed;
+  for (const auto& [device, manager] : own->managers) mxnets.seed_all(manager, seed_of(seed, device));
 }
 
 void seed_device(ResourceManager* thread, DeviceContext device, uint32_t seed) {
-  // MXNet seeds the CPU's generator, which is cpu(0)'s here, with that of a GPU, too.
-  if (device.type != kCpu || device.id == 0) mxnets.seed_device(thread, device, seed);
-  if (device.type != kCpu) return;
-  if (Own* own = Own::get()) own->generators(thread, device.id).seed(seed);
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().kept_generators(thread, device.id).seed(seed);
+  mxnets.seed_device(device.type == kCpu ? manager_of(thread, device.id) : thread, device, seed);
 }
 
 // Replacing them
@@ -357,7 +261,7 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
     if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
     all.stock.add(buffer);
   }
-  all.free_managers.give_back(manager, 1);
+  all.free_managers[1].push_back(manager);
 
   replace(&methods[1], seed_all, mxnets.seed_all);
   replace(&methods[2], seed_device, mxnets.seed_device);
@@ -394,11 +298,9 @@ EXPORTED void gluon_syncbn_hold_cpu_resources(int hold) {
   Shared& all = shared();
   if (hold) {
     all.mutex.lock();
-    all.free_managers.mutex.lock();
     all.stock.mutex.lock();
   } else {
     all.stock.mutex.unlock();
-    all.free_managers.mutex.unlock();
     all.mutex.unlock();
   }
 }
