@@ -1,4 +1,4 @@
-# make train | test | processes | hosts | check | older-cpus | docs | lint | wheels | gpu | rehearsal:
+# make train | test | processes | long | hosts | check | older-cpus | docs | lint | wheels | gpu | rehearsal:
 # each sets up what it needs in .venv by itself, from nothing but a Python 3.8 to 3.11.
 PYTHON := $(shell for p in python3.11 python3.10 python3.9 python3.8 python3 python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 8) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null \
@@ -11,7 +11,7 @@ WORKERS ?= 4
 # An idle worker takes tests from one that has many left.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: train train-processes test processes hosts check older-cpus docs lint wheels gpu rehearsal
+.PHONY: train train-processes test processes long hosts check older-cpus docs lint wheels gpu rehearsal
 train: .venv/training .venv/library
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
@@ -29,6 +29,10 @@ test: .venv/installed .venv/horovod
 # Jobs of several processes: every engine, size, mode and fault. `make test` runs some of each.
 processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
+
+# Tens of thousands of steps of the ordinary loop, in every mode.
+long: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests/test_cpu_devices.py
 
 # Jobs over several hosts, which are made here (as root) with a network that is slow, lossy and breaks.
 hosts: .venv/installed .venv/horovod

@@ -30,7 +30,7 @@ from mxnet.gluon.model_zoo.vision.resnet import BasicBlockV1, ResNetV1
 from processes import join
 from training import add_options, make_trainer, set_seeds, train_epoch
 
-import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
+import gluon_syncbn
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -26,7 +26,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.data.vision import transforms
 from training import add_options, make_trainer, set_seeds, train_epoch
 
-import gluon_syncbn  # before MXNet computes anything, to prepare its engine for several CPU devices
+import gluon_syncbn
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -30,7 +30,7 @@ Several processes
 
 from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 
-set_cpu_resources()  # before anything computes
+set_cpu_resources()  # before anything computes, or it is too late for MXNet 1.6
 
 from gluon_syncbn import symbol
 from gluon_syncbn._devices import devices

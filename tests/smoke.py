@@ -4,7 +4,8 @@
 
 A small net trains a step on 2 CPU contexts with the compiled operator, in every mode, and gives what nn.BatchNorm gives
 for the whole batch on one; its exported graph is plain and converts again; Module and the NumPy interface run; a device
-that does not come is named in the error; and the step after an exception is right.
+that does not come is named in the error; the step after an exception is right; and from MXNet 1.7 on, each CPU device
+has temporary space of its own, which does not grow.
 """
 
 import os
@@ -101,6 +102,33 @@ def exceptions() -> None:
         assert time.monotonic() - started < 600, backend
 
 
+def temporary_space() -> None:
+    """The ordinary loop, with its loss outside the net."""
+    version = tuple(map(int, mx.__version__.split(".")[:2]))
+    reason = gluon_syncbn.mxnet_engine.cpu_resources.shared_because
+    assert bool(reason) == (version < (1, 7)), reason
+    if reason:
+        return print(f"CPU devices share temporary space: {reason}")
+
+    def resident() -> int:
+        with open("/proc/self/statm", encoding="utf-8") as file:
+            return int(file.read().split()[1])
+
+    for mode in MODES:
+        net, images = make_net(DEVICES, True, mode), mx.nd.random.normal(shape=(8, 16, 48, 48))
+        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+        for number in range(60):
+            with autograd.record():
+                losses = [(net(part) ** 2).sum() for part in mx.gluon.utils.split_and_load(images, DEVICES)]
+            autograd.backward(losses)
+            trainer.step(8)
+            [loss.asscalar() for loss in losses]
+            if number == 9:
+                early = resident()
+        assert resident() < 1.3 * early, mode
+    print("temporary space: does not grow")
+
+
 def main() -> None:
     for mode in MODES:
         expected = step(make_net(DEVICES[:1], False, mode), DEVICES[:1])
@@ -112,6 +140,7 @@ def main() -> None:
         print(f"{mode}: right")
     graphs(net)
     print("export, SymbolBlock, Module: right")
+    temporary_space()
     numpy_interface()
     print("mx.np: right")
     layer = gluon_syncbn.SyncBatchNorm(in_channels=16, timeout=1, prefix="stem_", backend="native")

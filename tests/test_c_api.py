@@ -1,4 +1,4 @@
-"""csrc/mxnet/c_api.h, written by hand, is what MXNet says in its headers; `make wheels` asks other versions."""
+"""What csrc/mxnet declares of MXNet by hand is what its headers say; `make wheels` asks other versions."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-// Compares mxnet/c_api.h, which is written by hand, with the headers of an MXNet wheel. To compile it is to run it:
+// Compares mxnet/c_api.h and mxnet/resource_manager.h, which are written by hand, with the headers of an MXNet wheel. To
+// compile it is to run it:
 //   g++ -std=c++17 -fsyntax-only -fno-access-control -ISITE_PACKAGES/mxnet/include tests/csrc/check_c_api.cpp
 #define MSHADOW_USE_CBLAS 0
 #define MSHADOW_USE_CUDA 0
@@ -8,6 +9,7 @@
 #include <mxnet/c_api.h>
 #include <mxnet/engine.h>
 #include <mxnet/op_attr_types.h>
+#include <mxnet/resource.h>
 
 #include <cstddef>
 #include <stdexcept>
@@ -16,6 +18,7 @@
 
 namespace ours {
 #include "../../gluon_syncbn/csrc/mxnet/c_api.h"
+#include "../../gluon_syncbn/csrc/mxnet/resource_manager.h"
 }
 
 // A function's type, with MXNet's own types taken for those by which ours go.
@@ -91,6 +94,27 @@ static_assert(static_cast<int>(ours::Request::kNull) == mxnet::kNullOp, "");
 static_assert(static_cast<int>(ours::Request::kWrite) == mxnet::kWriteTo, "");
 static_assert(static_cast<int>(ours::Request::kWriteInplace) == mxnet::kWriteInplace, "");
 static_assert(static_cast<int>(ours::Request::kAdd) == mxnet::kAddTo, "");
+
+static_assert(sizeof(ours::DeviceContext) == sizeof(mxnet::Context), "");
+static_assert(offsetof(ours::DeviceContext, type) == offsetof(mxnet::Context, dev_type), "");
+static_assert(offsetof(ours::DeviceContext, id) == offsetof(mxnet::Context, dev_id), "");
+static_assert(sizeof(ours::ResourceRequest) == sizeof(mxnet::ResourceRequest), "");
+static_assert(static_cast<int>(ours::ResourceRequest::kRandom) == mxnet::ResourceRequest::kRandom, "");
+static_assert(static_cast<int>(ours::ResourceRequest::kTemporarySpace) == mxnet::ResourceRequest::kTempSpace, "");
+static_assert(static_cast<int>(ours::ResourceRequest::kParallelRandom) == mxnet::ResourceRequest::kParallelRandom, "");
+static_assert(sizeof(ours::Resource) == sizeof(mxnet::Resource), "");
+static_assert(offsetof(ours::Resource, request) == offsetof(mxnet::Resource, req), "");
+static_assert(offsetof(ours::Resource, variable) == offsetof(mxnet::Resource, var), "");
+static_assert(offsetof(ours::Resource, id) == offsetof(mxnet::Resource, id), "");
+static_assert(offsetof(ours::Resource, contents) == offsetof(mxnet::Resource, ptr_), "");
+// The compiler passes both in the same way.
+static_assert(std::is_trivially_copyable<mxnet::Context>::value && std::is_trivially_copyable<mxnet::Resource>::value,
+              "");
+static_assert(
+    std::is_same<decltype(&mxnet::ResourceManager::Request),
+                 mxnet::Resource (mxnet::ResourceManager::*)(mxnet::Context, const mxnet::ResourceRequest&)>::value,
+    "");
+static_assert(std::is_same<decltype(&mxnet::engine::Var::version), size_t (mxnet::engine::Var::*)()>::value, "");
 
 #include "../../gluon_syncbn/csrc/tensor.h"
 
