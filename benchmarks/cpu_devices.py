@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 MODES = {"imperative": None, "hybridize": {}, "static": {"static_alloc": True, "static_shape": True}}
-PLAIN, OURS, OTHER = "nn.BatchNorm", "SyncBatchNorm", "SyncBatchNorm, other checkout"
+PLAIN, BESIDE, OURS = "nn.BatchNorm", "nn.BatchNorm, package imported", "SyncBatchNorm"
+OTHER = "SyncBatchNorm, other checkout"
 EARLY = 5  # the step after which memory should not grow
 
 
@@ -54,9 +55,9 @@ def yolo3():
 NETS = {"resnet18": resnet18, "yolo3": yolo3}
 
 
-def child(name: str, mode: str, converts: bool) -> None:
+def child(name: str, mode: str, layer: str) -> None:
     """Make the net; then a step for each line of standard input, and a line of JSON for each step."""
-    if converts:
+    if layer != PLAIN:
         import gluon_syncbn
     import mxnet as mx
     from mxnet import autograd, gluon
@@ -64,7 +65,7 @@ def child(name: str, mode: str, converts: bool) -> None:
     devices = [mx.cpu(0), mx.cpu(1)]
     mx.random.seed(0)
     net, batch, loss_of = NETS[name]()
-    if converts:
+    if layer in (OURS, OTHER):
         gluon_syncbn.convert_sync_batchnorm(net)
     net.initialize(mx.init.Xavier(), force_reinit=True, ctx=devices)
     if MODES[mode] is not None:
@@ -88,7 +89,7 @@ def child(name: str, mode: str, converts: bool) -> None:
 class Child:
     def __init__(self, options, mode: str, layer: str):
         folder = Path(options.other) if layer == OTHER else Path(__file__).parent.parent
-        command = [sys.executable, __file__, "--net", options.net, "--child", mode, str(int(layer != PLAIN))]
+        command = [sys.executable, __file__, "--net", options.net, "--child", mode, layer]
         self._process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"},
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.net, options.child[0], options.child[1] == "1")
+        child(options.net, *options.child)
         return
     from common import machine
 
@@ -125,7 +126,7 @@ def main() -> None:
     columns = f"memory at step {EARLY} | at step {options.steps} | ratio | time of a step | against nn.BatchNorm"
     print(f"| mode | layer | {columns} |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    layers = [PLAIN, OURS, *([OTHER] if options.other else [])]
+    layers = [PLAIN, BESIDE, OURS, *([OTHER] if options.other else [])]
     for mode in options.modes:
         children = {layer: Child(options, mode, layer) for layer in layers}
         for _ in range(options.steps):

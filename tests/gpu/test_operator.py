@@ -254,6 +254,19 @@ def test_it_says_what_it_runs_on(devices):
     assert SyncBatchNorm(in_channels=5, backend="portable").backend == "portable"
 
 
+@pytest.mark.gpus(1)
+def test_cpu_devices_beside_gpus_have_temporary_space_of_their_own():
+    net = gluon.nn.HybridSequential()
+    for _ in range(4):
+        net.add(gluon.nn.Conv2D(4, 3, padding=1), SyncBatchNorm(timeout=60))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])  # with MXNet's four buffers for both, this waits until the timeout
+    for _ in range(3):
+        with autograd.record():
+            outputs = [net(mx.nd.ones((2, 3, 8, 8), ctx=mx.cpu(i))) for i in range(2)]
+        autograd.backward(outputs)
+        assert all(np.isfinite(output.asnumpy()).all() for output in outputs)
+
+
 @alone
 @pytest.mark.mxnet_kernels
 @pytest.mark.parametrize("static", [None, False, True], ids=["imperative", "hybridize", "static"])

@@ -4,10 +4,9 @@
 // says why that is a deadlock. MXNet has no setting for it. So functions of this file replace three methods of the
 // manager in the table of its class, once, for all threads of the process:
 //
-//   Request     A CPU device that asks for temporary space gets a buffer of its own. MXNet asks in two functions: in
-//               SetDependency for one operator, and in AttachOpResources for all operators of a graph. The return
-//               address tells which. Other callers get what MXNet gives.
-//               A CPU device that asks for a random generator gets its own. That of cpu(0) is MXNet's, so a seed
+//   Request     A CPU device that asks for temporary space gets a buffer of its own. AttachOpResources asks for the
+//               operators of a graph, which keeps the buffer; all others ask for one operator. The return address
+//               tells. A CPU device that asks for a random generator gets its own. That of cpu(0) is MXNet's, so a seed
 //               gives the same numbers there as without this package.
 //   SeedRandom  of all devices, and of one device: seeds the generators of cpu(1), cpu(2), ... too.
 //
@@ -73,7 +72,7 @@ struct {
   RequestResource request = nullptr;
   SeedAll seed_all = nullptr;
   SeedDevice seed_device = nullptr;
-  Symbol set_dependency, attach_op_resources;
+  Symbol attach_op_resources;
 } mxnets;
 
 ResourceManager* make_manager() {
@@ -145,17 +144,15 @@ void warn_once(int device) {
             "Shown once.");
 }
 
-std::optional<Resource> temporary_space(int device, const void* caller) {
+std::optional<Resource> temporary_space(int device, bool is_for_graph) {
   Shared& all = shared();
   std::optional<Resource> found;
   bool is_crowded = false;
-  if (mxnets.set_dependency.contains(caller)) {
-    Own* own = Own::get();
-    if (own == nullptr) return std::nullopt;
-    found = own->buffers[device].next(all.stock, all.step, is_crowded);
-  } else if (mxnets.attach_op_resources.contains(caller)) {
+  if (is_for_graph) {
     std::lock_guard<std::mutex> lock(all.mutex);
     found = all.kept[device].next(all.stock);
+  } else if (Own* own = Own::get()) {
+    found = own->buffers[device].next(all.stock, all.step, is_crowded);
   } else {
     return std::nullopt;
   }
@@ -188,12 +185,12 @@ ResourceManager* manager_of(ResourceManager* thread, int device) {
 // The methods that replace MXNet's
 
 __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContext device, const ResourceRequest& what) {
-  const void* caller = __builtin_return_address(0);
+  const bool is_for_graph = mxnets.attach_op_resources.contains(__builtin_return_address(0));
   if (device.type != kCpu) return mxnets.request(thread, device, what);
   if (what.kind != ResourceRequest::kTemporarySpace) {
     return mxnets.request(manager_of(thread, device.id), device, what);
   }
-  const std::optional<Resource> found = temporary_space(device.id, caller);
+  const std::optional<Resource> found = temporary_space(device.id, is_for_graph);
   return found ? *found : mxnets.request(thread, device, what);
 }
 
@@ -242,10 +239,6 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
   table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
-  mxnets.set_dependency = {
-      libmxnet,
-      "_ZN5mxnet10imperative13SetDependencyERKN4nnvm9NodeAttrsERKNS_7ContextERKSt6vectorIPNS_7NDArrayESaISA_EESE_PS8_"
-      "IPNS_6engine3VarESaISH_EESK_PS8_INS_8ResourceESaISL_EEPS8_IjSaIjEENS_12DispatchModeE"};
   mxnets.attach_op_resources = {
       libmxnet,
       "_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm"};
