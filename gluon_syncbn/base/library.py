@@ -5,7 +5,7 @@ missing, `core` is None, `unavailable_reason` says why, and everything runs on t
 """
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -33,6 +33,8 @@ _PROTOTYPES = {
     "separate_cpu_devices": (c_char_p, [c_void_p, c_int]),
     "open_step": (None, []),
     "close_step": (None, []),
+    "begin_call": (c_uint64, []),
+    "end_call": (None, [c_uint64]),
     "hold_cpu_resources": (None, [c_int]),
     "link_processes": (None, [CONNECT, EXCHANGE, FAIL, DROP_LINK]),
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),

@@ -32,7 +32,7 @@ from gluon_syncbn.base.mxnet_private import (
     make_operator,
 )
 from gluon_syncbn.graphs.trace import Trace
-from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import is_followed, steps
 
@@ -155,10 +155,10 @@ def following_moves(call):
         if not is_made or (graph is not None and graph.is_out_of_date(self)):
             graph = _make(self, args)
         if graph is None:
-            return call(self, *args)
+            return cpu_resources.in_one_call(call, self, *args) if failures.is_in_use() else call(self, *args)
         device = _device_of(args)
         graph.begin_forward(device)
-        out = call(self, *args)
+        out = cpu_resources.in_one_call(call, self, *args)
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

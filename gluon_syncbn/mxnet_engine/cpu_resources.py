@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import warnings
-from typing import Dict, Iterator, Tuple
+from typing import Callable, Dict, Iterator, Tuple
 
 import mxnet as mx
 
@@ -71,7 +71,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def open_step() -> None:
-    """Begin a step with synchronized layers: operators that are pushed from now on wait for no buffer of each other's.
+    """Begin a step with synchronized layers: from now on operators wait for no buffer of another call's.
 
     Does nothing in a step that is open.
     """
@@ -83,6 +83,18 @@ def close_step() -> None:
     """End the step: all that was pushed can finish by itself, so what is pushed from now on may wait for it."""
     if not shared_because:
         library.core.gluon_syncbn_close_step()
+
+
+def in_one_call(function: Callable, *args, **kwargs):
+    """Return ``function(*args, **kwargs)``; the operators that it pushes may wait for each other, and so need little
+    space."""
+    if shared_because:
+        return function(*args, **kwargs)
+    before = library.core.gluon_syncbn_begin_call()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        library.core.gluon_syncbn_end_call(before)
 
 
 # Where devices share

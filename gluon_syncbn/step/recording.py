@@ -76,7 +76,7 @@ def counting_backward(backward):
                 failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
         steps.begin_backward()
         try:
-            done = backward(*args, **kwargs)
+            done = cpu_resources.in_one_call(backward, *args, **kwargs)
         finally:
             reached = steps.end_backward()
         steps.note_backward(reached)
@@ -90,7 +90,7 @@ def noticing_grad(grad):
 
     @functools.wraps(grad)
     def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
-        done = grad(heads, variables, head_grads, retain_graph, create_graph, train_mode)
+        done = cpu_resources.in_one_call(grad, heads, variables, head_grads, retain_graph, create_graph, train_mode)
         if not create_graph and not retain_graph:
             steps.end_grad()
         return done

@@ -12,7 +12,7 @@
 //
 // Buffers and generators come from managers that MXNet makes: it makes one for each thread that asks. So a thread that
 // lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them; and
-// each has generators, for one device of one thread.
+// each has generators, for one device of one thread. Threads that end leave what they have to later ones.
 //
 // MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
 // name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
@@ -24,6 +24,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -81,16 +82,22 @@ ResourceManager* make_manager() {
   return made;
 }
 
+// What a thread has for a device.
+struct OwnDevice {
+  DeviceBuffers buffers;
+  ResourceManager* generators = nullptr;  // the manager that has them, but for cpu(0)
+};
+
 // What threads have together.
 struct Shared {
   Stock stock;
   OpenStep step;
+  std::atomic<uint64_t> calls{0};
 
   std::mutex mutex;  // of what follows; locked before the stock
   std::map<int, KeptBuffers> kept;
-  // Managers with the generators of threads that have ended. What such a thread has pushed may still wait for another
-  // device, so its generators stay with their device.
-  std::map<int, std::vector<ResourceManager*>> free_managers;
+  // Of threads that have ended. What they have pushed may still wait for other devices, so it stays with its device.
+  std::map<int, std::vector<OwnDevice>> free;
   bool has_warned = false;
 };
 
@@ -99,8 +106,9 @@ Shared& shared() {
   return *instance;
 }
 
-// What a thread has of its own, by device. When the thread ends, others get it.
-struct Own {
+// What a thread has of its own. When it ends, others get that.
+class Own {
+ public:
   // Null when the thread has ended and MXNet still computes on it, as it does on the main thread.
   static Own* get() {
     if (has_ended) return nullptr;
@@ -108,20 +116,54 @@ struct Own {
     return &own;
   }
 
+  DeviceBuffers& buffers(int device) { return its(device).buffers; }
+
+  // The manager that has the generators of cpu(1), cpu(2), ...
+  ResourceManager* generators(int device) {
+    ResourceManager*& found = its(device).generators;
+    if (found == nullptr) seed_one(device, found = make_manager());
+    return found;
+  }
+
+  void seed(uint32_t seed) {
+    seed_ = seed;
+    for (const auto& [device, its] : devices_) seed_one(device, its.generators);
+  }
+
+  uint64_t call = 0;  // the number of the call that the thread is in
+
+ private:
+  Own() = default;
   ~Own() {
     has_ended = true;
     Shared& all = shared();
     std::lock_guard<std::mutex> lock(all.mutex);
-    for (const auto& [device, its] : buffers) all.stock.give_back(its.all());
-    for (const auto& [device, manager] : managers) all.free_managers[device].push_back(manager);
+    for (auto& [device, its] : devices_) all.free[device].push_back(std::move(its));
   }
 
-  std::map<int, DeviceBuffers> buffers;
-  std::map<int, ResourceManager*> managers;  // that have the generators of cpu(1), cpu(2), ...
-  uint32_t seed = 0;
+  OwnDevice& its(int device) {
+    const auto [found, is_new] = devices_.try_emplace(device);
+    if (is_new) {
+      Shared& all = shared();
+      std::lock_guard<std::mutex> lock(all.mutex);
+      std::vector<OwnDevice>& free = all.free[device];
+      if (!free.empty()) {
+        found->second = std::move(free.back());
+        free.pop_back();
+        seed_one(device, found->second.generators);
+      }
+    }
+    return found->second;
+  }
 
- private:
+  // Far from the seeds of other devices: MXNet takes a seed and the 1,023 numbers after it.
+  void seed_one(int device, ResourceManager* generators) const {
+    if (generators != nullptr) mxnets.seed_all(generators, seed_ + static_cast<uint32_t>(device) * 2654435769);
+  }
+
   static thread_local bool has_ended;
+  std::map<int, OwnDevice> devices_;
+  uint32_t seed_ = 0;
 };
 
 thread_local bool Own::has_ended = false;
@@ -152,7 +194,7 @@ std::optional<Resource> temporary_space(int device, bool is_for_graph) {
     std::lock_guard<std::mutex> lock(all.mutex);
     found = all.kept[device].next(all.stock);
   } else if (Own* own = Own::get()) {
-    found = own->buffers[device].next(all.stock, all.step, is_crowded);
+    found = own->buffers(device).next(all.stock, all.step, own->call, is_crowded);
   } else {
     return std::nullopt;
   }
@@ -162,24 +204,10 @@ std::optional<Resource> temporary_space(int device, bool is_for_graph) {
 
 // Random generators
 
-// Far from those of other devices: MXNet takes a seed and the 1,023 numbers after it.
-uint32_t seed_of(uint32_t seed, int device) { return seed + static_cast<uint32_t>(device) * 2654435769; }
-
 // The manager that has the generators of a device; `thread` is that of this thread.
-ResourceManager* manager_of(ResourceManager* thread, int device) {
+ResourceManager* generators_of(ResourceManager* thread, int device) {
   Own* own = Own::get();
-  if (device == 0 || own == nullptr) return thread;
-  ResourceManager*& found = own->managers[device];
-  if (found == nullptr) {
-    Shared& all = shared();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    std::vector<ResourceManager*>& free = all.free_managers[device];
-    if (free.empty()) free.push_back(make_manager());
-    found = free.back();
-    free.pop_back();
-    mxnets.seed_all(found, seed_of(own->seed, device));
-  }
-  return found;
+  return device == 0 || own == nullptr ? thread : own->generators(device);
 }
 
 // The methods that replace MXNet's
@@ -188,7 +216,7 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
   const bool is_for_graph = mxnets.attach_op_resources.contains(__builtin_return_address(0));
   if (device.type != kCpu) return mxnets.request(thread, device, what);
   if (what.kind != ResourceRequest::kTemporarySpace) {
-    return mxnets.request(manager_of(thread, device.id), device, what);
+    return mxnets.request(generators_of(thread, device.id), device, what);
   }
   const std::optional<Resource> found = temporary_space(device.id, is_for_graph);
   return found ? *found : mxnets.request(thread, device, what);
@@ -196,14 +224,11 @@ __attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContex
 
 void seed_all(ResourceManager* thread, uint32_t seed) {
   mxnets.seed_all(thread, seed);
-  Own* own = Own::get();
-  if (own == nullptr) return;
-  own->seed = seed;
-  for (const auto& [device, manager] : own->managers) mxnets.seed_all(manager, seed_of(seed, device));
+  if (Own* own = Own::get()) own->seed(seed);
 }
 
 void seed_device(ResourceManager* thread, DeviceContext device, uint32_t seed) {
-  mxnets.seed_device(device.type == kCpu ? manager_of(thread, device.id) : thread, device, seed);
+  mxnets.seed_device(device.type == kCpu ? generators_of(thread, device.id) : thread, device, seed);
 }
 
 // Replacing them
@@ -254,7 +279,7 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
     if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
     all.stock.add(buffer);
   }
-  all.free_managers[1].push_back(manager);
+  all.free[1].push_back({{}, manager});
 
   replace(&methods[1], seed_all, mxnets.seed_all);
   replace(&methods[2], seed_device, mxnets.seed_device);
@@ -280,11 +305,21 @@ EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_b
   }
 }
 
-// From now on an operator waits for no other operator that Python pushes until `gluon_syncbn_close_step`.
+// From now on operators wait for no pending operators of other calls, until `gluon_syncbn_close_step`.
 EXPORTED void gluon_syncbn_open_step() { shared().step.open(); }
 
 // All that was pushed can finish by itself.
 EXPORTED void gluon_syncbn_close_step() { shared().step.close(); }
+
+// This thread begins a call that may push many operators. Returns the one that it was in, for `gluon_syncbn_end_call`.
+EXPORTED uint64_t gluon_syncbn_begin_call() {
+  Own* own = Own::get();
+  return own == nullptr ? 0 : std::exchange(own->call, ++shared().calls);
+}
+
+EXPORTED void gluon_syncbn_end_call(uint64_t before) {
+  if (Own* own = Own::get()) own->call = before;
+}
 
 // A fork must not find the locks of other threads.
 EXPORTED void gluon_syncbn_hold_cpu_resources(int hold) {

@@ -3,69 +3,84 @@
 #include <algorithm>
 
 namespace gluon_syncbn {
+namespace {
 
-void Stock::add(const Resource& resource) {
+constexpr uint64_t kAlone = 0, kClosed = ~uint64_t{0};
+
+}  // namespace
+
+void Stock::add(const Resource& buffer) {
   std::lock_guard<std::mutex> lock(mutex);
-  buffers_.push_back({resource});
+  buffers_.push_back(buffer);
   ++size_;
 }
 
-std::optional<Buffer> Stock::take(size_t taken) {
+std::optional<Resource> Stock::take(size_t taken) {
   std::lock_guard<std::mutex> lock(mutex);
-  if (buffers_.size() <= size_ / 2 && taken > 0 && taken >= size_ / 32) return std::nullopt;
-  // Those that were given back come last, and may be in use.
-  const auto found = std::find_if(buffers_.begin(), buffers_.end(), [](const Buffer& one) { return one.is_idle(); });
-  if (found == buffers_.end()) return std::nullopt;
-  const Buffer buffer = *found;
-  buffers_.erase(found);
+  if (buffers_.empty() || (buffers_.size() <= size_ / 2 && taken > 0 && taken >= size_ / 32)) return std::nullopt;
+  const Resource buffer = buffers_.back();
+  buffers_.pop_back();
   return buffer;
-}
-
-void Stock::give_back(const std::vector<Buffer>& buffers) {
-  std::lock_guard<std::mutex> lock(mutex);
-  buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
 }
 
 void OpenStep::open() {
   if (!is_open_.exchange(true)) ++number_;
 }
 
-std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, bool& is_crowded) {
+std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, uint64_t call, bool& is_crowded) {
+  const bool is_open = step.is_open();
+  if (!is_open) call = kClosed;
   const uint64_t number = step.number();
-  if (step_ != number) {
+  const bool is_new = step_ != number;
+  if (is_new) {
     step_ = number;
     turn_ = 0;
   }
-  if (!step.is_open()) {
-    if (turn_ >= kFew) turn_ = 0;
-    if (turn_ >= buffers_.size()) grow(stock);
-  } else {
-    for (size_t tries = std::min(kTries, buffers_.size()); tries > 0; --tries) {
-      Buffer& buffer = in_turn();
-      if (buffer.step != step_ || buffer.is_idle()) return use(buffer);
-    }
-    if (grow(stock)) return use(buffers_.back());
-    is_crowded = true;
+  if (is_new || call != call_ || call == kAlone) {
+    call_ = call;
+    used_by_call_.clear();
+    turn_in_call_ = 0;
   }
-  if (buffers_.empty()) return std::nullopt;
-  return use(in_turn());
-}
-
-Buffer& DeviceBuffers::in_turn() {
-  if (turn_ >= buffers_.size()) turn_ = 0;
-  return buffers_[turn_++];
-}
-
-bool DeviceBuffers::grow(Stock& stock) {
-  const std::optional<Buffer> more = stock.take(buffers_.size());
-  if (more) buffers_.push_back(*more);
-  return more.has_value();
-}
-
-Resource DeviceBuffers::use(Buffer& buffer) {
+  if (used_by_call_.size() < kFew) {
+    std::optional<size_t> found;
+    if (is_open) {
+      found = unused(stock);
+    } else if (used_by_call_.size() < buffers_.size()) {
+      found = used_by_call_.size();
+    } else {
+      found = one_more(stock);
+    }
+    if (!found && used_by_call_.empty() && !buffers_.empty()) {
+      is_crowded = true;
+      found = in_turn();
+    }
+    if (found) used_by_call_.push_back(*found);
+  }
+  if (used_by_call_.empty()) return std::nullopt;
+  Buffer& buffer = buffers_[used_by_call_[turn_in_call_++ % used_by_call_.size()]];
   ++buffer.uses;
   buffer.step = step_;
   return buffer.resource;
+}
+
+std::optional<size_t> DeviceBuffers::unused(Stock& stock) {
+  for (size_t tries = std::min(kTries, buffers_.size()); tries > 0; --tries) {
+    const size_t at = in_turn();
+    if (buffers_[at].step != step_ || buffers_[at].is_idle()) return at;
+  }
+  return one_more(stock);
+}
+
+std::optional<size_t> DeviceBuffers::one_more(Stock& stock) {
+  const std::optional<Resource> more = stock.take(buffers_.size());
+  if (!more) return std::nullopt;
+  buffers_.push_back({*more});
+  return buffers_.size() - 1;
+}
+
+size_t DeviceBuffers::in_turn() {
+  if (turn_ >= buffers_.size()) turn_ = 0;
+  return turn_++;
 }
 
 std::optional<Resource> KeptBuffers::next(Stock& stock) {
@@ -76,9 +91,9 @@ std::optional<Resource> KeptBuffers::next(Stock& stock) {
     kept.version = version;
   }
   if (buffers_.size() < kKept) {
-    if (const std::optional<Buffer> more = stock.take(buffers_.size())) {
-      buffers_.push_back({more->resource, more->uses, requests_});
-      return more->resource;
+    if (const std::optional<Resource> more = stock.take(buffers_.size())) {
+      buffers_.push_back({*more, 0, requests_});
+      return *more;
     }
   }
   if (buffers_.empty()) return std::nullopt;

@@ -10,23 +10,23 @@
 //
 // The rules
 // ---------
-// 1. Devices do not share buffers, and neither do threads.
+// 1. Devices do not share buffers, and neither do threads that are alive.
 // 2. Operators of one device may. They wait in the order in which the device calls the layers, and that is the same on
 //    all devices, so all devices come to every layer.
 // 3. But cpu(0) may also compute something for cpu(1) in the middle of a step, such as its shard of the batch. That
-//    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator gets a buffer that
-//    no pending operator of the step uses.
+//    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator shares no buffer
+//    with pending operators of other calls. A call is a call of a net's graph, a backward pass, or one operator alone.
 //
 // A step is
-//   closed  when every pending operator can finish without what Python has yet to push. An operator gets one of the
-//           first kFew buffers of its device, in turn.
+//   closed  when every pending operator can finish without what Python has yet to push. The operators of a device use
+//           kFew buffers in turn, as if all of them were one call.
 //   open    from its first call of a synchronized layer until weights are updated, or until the next record() if all
-//           devices have begun the same passes by then (Python says so). The first operator gets the first buffer of
-//           its device, the second operator the second buffer, and so on; what used them before is of an earlier step,
-//           and can finish. So a device needs as many buffers as a step has operators, however far Python is ahead of
-//           the engine, and each buffer serves the same operator in every step and keeps its size. Behind the last
-//           buffer the first one is next, if its operators have run, which the version of its variable tells. If not,
-//           the device gets one more buffer.
+//           devices have begun the same passes by then (Python says so). The operators of a call use kFew buffers in
+//           turn. The first call gets the first buffers of its device, the second call the next ones, and so on; what
+//           used them before is of an earlier step, and can finish. So a device needs as many buffers as a step has
+//           calls, however far Python is ahead of the engine, and each buffer serves the same operators in every step
+//           and keeps its size. Behind the last buffer the first one is next, if its operators have run, which the
+//           version of its variable tells. If not, the device gets one more buffer.
 //
 // An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
 // all their operators on a device, and keep it. A device has kKept buffers for them, and they get the one that has been
@@ -37,7 +37,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -46,23 +45,14 @@
 
 namespace gluon_syncbn {
 
-struct Buffer {
-  bool is_idle() const { return resource.variable->version() >= uses; }
-
-  Resource resource;
-  size_t uses = 0;    // how many operators have got it: the version of its variable when all of them have run
-  uint64_t step = 0;  // in which the last of them was pushed
-};
-
 // The buffers that no device has.
 class Stock {
  public:
-  void add(const Resource& resource);
+  void add(const Resource& buffer);
 
-  // An idle one for a device that has got `taken` of them on its thread; none if that are too many. The first half is
-  // for all; of the second half, a device gets at most a sixteenth.
-  std::optional<Buffer> take(size_t taken);
-  void give_back(const std::vector<Buffer>& buffers);
+  // One for a device that has got `taken` of them on its thread; none if that are too many. The first half is for all;
+  // of the second half, a device gets at most a sixteenth.
+  std::optional<Resource> take(size_t taken);
 
   // With those that were taken.
   size_t size() const { return size_; }
@@ -70,7 +60,7 @@ class Stock {
   std::mutex mutex;
 
  private:
-  std::deque<Buffer> buffers_;
+  std::vector<Resource> buffers_;
   size_t size_ = 0;
 };
 
@@ -91,23 +81,34 @@ class OpenStep {
 // The buffers of one device on one thread.
 class DeviceBuffers {
  public:
-  // The buffer for the operator that is pushed next; none if the device can have none. Sets `is_crowded` if a pending
-  // operator of the open step has it, too.
-  std::optional<Resource> next(Stock& stock, const OpenStep& step, bool& is_crowded);
-
-  const std::vector<Buffer>& all() const { return buffers_; }
+  // The buffer for the operator that is pushed next, in the call of this number, or alone (0); none if the device can
+  // have none. Sets `is_crowded` if pending operators of another call of the open step use it, too.
+  std::optional<Resource> next(Stock& stock, const OpenStep& step, uint64_t call, bool& is_crowded);
 
  private:
   static constexpr size_t kFew = 2;     // so operators keep roughly to the order of the program, as they do in MXNet
   static constexpr size_t kTries = 32;  // how many it looks at before it gets one more
 
-  Buffer& in_turn();
-  bool grow(Stock& stock);
-  Resource use(Buffer& buffer);
+  struct Buffer {
+    bool is_idle() const { return resource.variable->version() >= uses; }
+
+    Resource resource;
+    size_t uses = 0;    // how many operators have got it: the version of its variable when all of them have run
+    uint64_t step = 0;  // in which the last of them was pushed
+  };
+
+  // These return a position among the buffers.
+  std::optional<size_t> unused(Stock& stock);  // by pending operators of the open step
+  std::optional<size_t> one_more(Stock& stock);
+  size_t in_turn();
 
   std::vector<Buffer> buffers_;
   size_t turn_ = 0;
   uint64_t step_ = 0;  // that `turn_` is of
+
+  uint64_t call_ = 0;                 // the last one
+  std::vector<size_t> used_by_call_;  // positions of its buffers
+  size_t turn_in_call_ = 0;
 };
 
 // The buffers of one device that graphs keep, on any thread. Its owner locks it.
