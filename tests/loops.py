@@ -4,9 +4,10 @@
 
 A program has one to three nets (convolutions, synchronized layers, Dropout; chains and branches), each in a mode of its
 own, on two to four devices. In each step it draws something that users do: train, with one ``record()`` or one for each
-device, with arrays that cpu(0) computes for the other devices in between; several nets in a step; another batch size;
-several backward passes before an update; weights that are updated without a Trainer; predictions; a Module; a thread
-for each device; steps that fail; an active set. A wait in vain ends in an error after the timeout.
+device; several nets in a step, or one between the passes of another; another batch size; several backward passes before
+an update; weights that are updated without a Trainer; predictions; executors; a Module; a thread for each device; steps
+that fail; an active set. Where it can, cpu(0) computes what a device needs when that device is about to begin. A wait
+in vain ends in an error after the timeout.
 """
 
 import argparse
@@ -41,6 +42,15 @@ class Branches(gluon.HybridBlock):
         return F.relu(self.left(x) + self.right(x))
 
 
+class Centred(gluon.HybridBlock):
+    """Needs temporary space three times."""
+
+    def hybrid_forward(self, F, x):
+        for _ in range(3):
+            x = F.broadcast_sub(x, F.mean(x, axis=(0, 1, 2, 3), keepdims=True))
+        return x * 2
+
+
 def make_net(draw, devices, timeout):
     net = nn.HybridSequential()
     for _ in range(draw.randint(1, 3)):
@@ -67,8 +77,13 @@ class Program:
         self.nets = [make_net(draw, self.devices, timeout) for _ in range(draw.randint(1, 3))]
         self.trainers = [gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}) for net in self.nets]
         self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        self.timeout, self.module, self.reads = timeout, None, draw.choice([1, 1, 5])
+        self.timeout, self.module, self.executors, self.reads = timeout, None, [], draw.choice([1, 1, 5])
         self.last = []
+        self.centred = [Centred() for _ in range(draw.choice([1, 6]))]
+        for block in self.centred:
+            mode = draw.choice(MODES)
+            if mode is not None:
+                block.hybridize(**mode)
         names = [name for name in dir(self) if name.startswith("do_")]
         self.actions = draw.sample(names, draw.randint(3, len(names)))
 
@@ -94,12 +109,17 @@ class Program:
         parts = (gluon.utils.split_and_load(item, self.devices) for item in (x, y.astype("float32")))
         return list(zip(*parts))
 
+    def computed(self, x, device):
+        """As an array of the device, which cpu(0) computes."""
+        with autograd.pause():
+            return self.draw.choice(self.centred)(x).as_in_context(device)
+
     def shards_one_by_one(self):
         """As `shards`, but cpu(0) computes each when its device is about to begin."""
         x, y = self.batch()
         for rank, device in enumerate(self.devices):
             part = slice(rank * IMAGES, (rank + 1) * IMAGES)
-            yield (x * 2 + 1)[part].as_in_context(device), mx.nd.cast(y[part], "float32").as_in_context(device)
+            yield self.computed(x[part], device), mx.nd.cast(y[part], "float32").as_in_context(device)
 
     def one(self):
         return self.draw.choice(list(zip(self.nets, self.trainers)))
@@ -135,20 +155,40 @@ class Program:
         net, trainer = self.one()
         with autograd.record():
             losses = [self.loss(net(x), y) for x, y in self.shards()]
-        for loss in reversed(losses):
-            loss.backward()
+        self.backward_one_by_one(losses)
+        trainer.step(IMAGES * len(self.devices))
+        self.last = losses
+
+    def backward_one_by_one(self, outputs):
+        """From gradients that cpu(0) computes when their device is about to begin."""
+        for output in self.draw.sample(outputs, len(outputs)):
+            head = mx.nd.random.normal(shape=output.shape + (1,) * (4 - output.ndim))
+            output.backward(self.computed(head, output.context).reshape(output.shape))
+
+    def do_another_net_between_the_passes(self):
+        net, trainer = self.one()
+        with autograd.record():
+            losses = [self.loss(net(x), y) for x, y in self.shards()]
+        other = gluon.nn.Dense(2)
+        other.initialize(ctx=self.devices)
+        with autograd.record():
+            outputs = [other(mx.nd.ones((1, 2), ctx=device)) for device in self.devices]
+        if self.draw.random() < 0.5:
+            autograd.backward(outputs)
+            gluon.Trainer(other.collect_params(), "sgd").step(1)
+        self.backward_one_by_one(losses)
         trainer.step(IMAGES * len(self.devices))
         self.last = losses
 
     def do_several_nets(self):
         """Every device calls them in the same order, but the devices take turns as they like."""
         nets = self.draw.sample(range(len(self.nets)), len(self.nets))
-        to_come = [[(rank, number, x, y) for number in nets] for rank, (x, y) in enumerate(self.shards())]
+        to_come = [[(number, x, y) for number in nets] for x, y in self.shards()]
         losses = []
         with autograd.record():
             while any(to_come):
-                rank, number, x, y = self.draw.choice([calls for calls in to_come if calls]).pop(0)
-                losses.append(self.loss(self.nets[number](x), y))
+                number, x, y = self.draw.choice([calls for calls in to_come if calls]).pop(0)
+                losses.append(self.loss(self.nets[number](self.computed(x.as_in_context(mx.cpu()), x.context)), y))
         autograd.backward(losses)
         for trainer in self.trainers:
             trainer.step(IMAGES * len(self.devices))
@@ -186,7 +226,7 @@ class Program:
     def do_statistics_alone(self):
         net, _ = self.one()
         with autograd.train_mode():
-            self.last = [net(x) for x, _ in self.shards()]
+            self.last = [net(x) for x, _ in self.shards_one_by_one()]
         mx.nd.waitall()  # MXNet gives a static graph the mode of its next call, also if this one has not run
 
     def do_predict(self):
@@ -197,16 +237,18 @@ class Program:
         net, _ = self.one()
         self.last = [net(x) for x, _ in self.shards()]
 
+    def symbol(self):
+        data = mx.sym.var("data")
+        for number in range(2):
+            data = mx.sym.Convolution(data, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"conv{number}")
+            data = gluon_syncbn.symbol.SyncBatchNorm(
+                data, num_devices=len(self.devices), timeout=self.timeout, name=f"norm{number}"
+            )
+        return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=3), name="softmax")
+
     def do_module(self):
         if self.module is None:
-            data = mx.sym.var("data")
-            for number in range(2):
-                data = mx.sym.Convolution(data, kernel=(3, 3), pad=(1, 1), num_filter=4, name=f"conv{number}")
-                data = gluon_syncbn.symbol.SyncBatchNorm(
-                    data, num_devices=len(self.devices), timeout=self.timeout, name=f"norm{number}"
-                )
-            out = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=3), name="softmax")
-            self.module = mx.mod.Module(out, context=self.devices)
+            self.module = mx.mod.Module(self.symbol(), context=self.devices)
             count = IMAGES * len(self.devices)
             self.module.bind([("data", (count, 3, SIDE, SIDE))], [("softmax_label", (count,))])
             self.module.init_params(mx.init.Xavier())
@@ -216,6 +258,19 @@ class Program:
         self.module.backward()
         self.module.update()
         self.last = self.module.get_outputs()
+
+    def do_executors(self):
+        if not self.executors:
+            symbol = self.symbol()
+            self.executors = [symbol.simple_bind(device, data=(IMAGES, 3, SIDE, SIDE)) for device in self.devices]
+            for array in itertools.chain.from_iterable(executor.arg_arrays for executor in self.executors):
+                array[:] = mx.nd.random.normal(shape=array.shape, ctx=array.context)
+        self.last = []
+        for executor, (x, _) in zip(self.executors, self.shards_one_by_one()):
+            out = executor.forward(is_train=True, data=x)[0]
+            self.last += [out, out.mean()]  # behind the layers
+        for executor in self.executors:
+            executor.backward()
 
     def do_threads(self):
         net, trainer = self.one()

@@ -40,15 +40,18 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
-def make_net(norms=True):
+def make_net(norms=True, frozen=False):
     net = mx.gluon.nn.HybridSequential()
     for _ in range(4):
-        net.add(mx.gluon.nn.Conv2D(16, 3, padding=1))
-        net.add(gluon_syncbn.SyncBatchNorm(timeout=900) if norms else mx.gluon.nn.BatchNorm())
+        for _ in range(3):
+            net.add(mx.gluon.nn.Conv2D(16, 3, padding=1))
+        learns = {{"center": not frozen, "scale": not frozen}}
+        net.add(gluon_syncbn.SyncBatchNorm(timeout=900, **learns) if norms else mx.gluon.nn.BatchNorm())
         net.add(mx.gluon.nn.Activation("relu"))
     net.initialize(mx.init.Xavier(), ctx=cpus(2))
-    return set_mode(net, {mode!r})
+    return set_mode(net, mode)
 
+mode = {mode!r}
 net = make_net()
 trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {{"learning_rate": 1e-3}})
 images = [mx.nd.random.normal(shape=(8, 3, 64, 64), ctx=device) for device in cpus(2)]
@@ -84,6 +87,25 @@ def step(n):
     "trains and predicts": "def step(n): train(); trainer.step(16); [net(x) for x in images]",
     "has no layer of ours": "net = make_net(False)\ndef step(n): [net(x) for x in images]",
     "changes its shapes": "def step(n): train([x[:, :, : 64 - 4 * (n % 4)] for x in images]); trainer.step(16)",
+    "hybridizes anew": """
+def step(n):
+    if n % 4 == 0:
+        set_mode(net, mode)
+    losses = train()
+    trainer.step(16)
+    [loss.asscalar() for loss in losses]
+""",
+    # Nothing says that the step has ended.
+    "trains only once": "train()\ndef step(n): [net(x).wait_to_read() for x in images]",
+    "trains frozen layers": """
+net = make_net(frozen=True)
+def step(n):
+    losses = train()
+    for weight in net.collect_params(".*weight").values():
+        for device in cpus(2):
+            mx.nd.sgd_update(weight.data(device), weight.grad(device), lr=1e-3, out=weight.data(device))
+    [loss.asscalar() for loss in losses]
+""",
 }
 
 
@@ -224,6 +246,78 @@ except mx.MXNetError as error:
 """
 
 
+MANY = """
+import gluon_syncbn
+from harness import *
+
+class Centred(mx.gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.broadcast_sub(x, F.mean(x * 1, axis=(0, 2, 3), keepdims=True)) * 2
+
+class Net(Centred):
+    def __init__(self):
+        super().__init__()
+        self.norm = gluon_syncbn.SyncBatchNorm(in_channels=8)
+
+    def hybrid_forward(self, F, x):
+        return super().hybrid_forward(F, self.norm(x))
+
+centred, nets = Centred(), [Net() for _ in range(12)]
+for net in nets:
+    net.initialize(ctx=cpus(2))
+for net in [centred, *nets]:
+    set_mode(net, "static")
+for number in range(5):
+    outputs = []
+    with autograd.record():
+        for device in cpus(2):
+            x = mx.nd.ones((2, 8, 8, 8))
+            with autograd.pause():
+                x = centred(x).as_in_context(device) if number else x.as_in_context(device)
+            for net in nets:
+                x = net(x)
+            outputs.append(x)
+    autograd.backward(outputs)
+    mx.nd.waitall()
+print("RIGHT")
+"""
+
+
+def test_many_static_graphs():
+    """One more graph on cpu(0), which computes for cpu(1), comes when all others have their buffers."""
+    done = run_python(MANY, GLUON_SYNCBN_TIMEOUT=60)
+    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+
+
+GATHER = """
+import gluon_syncbn
+from harness import *
+net = mx.gluon.nn.HybridSequential()
+for _ in range(3):
+    net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(in_channels=8))
+net.initialize(ctx=cpus(2))
+set_mode(net, {mode!r})
+for _ in range(4):
+    shards = random_shards([(2, 8, 8, 8)] * 2)
+    with autograd.record():
+        outputs = [net(mx.nd.array(x, ctx=device)).as_in_context(mx.cpu(0)) for x, device in zip(shards, cpus(2))]
+        losses = [mx.nd.broadcast_mul(o, mx.nd.softmax(o.mean(axis=(0, 2, 3), keepdims=True))).sum() for o in outputs]
+        total = losses[0] + losses[1]
+    autograd.backward(losses if {is_listed} else total)
+    mx.nd.waitall()
+print("RIGHT")
+"""
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_losses_of_all_devices_on_one(mode, is_listed):
+    """In one backward pass cpu(0) comes to a layer, and then computes what cpu(1) needs. Bulks are MXNet's."""
+    variables = {} if mode == "hybridize" else {"MXNET_EXEC_BULK_EXEC_TRAIN": 0}
+    done = run_python(GATHER.format(mode=mode, is_listed=is_listed), GLUON_SYNCBN_TIMEOUT=60, **variables)
+    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("buffers, advised", [(1, 1024), (4, 1024), (900, None)])
 def test_too_few_buffers_are_named_with_a_number(buffers, advised):
     done = run_python(FEW, MXNET_CPU_TEMP_COPY=buffers, GLUON_SYNCBN_TIMEOUT=3 if buffers == 1 else LONG)
@@ -274,7 +368,34 @@ def train():
         autograd.backward(outputs)
         [output.asnumpy() for output in outputs]
 
+class Total(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0] + in_data[0].sum())
+
+@mx.operator.register("total")
+class TotalProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Total()
+
+class Function(autograd.Function):
+    def forward(self, x):
+        return x * 1
+    def backward(self, gradient):
+        return gradient * gradient.sum()
+
+def compute_on_threads_of_mxnets():
+    mx.nd.Custom(mx.nd.ones(3), op_type="total").wait_to_read()
+    x = mx.nd.ones(3)
+    x.attach_grad()
+    with autograd.record():
+        y = Function()(x)
+    y.backward()
+    sparse = mx.nd.ones((6, 3)).tostype("row_sparse")
+    mx.nd.add_n(sparse, sparse, sparse).wait_to_read()
+    mx.nd.waitall()
+
 train()
+compute_on_threads_of_mxnets()
 loader = mx.gluon.data.DataLoader(mx.gluon.data.ArrayDataset(mx.nd.random.normal(shape=(8, 3))), 2, num_workers=2)
 for batch in loader:
     train()
@@ -287,6 +408,6 @@ print("CHILD", child.exitcode)
 
 
 def test_processes_that_fork():
-    """Those of a DataLoader, and one that trains the net by itself."""
+    """Those of a DataLoader, and one that trains the net by itself; MXNet ends threads that have had buffers."""
     done = run_python(FORK)
     assert done.stdout == "CHILD 0\n", done.stdout + done.stderr

@@ -138,6 +138,7 @@ def _make(net: Block, args) -> Optional[_Graph]:
             del _graphs[net]
             drop_graph(net)
         if not has_operator(net):
+            cpu_resources.give_buffers(net, cpu_resources.GraphsBuffers())
             make_operator(net, args)
         graph = _graphs.get(net)
         if graph is not None:
@@ -154,11 +155,12 @@ def following_moves(call):
         graph = _graphs.get(self)
         if not is_made or (graph is not None and graph.is_out_of_date(self)):
             graph = _make(self, args)
+        buffers = cpu_resources.buffers_of(self)
         if graph is None:
-            return cpu_resources.in_one_call(call, self, *args) if failures.is_in_use() else call(self, *args)
+            return cpu_resources.in_one_call(buffers, call, self, *args)
         device = _device_of(args)
         graph.begin_forward(device)
-        out = cpu_resources.in_one_call(call, self, *args)
+        out = cpu_resources.in_one_call(buffers, call, self, *args)
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

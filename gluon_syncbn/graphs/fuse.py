@@ -37,6 +37,7 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.graph import Entry, Graph, Node, needed_for
 from gluon_syncbn.graphs.norms import MARK, is_marked, spec_of
+from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
@@ -221,11 +222,11 @@ def fusing_bind(bind):
 
     @functools.wraps(bind)
     def fused_bind(self, *args, **kwargs):
-        fused = _bound_symbols.fused(self)
-        if fused is None:
-            return bind(self, *args, **kwargs)
-        executor = bind(fused, *args, **kwargs)
-        steps.executors.add(executor)
+        fused, buffers = _bound_symbols.fused(self), cpu_resources.GraphsBuffers()
+        executor = cpu_resources.in_one_call(buffers, bind, self if fused is None else fused, *args, **kwargs)
+        cpu_resources.give_buffers(executor, buffers)
+        if fused is not None:
+            steps.executors.add(executor)
         return executor
 
     return fused_bind

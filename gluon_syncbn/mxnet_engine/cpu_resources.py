@@ -11,14 +11,17 @@ had; and when they have come round, an operator can still meet a buffer that ano
 """
 
 import contextlib
+import functools
 import os
 import re
 import warnings
-from typing import Callable, Dict, Iterator, Tuple
+import weakref
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import mxnet as mx
 
 from gluon_syncbn.base import library
+from gluon_syncbn.base.mxnet_private import is_in_graph
 
 _BUFFERS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
@@ -26,6 +29,9 @@ CPU_RESOURCES = {_BUFFERS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
 shared_because = "the package is being imported"
 _FEW = 256  # buffers for all devices, each of which has its own
+# Whether autograd has ever recorded a copy from one device to another. In a backward pass, what one device computes may
+# then wait for another device.
+_copies_in_graphs = False
 # What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
 _taken: Dict[str, str] = {}
 
@@ -71,7 +77,8 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def open_step() -> None:
-    """Begin a step with synchronized layers: from now on operators wait for no buffer of another call's.
+    """Note that a pass of a synchronized layer begins on some device: from now on operators wait for no buffer of
+    another call's.
 
     Does nothing in a step that is open.
     """
@@ -85,16 +92,67 @@ def close_step() -> None:
         library.core.gluon_syncbn_close_step()
 
 
-def in_one_call(function: Callable, *args, **kwargs):
-    """Return ``function(*args, **kwargs)``; the operators that it pushes may wait for each other, and so need little
-    space."""
+class GraphsBuffers:
+    """The buffers that the graph of a net or executor keeps, on all devices. When this object goes, others get them."""
+
+    def __init__(self):
+        self.handle = None
+        if not shared_because:
+            self.handle = library.core.gluon_syncbn_new_graph()
+            weakref.finalize(self, library.core.gluon_syncbn_drop_graph, self.handle).atexit = False
+
+
+_buffers: "weakref.WeakKeyDictionary[Any, GraphsBuffers]" = weakref.WeakKeyDictionary()
+
+
+def buffers_of(owner: Any) -> GraphsBuffers:
+    """Those of the graph of this net."""
+    return _buffers.get(owner) or _buffers.setdefault(owner, GraphsBuffers())
+
+
+def give_buffers(owner: Any, buffers: GraphsBuffers) -> None:
+    """Have these go when the owner does, or has others."""
+    _buffers[owner] = buffers
+
+
+def in_one_call(buffers: Optional[GraphsBuffers], function: Callable, *args, **kwargs):
+    """Return ``function(*args, **kwargs)``, which makes or calls the graph that keeps these buffers, or is a backward
+    pass (None).
+
+    The operators that it pushes for a device may wait for each other, and so need little space.
+    """
     if shared_because:
         return function(*args, **kwargs)
-    before = library.core.gluon_syncbn_begin_call()
+    before = 0
     try:
+        before = library.core.gluon_syncbn_begin_call(buffers and buffers.handle, mx.autograd.is_recording())
         return function(*args, **kwargs)
     finally:
         library.core.gluon_syncbn_end_call(before)
+
+
+def in_one_backward(function: Callable, *args, **kwargs):
+    """Return ``function(*args, **kwargs)``, a backward pass; as `in_one_call`, unless it may go from device to
+    device."""
+    open_step()
+    return function(*args, **kwargs) if _copies_in_graphs else in_one_call(None, function, *args, **kwargs)
+
+
+def noticing_copies(copyto):
+    """``copyto`` of an array, which ``as_in_context`` calls: notices what `in_one_backward` must know."""
+
+    @functools.wraps(copyto)
+    def noticed_copyto(self, other):
+        global _copies_in_graphs
+        if not _copies_in_graphs and mx.autograd.is_recording():
+            _copies_in_graphs = _is_elsewhere(self, other) and is_in_graph(self)
+        return copyto(self, other)
+
+    return noticed_copyto
+
+
+def _is_elsewhere(array: mx.nd.NDArray, other: Union[mx.nd.NDArray, mx.Context]) -> bool:
+    return array.context != (other.context if isinstance(other, mx.nd.NDArray) else other)
 
 
 # Where devices share

@@ -68,12 +68,10 @@ def _before_fork() -> None:
     finally:
         if library.core is not None:  # a lock that another thread holds now would be locked for ever in the child
             library.core.gluon_syncbn_before_fork()
-            library.core.gluon_syncbn_hold_cpu_resources(True)
 
 
 def _after_fork(is_child: bool) -> None:
     if library.core is not None:
-        library.core.gluon_syncbn_hold_cpu_resources(False)
         library.core.gluon_syncbn_after_fork(is_child)
     if is_child:
         steps.lose_gpus()

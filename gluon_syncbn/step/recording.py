@@ -35,10 +35,10 @@ def noticing_record(enter):
 
 def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
     """Begin a forward pass of a `SyncBatchNorm`; in training, abandon the step before if that broke off."""
-    if not (mx.autograd.is_recording() and mx.autograd.is_training()):
+    if not mx.autograd.is_training():
         return
     passes = layer._sync.passes
-    if passes.is_unfinished():
+    if mx.autograd.is_recording() and passes.is_unfinished():
         started = ", ".join(map(str, passes.started()))
         _log.warning(
             "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
@@ -76,7 +76,7 @@ def counting_backward(backward):
                 failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
         steps.begin_backward()
         try:
-            done = cpu_resources.in_one_call(backward, *args, **kwargs)
+            done = cpu_resources.in_one_backward(backward, *args, **kwargs)
         finally:
             reached = steps.end_backward()
         steps.note_backward(reached)
@@ -90,7 +90,8 @@ def noticing_grad(grad):
 
     @functools.wraps(grad)
     def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
-        done = cpu_resources.in_one_call(grad, heads, variables, head_grads, retain_graph, create_graph, train_mode)
+        options = head_grads, retain_graph, create_graph, train_mode
+        done = cpu_resources.in_one_backward(grad, heads, variables, *options)
         if not create_graph and not retain_graph:
             steps.end_grad()
         return done
@@ -105,6 +106,8 @@ def noticing_forward_of_symbols(forward):
     def noticed_forward(self, is_train=False, **kwargs):
         if is_train:
             leave_failed_step()
+            if self in steps.executors:
+                cpu_resources.open_step()
             steps.begin_executor(self)
         return forward(self, is_train, **kwargs)
 

@@ -5,14 +5,15 @@ says so: device 0 waits in the backward pass, and with it whatever needs its gra
 too. By then Python knows: at the forward pass that begins the next step all devices have been given equally many
 forward passes, but not equally many backward passes.
 
-Forward passes are counted where a layer, or a graph that has some, is called. Backward passes have no such place: which
-devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every Parameter whether its
-gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine has done by then. So
-that note is taken away before the call, looked at after it, and put back. Several threads may be in ``backward()``
-together, and one of them may wait there for what another has yet to start: nothing is held during the call. Whoever
-returns first counts what is fresh by then, and the last one puts back what nobody has reached.
+Forward passes are counted where a layer is called, or a graph that has some (for its first layer). Backward passes have
+no such place: which devices ``backward()`` of some arrays reaches, their graph alone knows. But MXNet notes at every
+Parameter whether its gradient is fresh, for the Trainer, and does so before ``backward()`` returns, whatever the engine
+has done by then. So that note is taken away before the call, looked at after it, and put back. Several threads may be
+in ``backward()`` together, and one of them may wait there for what another has yet to start: nothing is held during the
+call. Whoever returns first counts what is fresh by then, and the last one puts back what nobody has reached.
 
-One layer of a net is enough, and 100 would cost time: that which is the first in its ``autograd.record()``.
+For backward passes one layer of a net is enough, and 100 would cost time: that which is the first in its
+``autograd.record()``.
 
 Other processes must know where a step breaks off here that is under way (`Steps.is_under_way`): from the first recorded
 call of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the
@@ -55,11 +56,13 @@ class Passes:
         # whoever sees their backward passes sees their forward passes, too, which this device is yet to begin.
         return not _is_even(self._backwards, self._devices) and _is_even(self._forwards, self._devices)
 
-    def is_balanced(self) -> Optional[bool]:
-        """Whether all devices have begun equally many passes of each direction; None where none has begun one."""
-        if not self._devices:
-            return None
-        return _is_even(self._forwards, self._devices) and _is_even(self._backwards, self._devices)
+    def is_even(self) -> bool:
+        """Whether all devices have begun equally many forward passes."""
+        return _is_even(self._forwards, self._devices)
+
+    def is_balanced(self) -> bool:
+        """Whether all devices have begun equally many passes of each direction."""
+        return self.is_even() and _is_even(self._backwards, self._devices)
 
     def started(self) -> List[mx.Context]:
         """The devices that have had most backward passes."""
@@ -67,10 +70,8 @@ class Passes:
         return [device for device in self._devices if self._backwards[device] == most]
 
     def begin_forward(self, device: mx.Context) -> None:
-        """Count a recorded forward pass in training mode on ``device``."""
-        devices = [array.context for array in self.arrays()]
-        if not devices:
-            return
+        """Count a forward pass in training mode on ``device``."""
+        devices = self._devices_now()
         if devices != self._devices:  # it has moved
             self.forget()
             self._devices = devices
@@ -78,8 +79,12 @@ class Passes:
 
     def end_backward(self, device: mx.Context) -> None:
         """Count a backward pass that reaches ``device``, unless the layer has moved since its last forward pass."""
-        if [array.context for array in self.arrays()] == self._devices:
+        if self._devices_now() == self._devices:
             self._backwards[device] += 1
+
+    def _devices_now(self) -> List[mx.Context]:
+        layer = self._layer()
+        return [] if layer is None else layer.running_mean.list_ctx()
 
     def arrays(self) -> List[mx.nd.NDArray]:
         """A Parameter that learns, on each device; none if it is frozen."""
@@ -126,7 +131,7 @@ _Key = Tuple[Passes, int]  # a layer's, and the id of an array
 
 
 def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
-    return len({counts[device] for device in devices}) == 1
+    return len({counts[device] for device in devices}) <= 1
 
 
 class HeldUpdate(NamedTuple):
@@ -169,7 +174,8 @@ class Steps:
         self._inside: Counter = Counter()  # by thread: how many record() it is in
         self._looked_through: weakref.WeakSet[Block] = weakref.WeakSet()
 
-        self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # whose backward passes are counted
+        self._uneven: weakref.WeakSet[Passes] = weakref.WeakSet()  # that some device has yet to begin
         # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
         # reached since; and those that were open when the thread entered the next record().
         self._open: Dict[int, Set[Passes]] = {}
@@ -247,14 +253,17 @@ class Steps:
 
     def is_balanced(self) -> bool:
         """Whether all passes that have begun can end: no device waits for one that Python has yet to begin."""
-        known = {passes.is_balanced() for passes in self._watched_now()} - {None}
-        return known == {True}
+        with self._lock:
+            if self._uneven or self._open_executors:
+                return False
+        return all(passes.is_balanced() for passes in self._watched_now())
 
     def forget_passes(self) -> None:
         """Begin anew: no step is under way."""
-        for passes in self._watched_now():
-            passes.forget()
         with self._lock:
+            for passes in {*self._watched, *self._uneven}:
+                passes.forget()
+            self._uneven.clear()
             self._open.clear()
             self._left.clear()
         self._open_executors.clear()
@@ -269,16 +278,19 @@ class Steps:
     # Forward passes
 
     def begin_forward(self, passes: Passes, device: mx.Context) -> None:
-        """Note that Python starts a recorded forward pass in training mode on ``device``."""
+        """Note that Python starts a forward pass in training mode on ``device``."""
         self.note_forward(passes)
-        is_first = self._scope.has_begun
+        is_first = self._scope.has_begun and mx.autograd.is_recording()
         if is_first:
             self._scope.has_begun, self._scope.net = False, outermost_block()
         with self._lock:
             if is_first:
                 self._watched.add(passes)
-            if passes in self._watched:
-                passes.begin_forward(device)
+            passes.begin_forward(device)
+            if passes.is_even():
+                self._uneven.discard(passes)
+            else:
+                self._uneven.add(passes)
 
     def note_forward(self, passes: Passes) -> None:
         """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""

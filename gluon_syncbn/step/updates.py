@@ -166,7 +166,8 @@ def _guarding(
 
     ``is_first``: the block copies all parameters into a KVStore. ``indices`` are those of the gradients.
     """
-    cpu_resources.close_step()
+    if steps.is_balanced():
+        cpu_resources.close_step()
     if not any(gradients):
         yield
         return

@@ -44,6 +44,7 @@ SAME_FUNCTION(array_free, MXNDArrayFree);
 SAME_FUNCTION(last_error, MXGetLastError);
 SAME_FUNCTION(array_create, MXNDArrayCreateEx);
 SAME_FUNCTION(engine_push, MXEnginePushSyncND);
+SAME_FUNCTION(engine_push_variables, MXEnginePushSync);
 SAME_FUNCTION(engine_push_async, MXEnginePushAsyncND);
 SAME_FUNCTION(array_wait, MXNDArrayWaitToRead);
 SAME_FUNCTION(array_context, MXNDArrayGetContext);

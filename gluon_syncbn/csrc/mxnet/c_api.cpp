@@ -27,6 +27,7 @@ EXPORTED int gluon_syncbn_connect(void* libmxnet) {
                      find_function(libmxnet, "MXGetLastError", f.last_error) &&
                      find_function(libmxnet, "MXNDArrayCreateEx", f.array_create) &&
                      find_function(libmxnet, "MXEnginePushSyncND", f.engine_push) &&
+                     find_function(libmxnet, "MXEnginePushSync", f.engine_push_variables) &&
                      find_function(libmxnet, "MXEnginePushAsyncND", f.engine_push_async) &&
                      find_function(libmxnet, "MXNDArrayWaitToRead", f.array_wait) &&
                      find_function(libmxnet, "MXNDArrayGetContext", f.array_context) &&

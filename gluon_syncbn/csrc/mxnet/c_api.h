@@ -60,7 +60,11 @@ struct MXNetFunctions {
   int (*engine_push)(void (*function)(void*, void*), void* argument, void (*drop)(void*), const void* context,
                      void** reads, int num_reads, void** writes, int num_writes, const void* property, int priority,
                      const char* name);
-  // The same, with a function that returns before the operation is complete: `function(run_context, on_complete,
+  // The same, with variables of the engine in place of arrays: two arrays of EngineVariable*.
+  int (*engine_push_variables)(void (*function)(void*, void*), void* argument, void (*drop)(void*), const void* context,
+                               void* reads, int num_reads, void* writes, int num_writes, const void* property,
+                               int priority, const char* name);
+  // As engine_push, with a function that returns before the operation is complete: `function(run_context, on_complete,
   // argument)`, where `on_complete` is an OnComplete that is gone when it returns.
   int (*engine_push_async)(void (*function)(void*, void*, void*), void* argument, void (*drop)(void*),
                            const void* context, void** reads, int num_reads, void** writes, int num_writes,

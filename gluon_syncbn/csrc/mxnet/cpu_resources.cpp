@@ -14,6 +14,9 @@
 // lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them; and
 // each has generators, for one device of one thread. Threads that end leave what they have to later ones.
 //
+// There is no lock here: before a fork MXNet waits for threads of its own that come by, one of which would wait for a
+// lock of the thread that forks. What a thread of the parent has stays its own in the child, where that thread is not.
+//
 // MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
 // name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
 // Python says why.
@@ -30,7 +33,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <map>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -82,31 +85,35 @@ ResourceManager* make_manager() {
   return made;
 }
 
-// What a thread has for a device.
+// What a thread has for a device. It is never destroyed: MXNet computes while the process ends, too.
 struct OwnDevice {
+  explicit OwnDevice(int id) : device(id), buffers(id) {}
+
+  const int device;
   DeviceBuffers buffers;
+  KeptBuffers kept;
   ResourceManager* generators = nullptr;  // the manager that has them, but for cpu(0)
+
+  std::atomic<bool> is_taken{true};  // by a thread
+  OwnDevice* next = nullptr;         // in `all_devices`
 };
 
-// What threads have together.
-struct Shared {
-  Stock stock;
-  OpenStep step;
-  std::atomic<uint64_t> calls{0};
+Stock& stock = *new Stock;  // never destroyed either
+Step current_step;
+std::atomic<uint64_t> num_calls{0};
+std::atomic<bool> has_warned{false};
+std::atomic<OwnDevice*> all_devices{nullptr};
 
-  std::mutex mutex;  // of what follows; locked before the stock
-  std::map<int, KeptBuffers> kept;
-  // Of threads that have ended. What they have pushed may still wait for other devices, so it stays with its device.
-  std::map<int, std::vector<OwnDevice>> free;
-  bool has_warned = false;
-};
-
-Shared& shared() {
-  static auto* instance = new Shared;  // never destroyed: MXNet computes while the process ends, too
-  return *instance;
+OwnDevice* add_device(int device) {
+  auto* added = new OwnDevice(device);
+  added->next = all_devices;
+  while (!all_devices.compare_exchange_weak(added->next, added)) {
+  }
+  return added;
 }
 
-// What a thread has of its own. When it ends, others get that.
+// What a thread has of its own. When it ends, others get that. Its operators may still wait for other devices, so it
+// stays with its device.
 class Own {
  public:
   // Null when the thread has ended and MXNet still computes on it, as it does on the main thread.
@@ -116,53 +123,62 @@ class Own {
     return &own;
   }
 
-  DeviceBuffers& buffers(int device) { return its(device).buffers; }
+  OwnDevice& at(int device) {
+    OwnDevice*& found = devices_[device];
+    if (found == nullptr) {
+      for (found = all_devices; found != nullptr; found = found->next) {
+        if (found->device == device && !found->is_taken.exchange(true)) break;
+      }
+      if (found == nullptr) found = add_device(device);
+      seed_one(*found);
+    }
+    return *found;
+  }
 
   // The manager that has the generators of cpu(1), cpu(2), ...
   ResourceManager* generators(int device) {
-    ResourceManager*& found = its(device).generators;
-    if (found == nullptr) seed_one(device, found = make_manager());
-    return found;
+    OwnDevice& its = at(device);
+    if (its.generators == nullptr) {
+      its.generators = make_manager();
+      seed_one(its);
+    }
+    return its.generators;
   }
 
   void seed(uint32_t seed) {
     seed_ = seed;
-    for (const auto& [device, its] : devices_) seed_one(device, its.generators);
+    for (const auto& [device, its] : devices_) seed_one(*its);
   }
 
-  uint64_t call = 0;  // the number of the call that the thread is in
+  // The innermost call that the thread is in.
+  Call call() const { return calls_.empty() ? Call{0, nullptr, false} : calls_.back(); }
+
+  // Returns how many calls the thread was in.
+  size_t begin_call(const Call& call) {
+    calls_.push_back(call);
+    return calls_.size() - 1;
+  }
+
+  void end_calls_but(size_t num_left) {
+    if (num_left < calls_.size()) calls_.resize(num_left, {0, nullptr, false});
+  }
 
  private:
   Own() = default;
   ~Own() {
     has_ended = true;
-    Shared& all = shared();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    for (auto& [device, its] : devices_) all.free[device].push_back(std::move(its));
-  }
-
-  OwnDevice& its(int device) {
-    const auto [found, is_new] = devices_.try_emplace(device);
-    if (is_new) {
-      Shared& all = shared();
-      std::lock_guard<std::mutex> lock(all.mutex);
-      std::vector<OwnDevice>& free = all.free[device];
-      if (!free.empty()) {
-        found->second = std::move(free.back());
-        free.pop_back();
-        seed_one(device, found->second.generators);
-      }
-    }
-    return found->second;
+    for (const auto& [device, its] : devices_) its->is_taken = false;
   }
 
   // Far from the seeds of other devices: MXNet takes a seed and the 1,023 numbers after it.
-  void seed_one(int device, ResourceManager* generators) const {
-    if (generators != nullptr) mxnets.seed_all(generators, seed_ + static_cast<uint32_t>(device) * 2654435769);
+  void seed_one(const OwnDevice& its) const {
+    if (its.generators == nullptr) return;
+    mxnets.seed_all(its.generators, seed_ + static_cast<uint32_t>(its.device) * 2654435769);
   }
 
   static thread_local bool has_ended;
-  std::map<int, OwnDevice> devices_;
+  std::map<int, OwnDevice*> devices_;
+  std::vector<Call> calls_;
   uint32_t seed_ = 0;
 };
 
@@ -171,33 +187,24 @@ thread_local bool Own::has_ended = false;
 // Temporary space
 
 void warn_once(int device) {
-  Shared& all = shared();
-  {
-    std::lock_guard<std::mutex> lock(all.mutex);
-    if (std::exchange(all.has_warned, true)) return;
-  }
-  const size_t size = all.stock.size();
+  if (has_warned.exchange(true)) return;
   warn_user("cpu(" + std::to_string(device) + ") needs more temporary buffers in a step than it can have of " +
-            std::to_string(size) +
+            std::to_string(stock.size()) +
             ", so some operators wait for others. If devices wait until the timeout, set "
             "MXNET_CPU_TEMP_COPY=" +
-            std::to_string(std::max<size_t>(1024, 2 * size)) +
+            std::to_string(std::max<size_t>(1024, 2 * stock.size())) +
             " before the program starts. If you update weights without a gluon.Trainer, use gluon_syncbn.guard_update. "
             "Shown once.");
 }
 
 std::optional<Resource> temporary_space(int device, bool is_for_graph) {
-  Shared& all = shared();
-  std::optional<Resource> found;
+  Own* own = Own::get();
+  if (own == nullptr) return std::nullopt;
+  OwnDevice& its = own->at(device);
+  const Step::Number step = current_step.number();
   bool is_crowded = false;
-  if (is_for_graph) {
-    std::lock_guard<std::mutex> lock(all.mutex);
-    found = all.kept[device].next(all.stock);
-  } else if (Own* own = Own::get()) {
-    found = own->buffers(device).next(all.stock, all.step, own->call, is_crowded);
-  } else {
-    return std::nullopt;
-  }
+  const std::optional<Resource> found = is_for_graph ? its.kept.next(stock, step, own->call(), is_crowded)
+                                                     : its.buffers.next(stock, step, own->call().number, is_crowded);
   if (!found || is_crowded) warn_once(device);
   return found;
 }
@@ -263,7 +270,6 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
                {"_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
-  table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
   mxnets.attach_op_resources = {
       libmxnet,
       "_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm"};
@@ -273,13 +279,14 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
 
   // It hands its buffers out in turn.
   ResourceManager* const manager = make_manager();
-  Shared& all = shared();
   for (int i = 1; i <= num_buffers; ++i) {
     const Resource buffer = mxnets.request(manager, {kCpu, 0}, {ResourceRequest::kTemporarySpace});
     if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
-    all.stock.add(buffer);
+    stock.add(buffer);
   }
-  all.free[1].push_back({{}, manager});
+  OwnDevice* const first = add_device(1);
+  first->generators = manager;
+  first->is_taken = false;
 
   replace(&methods[1], seed_all, mxnets.seed_all);
   replace(&methods[2], seed_device, mxnets.seed_device);
@@ -293,11 +300,14 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
 
 using namespace gluon_syncbn;
 
-// Once, before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null.
+// Before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null. A second call does
+// nothing.
 EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_buffers) {
   static std::string problem;
+  static bool is_done = false;
   try {
-    separate_cpu_devices(libmxnet, num_buffers);
+    if (!is_done) separate_cpu_devices(libmxnet, num_buffers);
+    is_done = true;
     return nullptr;
   } catch (const std::exception& error) {
     problem = error.what();
@@ -306,29 +316,29 @@ EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_b
 }
 
 // From now on operators wait for no pending operators of other calls, until `gluon_syncbn_close_step`.
-EXPORTED void gluon_syncbn_open_step() { shared().step.open(); }
+EXPORTED void gluon_syncbn_open_step() { current_step.open(); }
 
 // All that was pushed can finish by itself.
-EXPORTED void gluon_syncbn_close_step() { shared().step.close(); }
+EXPORTED void gluon_syncbn_close_step() { current_step.close(); }
 
-// This thread begins a call that may push many operators. Returns the one that it was in, for `gluon_syncbn_end_call`.
-EXPORTED uint64_t gluon_syncbn_begin_call() {
+// For a graph that Python makes, and drops when that is gone.
+EXPORTED void* gluon_syncbn_new_graph() { return new std::shared_ptr<Graph>(std::make_shared<Graph>()); }
+
+EXPORTED void gluon_syncbn_drop_graph(void* graph) {
+  auto* const dropped = static_cast<std::shared_ptr<Graph>*>(graph);
+  (*dropped)->is_gone = true;
+  delete dropped;
+}
+
+// This thread begins a call that may push many operators: of a graph, recorded by autograd or not; or a backward pass
+// (null). Returns how many calls it was in, for `gluon_syncbn_end_call`.
+EXPORTED uint64_t gluon_syncbn_begin_call(void* graph, int is_recorded) {
   Own* own = Own::get();
-  return own == nullptr ? 0 : std::exchange(own->call, ++shared().calls);
+  if (own == nullptr) return 0;
+  return own->begin_call(
+      {++num_calls, graph ? *static_cast<std::shared_ptr<Graph>*>(graph) : nullptr, is_recorded != 0});
 }
 
 EXPORTED void gluon_syncbn_end_call(uint64_t before) {
-  if (Own* own = Own::get()) own->call = before;
-}
-
-// A fork must not find the locks of other threads.
-EXPORTED void gluon_syncbn_hold_cpu_resources(int hold) {
-  Shared& all = shared();
-  if (hold) {
-    all.mutex.lock();
-    all.stock.mutex.lock();
-  } else {
-    all.stock.mutex.unlock();
-    all.mutex.unlock();
-  }
+  if (Own* own = Own::get()) own->end_calls_but(before);
 }

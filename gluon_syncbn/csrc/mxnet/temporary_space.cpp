@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "mxnet/array.h"
+#include "mxnet/c_api.h"
+
 namespace gluon_syncbn {
 namespace {
 
@@ -9,31 +12,21 @@ constexpr uint64_t kAlone = 0, kClosed = ~uint64_t{0};
 
 }  // namespace
 
-void Stock::add(const Resource& buffer) {
-  std::lock_guard<std::mutex> lock(mutex);
-  buffers_.push_back(buffer);
-  ++size_;
-}
-
 std::optional<Resource> Stock::take(size_t taken) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (buffers_.empty() || (buffers_.size() <= size_ / 2 && taken > 0 && taken >= size_ / 32)) return std::nullopt;
-  const Resource buffer = buffers_.back();
-  buffers_.pop_back();
-  return buffer;
+  const size_t size = buffers_.size();
+  size_t now = num_taken_;
+  do {
+    const bool has_many = taken > 0 && taken >= size / 32;
+    if (now == size || (now >= size - size / 2 && has_many)) return std::nullopt;
+  } while (!num_taken_.compare_exchange_weak(now, now + 1));
+  return buffers_[now];
 }
 
-void OpenStep::open() {
-  if (!is_open_.exchange(true)) ++number_;
-}
-
-std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, uint64_t call, bool& is_crowded) {
-  const bool is_open = step.is_open();
+std::optional<Resource> DeviceBuffers::next(Stock& stock, Step::Number step, uint64_t call, bool& is_crowded) {
+  const bool is_open = Step::is_open(step), is_new = step_ != step;
   if (!is_open) call = kClosed;
-  const uint64_t number = step.number();
-  const bool is_new = step_ != number;
   if (is_new) {
-    step_ = number;
+    step_ = step;
     turn_ = 0;
   }
   if (is_new || call != call_ || call == kAlone) {
@@ -41,6 +34,7 @@ std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, 
     used_by_call_.clear();
     turn_in_call_ = 0;
   }
+  ++requests_;
   if (used_by_call_.size() < kFew) {
     std::optional<size_t> found;
     if (is_open) {
@@ -60,13 +54,33 @@ std::optional<Resource> DeviceBuffers::next(Stock& stock, const OpenStep& step, 
   Buffer& buffer = buffers_[used_by_call_[turn_in_call_++ % used_by_call_.size()]];
   ++buffer.uses;
   buffer.step = step_;
+  buffer.last_request = requests_;
   return buffer.resource;
+}
+
+bool DeviceBuffers::is_idle(Buffer& buffer) {
+  const size_t finished = buffer.finished;
+  if (finished == buffer.uses) return true;
+  if (finished == buffer.asked && requests_ - buffer.last_request >= kUnpushed) {
+    buffer.asked = buffer.uses;
+    const auto count = [](void*, void* counted) {
+      Buffer& its = *static_cast<Buffer*>(counted);
+      its.finished = its.asked;
+    };
+    const DeviceContext context = {kCpu, device_};
+    const EngineProperty property = EngineProperty::kNoSkip;
+    const int priority = 1;  // keeps it out of bundles, which would wait for more
+    check_mxnet(mxnet().engine_push_variables(count, &buffer, nullptr, &context, nullptr, 0, &buffer.resource.variable,
+                                              1, &property, priority, "temporary space"),
+                "MXNet's engine took no operation");
+  }
+  return false;
 }
 
 std::optional<size_t> DeviceBuffers::unused(Stock& stock) {
   for (size_t tries = std::min(kTries, buffers_.size()); tries > 0; --tries) {
     const size_t at = in_turn();
-    if (buffers_[at].step != step_ || buffers_[at].is_idle()) return at;
+    if (buffers_[at].step != step_ || is_idle(buffers_[at])) return at;
   }
   return one_more(stock);
 }
@@ -74,7 +88,7 @@ std::optional<size_t> DeviceBuffers::unused(Stock& stock) {
 std::optional<size_t> DeviceBuffers::one_more(Stock& stock) {
   const std::optional<Resource> more = stock.take(buffers_.size());
   if (!more) return std::nullopt;
-  buffers_.push_back({*more});
+  buffers_.emplace_back().resource = *more;
   return buffers_.size() - 1;
 }
 
@@ -83,24 +97,38 @@ size_t DeviceBuffers::in_turn() {
   return turn_++;
 }
 
-std::optional<Resource> KeptBuffers::next(Stock& stock) {
-  ++requests_;
+std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const Call& call, bool& is_crowded) {
+  Kept* const found = find(stock, step, call.graph, is_crowded);
+  if (found == nullptr) return std::nullopt;
+  found->step = step;
+  found->request = ++requests_;
+  found->awaits_backward = call.graph != nullptr && call.is_recorded;
+  if (call.graph != nullptr) found->graph = call.graph;
+  return found->resource;
+}
+
+KeptBuffers::Kept* KeptBuffers::find(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
+                                     bool& is_crowded) {
+  Kept *own = nullptr, *gone = nullptr, *forward = nullptr, *oldest = nullptr;
   for (Kept& kept : buffers_) {
-    const size_t version = kept.resource.variable->version();
-    if (version != kept.version) kept.last_used = requests_;
-    kept.version = version;
+    const bool is_earlier = kept.step != step || !Step::is_open(step);
+    if (is_earlier && kept.graph == graph && (own == nullptr || kept.request < own->request)) own = &kept;
+    if (kept.awaits_backward && (forward == nullptr || kept.request > forward->request)) forward = &kept;
+    if (kept.graph != nullptr && kept.graph->is_gone) gone = &kept;
+    if (oldest == nullptr || kept.request < oldest->request) oldest = &kept;
   }
-  if (buffers_.size() < kKept) {
-    if (const std::optional<Resource> more = stock.take(buffers_.size())) {
-      buffers_.push_back({*more, 0, requests_});
-      return *more;
-    }
+  if (graph == nullptr && forward != nullptr) return forward;
+  if (own != nullptr) return own;
+  if (gone != nullptr) {
+    gone->graph = nullptr;
+    return gone;
   }
-  if (buffers_.empty()) return std::nullopt;
-  Kept& idle = *std::min_element(buffers_.begin(), buffers_.end(),
-                                 [](const Kept& a, const Kept& b) { return a.last_used < b.last_used; });
-  idle.last_used = requests_;
-  return idle.resource;
+  if (const std::optional<Resource> more = stock.take(buffers_.size())) {
+    buffers_.emplace_back().resource = *more;
+    return &buffers_.back();
+  }
+  is_crowded = Step::is_open(step);
+  return oldest;
 }
 
 }  // namespace gluon_syncbn

@@ -16,28 +16,33 @@
 // 3. But cpu(0) may also compute something for cpu(1) in the middle of a step, such as its shard of the batch. That
 //    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator shares no buffer
 //    with pending operators of other calls. A call is a call of a net's graph, a backward pass, or one operator alone.
+//    (Once autograd has recorded a copy from one device to another, a backward pass is many operators alone.)
 //
 // A step is
 //   closed  when every pending operator can finish without what Python has yet to push. The operators of a device use
 //           kFew buffers in turn, as if all of them were one call.
-//   open    from its first call of a synchronized layer until weights are updated, or until the next record() if all
-//           devices have begun the same passes by then (Python says so). The operators of a call use kFew buffers in
-//           turn. The first call gets the first buffers of its device, the second call the next ones, and so on; what
-//           used them before is of an earlier step, and can finish. So a device needs as many buffers as a step has
-//           calls, however far Python is ahead of the engine, and each buffer serves the same operators in every step
-//           and keeps its size. Behind the last buffer the first one is next, if its operators have run, which the
-//           version of its variable tells. If not, the device gets one more buffer.
+//   open    from the first pass of a synchronized layer, forward or backward, until Python says that all devices have
+//           begun the same passes: when weights are updated, or at the next record(). The operators of a call use kFew
+//           buffers in turn. The first call gets the first buffers of its device, the second call the next ones, and so
+//           on; what used them before is of an earlier step, and can finish. So each buffer serves the same operators
+//           in every step and keeps its size. Behind the last buffer the first one is next, if its operators have run.
+//           If not, the device gets one more buffer. So a device needs as many buffers as calls are pending in a step.
+//
+// Whether the operators of a buffer have run, the engine is asked with an operation that writes the buffer's variable
+// after them, and counts. (The variable's own count would not tell: operators that the engine runs as one count once.)
 //
 // An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
-// all their operators on a device, and keep it. A device has kKept buffers for them, and they get the one that has been
-// idle for the longest time: it belongs to a graph that was made anew, for another shape for example. MXNet does not
-// say when it frees a graph.
+// all their operators on a device, and keep it. Python says whose graph asks, and when that is gone. A net asks anew
+// when its shapes change, or when it trains after a prediction; it then gets a buffer that it had in an earlier step.
+// Its backward pass asks by itself, and for which net, Python does not know. So it gets the buffer of the forward pass
+// that asked last and has not met it yet; or, if there is none, one that a backward pass had in an earlier step.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
+#include <deque>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -45,89 +50,116 @@
 
 namespace gluon_syncbn {
 
-// The buffers that no device has.
+// The buffers of the process, which are given to devices one by one, for good.
 class Stock {
  public:
-  void add(const Resource& buffer);
+  // Before there are devices.
+  void add(const Resource& buffer) { buffers_.push_back(buffer); }
 
   // One for a device that has got `taken` of them on its thread; none if that are too many. The first half is for all;
   // of the second half, a device gets at most a sixteenth.
   std::optional<Resource> take(size_t taken);
 
-  // With those that were taken.
-  size_t size() const { return size_; }
-
-  std::mutex mutex;
+  size_t size() const { return buffers_.size(); }
 
  private:
   std::vector<Resource> buffers_;
-  size_t size_ = 0;
+  std::atomic<size_t> num_taken_{0};
 };
 
-// Whether a step is open, and the number of the last one.
-class OpenStep {
+// Whether a step is open, and which: one number that grows when it opens and when it closes.
+class Step {
  public:
-  void open();
-  void close() { is_open_ = false; }
+  using Number = uint64_t;
+  static bool is_open(Number number) { return number % 2 == 1; }
 
-  bool is_open() const { return is_open_; }
-  uint64_t number() const { return number_; }
+  Number number() const { return number_; }
+  void open() { become(true); }
+  void close() { become(false); }
 
  private:
-  std::atomic<bool> is_open_{false};
-  std::atomic<uint64_t> number_{0};
+  void become(bool open) {
+    Number now = number_;
+    while (is_open(now) != open && !number_.compare_exchange_weak(now, now + 1)) {
+    }
+  }
+
+  std::atomic<Number> number_{0};
 };
 
-// The buffers of one device on one thread.
+// The buffers of one device on one thread. They stay where they are in memory, for good.
 class DeviceBuffers {
  public:
+  explicit DeviceBuffers(int device) : device_(device) {}
+
   // The buffer for the operator that is pushed next, in the call of this number, or alone (0); none if the device can
   // have none. Sets `is_crowded` if pending operators of another call of the open step use it, too.
-  std::optional<Resource> next(Stock& stock, const OpenStep& step, uint64_t call, bool& is_crowded);
+  std::optional<Resource> next(Stock& stock, Step::Number step, uint64_t call, bool& is_crowded);
 
  private:
-  static constexpr size_t kFew = 2;     // so operators keep roughly to the order of the program, as they do in MXNet
-  static constexpr size_t kTries = 32;  // how many it looks at before it gets one more
+  static constexpr size_t kFew = 2;       // so operators keep roughly to the order of the program, as they do in MXNet
+  static constexpr size_t kTries = 32;    // how many it looks at before it gets one more
+  static constexpr size_t kUnpushed = 8;  // an operator asks for fewer before it is pushed
 
   struct Buffer {
-    bool is_idle() const { return resource.variable->version() >= uses; }
-
     Resource resource;
-    size_t uses = 0;    // how many operators have got it: the version of its variable when all of them have run
-    uint64_t step = 0;  // in which the last of them was pushed
+    Step::Number step = 0;            // in which the last operator has got it
+    size_t uses = 0;                  // how many operators have got it
+    size_t last_request = 0;          // of the last of them
+    size_t asked = 0;                 // how many of them the engine was asked about last
+    std::atomic<size_t> finished{0};  // and how many have run for certain
   };
+
+  bool is_idle(Buffer& buffer);
 
   // These return a position among the buffers.
   std::optional<size_t> unused(Stock& stock);  // by pending operators of the open step
   std::optional<size_t> one_more(Stock& stock);
   size_t in_turn();
 
-  std::vector<Buffer> buffers_;
+  const int device_;
+  std::deque<Buffer> buffers_;
+  size_t requests_ = 0;
   size_t turn_ = 0;
-  uint64_t step_ = 0;  // that `turn_` is of
+  Step::Number step_ = 0;  // that `turn_` is of
 
   uint64_t call_ = 0;                 // the last one
   std::vector<size_t> used_by_call_;  // positions of its buffers
   size_t turn_in_call_ = 0;
 };
 
-// The buffers of one device that graphs keep, on any thread. Its owner locks it.
+// A graph that Python has.
+struct Graph {
+  std::atomic<bool> is_gone{false};
+};
+
+// A call of a graph, or a backward pass (with no graph), that is under way.
+struct Call {
+  uint64_t number;
+  std::shared_ptr<Graph> graph;
+  bool is_recorded;
+};
+
+// The buffers of one device that graphs keep, which were made on one thread.
 class KeptBuffers {
  public:
-  // None if there is none.
-  std::optional<Resource> next(Stock& stock);
+  // The buffer for the graph that asks in this call; none if there is none. Sets `is_crowded` if another graph keeps
+  // it, too.
+  std::optional<Resource> next(Stock& stock, Step::Number step, const Call& call, bool& is_crowded);
 
  private:
-  static constexpr size_t kKept = 8;
-
   struct Kept {
     Resource resource;
-    size_t version;      // when it was last looked at
-    uint64_t last_used;  // the number of the request at which it had another version
+    std::shared_ptr<Graph> graph;
+    Step::Number step = 0;  // in which it was given to the graph
+    size_t request = 0;     // of the last graph that asked
+    bool awaits_backward = false;
   };
 
-  std::vector<Kept> buffers_;
-  uint64_t requests_ = 0;
+  Kept* find(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
+
+  std::deque<Kept> buffers_;
+  size_t requests_ = 0;
 };
 
 }  // namespace gluon_syncbn
