@@ -12,7 +12,7 @@ from mxnet.gluon import HybridBlock, SymbolBlock
 
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.graphs.calls import following_moves
-from gluon_syncbn.graphs.fuse import fusing_bind, fusing_graphs
+from gluon_syncbn.graphs.fuse import following_reshape, fusing_bind, fusing_graphs
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
@@ -51,6 +51,7 @@ _EXTENSIONS = [
     (HybridBlock, "_get_graph", fusing_graphs),
     (mx.sym.Symbol, "bind", fusing_bind),
     (mx.sym.Symbol, "simple_bind", fusing_bind),
+    (mx.executor.Executor, "reshape", following_reshape),
     (HybridBlock, "export", exporting_plain_graphs),
     (SymbolBlock, "__init__", synchronizing_what_is_marked),
 ]

@@ -11,6 +11,8 @@ in vain ends in an error after the timeout.
 """
 
 import argparse
+import contextlib
+import gc
 import itertools
 import random
 import sys
@@ -47,7 +49,7 @@ class Centred(gluon.HybridBlock):
 
     def hybrid_forward(self, F, x):
         for _ in range(3):
-            x = F.broadcast_sub(x, F.mean(x, axis=(0, 1, 2, 3), keepdims=True))
+            x = F.broadcast_sub(x, F.mean(x, keepdims=True))
         return x * 2
 
 
@@ -79,11 +81,9 @@ class Program:
         self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
         self.timeout, self.module, self.executors, self.reads = timeout, None, [], draw.choice([1, 1, 5])
         self.last = []
-        self.centred = [Centred() for _ in range(draw.choice([1, 6]))]
-        for block in self.centred:
-            mode = draw.choice(MODES)
-            if mode is not None:
-                block.hybridize(**mode)
+        self.centred = [None] * draw.choice([1, 6])
+        for number in range(len(self.centred)):
+            self.replace(number)
         names = [name for name in dir(self) if name.startswith("do_")]
         self.actions = draw.sample(names, draw.randint(3, len(names)))
 
@@ -111,8 +111,22 @@ class Program:
 
     def computed(self, x, device):
         """As an array of the device, which cpu(0) computes."""
-        with autograd.pause():
+        if self.draw.random() < 0.1:  # its graph is gone before it has run
+            self.replace(self.draw.randrange(len(self.centred)))
+        with self.draw.choice([autograd.pause, contextlib.nullcontext])():
             return self.draw.choice(self.centred)(x).as_in_context(device)
+
+    def replace(self, number):
+        self.centred[number : number + 1] = [Centred()]
+        mode = self.draw.choice(MODES)
+        if mode is not None:
+            self.centred[number].hybridize(**mode)
+        if self.draw.random() < 0.3:
+            gc.collect()
+
+    def behind(self, output):
+        """Computed by what also computes shards."""
+        return self.draw.choice(self.centred)(output) if self.draw.random() < 0.3 else output
 
     def shards_one_by_one(self):
         """As `shards`, but cpu(0) computes each when its device is about to begin."""
@@ -142,13 +156,13 @@ class Program:
         losses = []
         for x, y in self.shards_one_by_one():
             with autograd.record():
-                losses.append(self.loss(net(x), y))
+                losses.append(self.loss(self.behind(net(x)), y))
         self.finish(losses, trainer)
 
     def do_shards_within_record(self):
         net, trainer = self.one()
         with autograd.record():
-            losses = [self.loss(net(x), y) for x, y in self.shards_one_by_one()]
+            losses = [self.loss(self.behind(net(x)), y) for x, y in self.shards_one_by_one()]
         self.finish(losses, trainer)
 
     def do_backward_for_each_device(self):
@@ -188,7 +202,9 @@ class Program:
         with autograd.record():
             while any(to_come):
                 number, x, y = self.draw.choice([calls for calls in to_come if calls]).pop(0)
-                losses.append(self.loss(self.nets[number](self.computed(x.as_in_context(mx.cpu()), x.context)), y))
+                with autograd.pause():
+                    x = x.as_in_context(mx.cpu())
+                losses.append(self.loss(self.nets[number](self.computed(x, y.context)), y))
         autograd.backward(losses)
         for trainer in self.trainers:
             trainer.step(IMAGES * len(self.devices))
@@ -225,9 +241,14 @@ class Program:
 
     def do_statistics_alone(self):
         net, _ = self.one()
+        mx.nd.waitall()  # MXNet gives a static graph the mode of its next call, also if this one has not run
         with autograd.train_mode():
             self.last = [net(x) for x, _ in self.shards_one_by_one()]
-        mx.nd.waitall()  # MXNet gives a static graph the mode of its next call, also if this one has not run
+        mx.nd.waitall()
+
+    def do_another_shape_for_all(self):
+        for block in self.centred:
+            block(mx.nd.ones((2, self.draw.randint(1, 5))))
 
     def do_predict(self):
         for net, device in itertools.product(self.nets, self.draw.sample(self.devices, 1)):

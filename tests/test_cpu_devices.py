@@ -87,6 +87,12 @@ def step(n):
     "trains and predicts": "def step(n): train(); trainer.step(16); [net(x) for x in images]",
     "has no layer of ours": "net = make_net(False)\ndef step(n): [net(x) for x in images]",
     "changes its shapes": "def step(n): train([x[:, :, : 64 - 4 * (n % 4)] for x in images]); trainer.step(16)",
+    "estimates statistics": """
+def step(n):
+    with autograd.train_mode():
+        [net(x[:, :, : 64 - 4 * (n % 4)]) for x in images]
+    mx.nd.waitall()
+""",
     "hybridizes anew": """
 def step(n):
     if n % 4 == 0:
@@ -316,6 +322,30 @@ def test_losses_of_all_devices_on_one(mode, is_listed):
     variables = {} if mode == "hybridize" else {"MXNET_EXEC_BULK_EXEC_TRAIN": 0}
     done = run_python(GATHER.format(mode=mode, is_listed=is_listed), GLUON_SYNCBN_TIMEOUT=60, **variables)
     assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+
+
+MOVED = """
+import time
+import gluon_syncbn
+from harness import *
+net = gluon_syncbn.SyncBatchNorm(in_channels=8, timeout=1)
+net.initialize(ctx=cpus(2))
+with autograd.record():
+    net(mx.nd.ones((2, 8, 4, 4)))
+    mx.nd.ones(3).as_in_context(mx.cpu(1))
+time.sleep(2)
+try:
+    with autograd.record():
+        pass
+except gluon_syncbn.SyncBatchNormError as error:
+    print(error)
+"""
+
+
+def test_an_array_that_is_moved_hides_no_error():
+    """Whether autograd knows an array, MXNet tells by an error."""
+    done = run_python(MOVED)
+    assert "A step has failed, and its error was not read." in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("buffers, advised", [(1, 1024), (4, 1024), (900, None)])

@@ -173,15 +173,6 @@ def set_fresh_gradient(array: mx.nd.NDArray, is_fresh: bool) -> None:
     array._fresh_grad = is_fresh
 
 
-def is_in_graph(array: mx.nd.NDArray) -> bool:
-    """Whether autograd has computed this array, or computes its gradient."""
-    try:
-        set_fresh_gradient(array, has_fresh_gradient(array))
-    except mx.MXNetError:
-        return False
-    return True
-
-
 # Trainers and Modules
 
 

@@ -222,14 +222,30 @@ def fusing_bind(bind):
 
     @functools.wraps(bind)
     def fused_bind(self, *args, **kwargs):
-        fused, buffers = _bound_symbols.fused(self), cpu_resources.GraphsBuffers()
-        executor = cpu_resources.in_one_call(buffers, bind, self if fused is None else fused, *args, **kwargs)
-        cpu_resources.give_buffers(executor, buffers)
-        if fused is not None:
-            steps.executors.add(executor)
-        return executor
+        fused = _bound_symbols.fused(self)
+        bound = self if fused is None else fused
+        return _bind(bind, bound, fused is not None, args, kwargs)
 
     return fused_bind
+
+
+def following_reshape(reshape):
+    """``Executor.reshape``, which binds another executor; a Module calls it for a batch of another size."""
+
+    @functools.wraps(reshape)
+    def followed_reshape(self, *args, **kwargs):
+        return _bind(reshape, self, self in steps.executors, args, kwargs)
+
+    return followed_reshape
+
+
+def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
+    buffers = cpu_resources.GraphsBuffers()
+    executor = cpu_resources.in_one_call(buffers, bind, bound, *args, **kwargs)
+    cpu_resources.give_buffers(executor, buffers)
+    if synchronizes:
+        steps.executors.add(executor)
+    return executor
 
 
 def _inputs_of(symbol: mx.sym.Symbol):

@@ -16,12 +16,12 @@ import os
 import re
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import mxnet as mx
 
 from gluon_syncbn.base import library
-from gluon_syncbn.base.mxnet_private import is_in_graph
+from gluon_syncbn.mxnet_engine import failures
 
 _BUFFERS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
@@ -125,7 +125,7 @@ def in_one_call(buffers: Optional[GraphsBuffers], function: Callable, *args, **k
         return function(*args, **kwargs)
     before = 0
     try:
-        before = library.core.gluon_syncbn_begin_call(buffers and buffers.handle, mx.autograd.is_recording())
+        before = library.core.gluon_syncbn_begin_call(buffers and buffers.handle)
         return function(*args, **kwargs)
     finally:
         library.core.gluon_syncbn_end_call(before)
@@ -144,15 +144,16 @@ def noticing_copies(copyto):
     @functools.wraps(copyto)
     def noticed_copyto(self, other):
         global _copies_in_graphs
-        if not _copies_in_graphs and mx.autograd.is_recording():
-            _copies_in_graphs = _is_elsewhere(self, other) and is_in_graph(self)
+        if not (_copies_in_graphs or shared_because) and mx.autograd.is_recording():
+            target = other.context if isinstance(other, mx.nd.NDArray) else other
+            _copies_in_graphs = _are_two_cpus(self.context, target) and failures.is_in_graph(self)
         return copyto(self, other)
 
     return noticed_copyto
 
 
-def _is_elsewhere(array: mx.nd.NDArray, other: Union[mx.nd.NDArray, mx.Context]) -> bool:
-    return array.context != (other.context if isinstance(other, mx.nd.NDArray) else other)
+def _are_two_cpus(*devices: mx.Context) -> bool:
+    return devices[0] != devices[1] and all(device.device_type == "cpu" for device in devices)
 
 
 # Where devices share

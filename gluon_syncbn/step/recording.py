@@ -6,6 +6,7 @@ in `step.steps`.
 
 import functools
 import logging
+from typing import List
 
 import mxnet as mx
 
@@ -47,8 +48,10 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
             started,
         )
         abandon_step()
-    cpu_resources.open_step()
+    if not mx.autograd.is_recording() and steps.is_balanced():
+        cpu_resources.close_step()
     steps.begin_forward(passes, device)
+    cpu_resources.open_step()
 
 
 def noticing_end_of_record(leave):
@@ -70,10 +73,11 @@ def counting_backward(backward):
 
     @functools.wraps(backward)
     def counted_backward(*args, **kwargs):
+        heads = _listed(args[0] if args else kwargs.get("heads"))
         if failures.is_in_use():
-            heads = args[0] if args else kwargs.get("heads")
-            for head in [heads] if isinstance(heads, mx.nd.NDArray) else heads or []:
+            for head in heads:
                 failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
+        steps.count_heads(heads)
         steps.begin_backward()
         try:
             done = cpu_resources.in_one_backward(backward, *args, **kwargs)
@@ -85,11 +89,18 @@ def counting_backward(backward):
     return counted_backward
 
 
+def _listed(heads) -> List[mx.nd.NDArray]:
+    """Without what MXNet will refuse."""
+    listed = [heads] if isinstance(heads, mx.nd.NDArray) else heads or []
+    return [head for head in listed if isinstance(head, mx.nd.NDArray)]
+
+
 def noticing_grad(grad):
     """``autograd.grad``: what it returns is the end of the step, unless more is to be done with its graph."""
 
     @functools.wraps(grad)
     def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
+        steps.count_heads(_listed(heads))
         options = head_grads, retain_graph, create_graph, train_mode
         done = cpu_resources.in_one_backward(grad, heads, variables, *options)
         if not create_graph and not retain_graph:

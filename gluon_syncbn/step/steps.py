@@ -25,7 +25,7 @@ never are under way. One that is recorded and has no backward pass is no longer 
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Container, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Container, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -175,6 +175,7 @@ class Steps:
         self._looked_through: weakref.WeakSet[Block] = weakref.WeakSet()
 
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # whose backward passes are counted
+        self._heads: Counter = Counter()  # of backward passes, by device, since weights were updated
         self._uneven: weakref.WeakSet[Passes] = weakref.WeakSet()  # that some device has yet to begin
         # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
         # reached since; and those that were open when the thread entered the next record().
@@ -252,9 +253,12 @@ class Steps:
         return any(passes.is_unfinished() for passes in self._watched_now())
 
     def is_balanced(self) -> bool:
-        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin."""
+        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin.
+
+        For the backward passes that nobody counts, all devices must have had equally many heads.
+        """
         with self._lock:
-            if self._uneven or self._open_executors:
+            if self._uneven or self._open_executors or len({self._heads[device] for device in self._heads}) > 1:
                 return False
         return all(passes.is_balanced() for passes in self._watched_now())
 
@@ -264,6 +268,7 @@ class Steps:
             for passes in {*self._watched, *self._uneven}:
                 passes.forget()
             self._uneven.clear()
+            self._heads.clear()
             self._open.clear()
             self._left.clear()
         self._open_executors.clear()
@@ -286,6 +291,7 @@ class Steps:
         with self._lock:
             if is_first:
                 self._watched.add(passes)
+            self._heads[device] += 0
             passes.begin_forward(device)
             if passes.is_even():
                 self._uneven.discard(passes)
@@ -305,6 +311,11 @@ class Steps:
             self._open_executors.add(executor)
 
     # Backward passes
+
+    def count_heads(self, heads: Iterable[mx.nd.NDArray]) -> None:
+        """Note that a backward pass of these arrays begins."""
+        with self._lock:
+            self._heads.update(head.context for head in heads)
 
     def begin_backward(self) -> None:
         """Note that a ``backward()`` is called."""
@@ -362,6 +373,11 @@ class Steps:
         self._open_executors.discard(executor)
 
     # Updates
+
+    def begin_update(self) -> None:
+        """Note that weights are about to be updated: the backward passes of all devices have begun."""
+        with self._lock:
+            self._heads = Counter(dict.fromkeys(self._heads, 0))
 
     def hold(self, update: HeldUpdate) -> None:
         """Remember an update until its gates are known to have opened."""

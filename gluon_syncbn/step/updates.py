@@ -166,6 +166,7 @@ def _guarding(
 
     ``is_first``: the block copies all parameters into a KVStore. ``indices`` are those of the gradients.
     """
+    steps.begin_update()
     if steps.is_balanced():
         cpu_resources.close_step()
     if not any(gradients):

@@ -151,7 +151,7 @@ class Own {
   }
 
   // The innermost call that the thread is in.
-  Call call() const { return calls_.empty() ? Call{0, nullptr, false} : calls_.back(); }
+  Call call() const { return calls_.empty() ? Call{0, nullptr} : calls_.back(); }
 
   // Returns how many calls the thread was in.
   size_t begin_call(const Call& call) {
@@ -160,7 +160,7 @@ class Own {
   }
 
   void end_calls_but(size_t num_left) {
-    if (num_left < calls_.size()) calls_.resize(num_left, {0, nullptr, false});
+    if (num_left < calls_.size()) calls_.resize(num_left, {0, nullptr});
   }
 
  private:
@@ -203,7 +203,7 @@ std::optional<Resource> temporary_space(int device, bool is_for_graph) {
   OwnDevice& its = own->at(device);
   const Step::Number step = current_step.number();
   bool is_crowded = false;
-  const std::optional<Resource> found = is_for_graph ? its.kept.next(stock, step, own->call(), is_crowded)
+  const std::optional<Resource> found = is_for_graph ? its.kept.next(stock, step, own->call().graph, is_crowded)
                                                      : its.buffers.next(stock, step, own->call().number, is_crowded);
   if (!found || is_crowded) warn_once(device);
   return found;
@@ -270,6 +270,7 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
                {"_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
+  table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
   mxnets.attach_op_resources = {
       libmxnet,
       "_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm"};
@@ -330,13 +331,12 @@ EXPORTED void gluon_syncbn_drop_graph(void* graph) {
   delete dropped;
 }
 
-// This thread begins a call that may push many operators: of a graph, recorded by autograd or not; or a backward pass
-// (null). Returns how many calls it was in, for `gluon_syncbn_end_call`.
-EXPORTED uint64_t gluon_syncbn_begin_call(void* graph, int is_recorded) {
+// This thread begins a call that may push many operators: of a graph, or a backward pass (null). Returns how many calls
+// it was in, for `gluon_syncbn_end_call`.
+EXPORTED uint64_t gluon_syncbn_begin_call(void* graph) {
   Own* own = Own::get();
   if (own == nullptr) return 0;
-  return own->begin_call(
-      {++num_calls, graph ? *static_cast<std::shared_ptr<Graph>*>(graph) : nullptr, is_recorded != 0});
+  return own->begin_call({++num_calls, graph ? *static_cast<std::shared_ptr<Graph>*>(graph) : nullptr});
 }
 
 EXPORTED void gluon_syncbn_end_call(uint64_t before) {

@@ -1,5 +1,5 @@
 // The few declarations of MXNet's resource manager that cpu_resources.cpp needs, by hand. They are the same in MXNet
-// 1.7.0 to 1.9.1 (include/mxnet/resource.h); tests/csrc/check_c_api.cpp compares them with the headers.
+// 1.7.0 to 1.9.1 (include/mxnet/resource.h and engine.h); tests/csrc/check_c_api.cpp compares them with the headers.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,13 @@ struct ResourceRequest {
 };
 
 // engine::Var. Operators that write the same variable run one after the other, in the order in which they were pushed.
-struct EngineVariable;
+struct EngineVariable {
+  // Grows when operators have written it (once for those that the engine runs as one). Takes the variable's lock.
+  virtual size_t version() = 0;
+
+ protected:
+  ~EngineVariable() = default;  // MXNet's own
+};
 
 // Resource: what an operator gets. The operator writes the variable.
 struct Resource {

@@ -97,38 +97,42 @@ size_t DeviceBuffers::in_turn() {
   return turn_++;
 }
 
-std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const Call& call, bool& is_crowded) {
-  Kept* const found = find(stock, step, call.graph, is_crowded);
-  if (found == nullptr) return std::nullopt;
-  found->step = step;
-  found->request = ++requests_;
-  found->awaits_backward = call.graph != nullptr && call.is_recorded;
-  if (call.graph != nullptr) found->graph = call.graph;
-  return found->resource;
-}
-
-KeptBuffers::Kept* KeptBuffers::find(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
-                                     bool& is_crowded) {
-  Kept *own = nullptr, *gone = nullptr, *forward = nullptr, *oldest = nullptr;
+std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
+                                          bool& is_crowded) {
+  ++requests_;
+  size_t num_own = 0;
+  Kept *idle = nullptr, *oldest = nullptr;
   for (Kept& kept : buffers_) {
-    const bool is_earlier = kept.step != step || !Step::is_open(step);
-    if (is_earlier && kept.graph == graph && (own == nullptr || kept.request < own->request)) own = &kept;
-    if (kept.awaits_backward && (forward == nullptr || kept.request > forward->request)) forward = &kept;
-    if (kept.graph != nullptr && kept.graph->is_gone) gone = &kept;
-    if (oldest == nullptr || kept.request < oldest->request) oldest = &kept;
+    const size_t version = kept.resource.variable->version();
+    if (version != kept.version) {
+      kept.version = version;
+      kept.step = step;
+      kept.request = requests_;
+    }
+    const bool is_own = kept.graph == graph;
+    const bool is_idle =
+        step - kept.step >= kIdle || (!Step::is_open(step) && requests_ - kept.request >= kIdleRequests);
+    if (is_own) ++num_own;
+    if (is_own && (oldest == nullptr || kept.request < oldest->request)) oldest = &kept;
+    if (is_idle && (is_own || (kept.graph != nullptr && kept.graph->is_gone))) idle = &kept;
   }
-  if (graph == nullptr && forward != nullptr) return forward;
-  if (own != nullptr) return own;
-  if (gone != nullptr) {
-    gone->graph = nullptr;
-    return gone;
+  Kept* found = idle;
+  if (found == nullptr && num_own < (graph != nullptr ? kMost : kMostOfBackward)) {
+    if (const std::optional<Resource> more = stock.take(buffers_.size())) {
+      found = &buffers_.emplace_back();
+      found->resource = *more;
+      found->version = more->variable->version();
+    }
   }
-  if (const std::optional<Resource> more = stock.take(buffers_.size())) {
-    buffers_.emplace_back().resource = *more;
-    return &buffers_.back();
+  if (found == nullptr) {
+    is_crowded = Step::is_open(step);
+    found = oldest;
   }
-  is_crowded = Step::is_open(step);
-  return oldest;
+  if (found == nullptr) return std::nullopt;
+  found->graph = graph;
+  found->step = step;
+  found->request = requests_;
+  return found->resource;
 }
 
 }  // namespace gluon_syncbn

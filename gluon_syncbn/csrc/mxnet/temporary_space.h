@@ -33,9 +33,10 @@
 //
 // An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
 // all their operators on a device, and keep it. Python says whose graph asks, and when that is gone. A net asks anew
-// when its shapes change, or when it trains after a prediction; it then gets a buffer that it had in an earlier step.
-// Its backward pass asks by itself, and for which net, Python does not know. So it gets the buffer of the forward pass
-// that asked last and has not met it yet; or, if there is none, one that a backward pass had in an earlier step.
+// when its shapes change, or when it trains after a prediction. Which of its buffers are then of no use, nobody knows;
+// nor, for its backward pass, which net asks. But the version of a buffer's variable tells whether a graph was at work.
+// So one that was idle for some steps is given anew: to its owner, or to anyone if its owner is gone; backward passes
+// are one owner. An owner that has many gets the one that was idle for longest.
 #pragma once
 
 #include <atomic>
@@ -137,28 +138,28 @@ struct Graph {
 struct Call {
   uint64_t number;
   std::shared_ptr<Graph> graph;
-  bool is_recorded;
 };
 
 // The buffers of one device that graphs keep, which were made on one thread.
 class KeptBuffers {
  public:
-  // The buffer for the graph that asks in this call; none if there is none. Sets `is_crowded` if another graph keeps
-  // it, too.
-  std::optional<Resource> next(Stock& stock, Step::Number step, const Call& call, bool& is_crowded);
+  // The buffer for the graph that asks; none if there is none. Sets `is_crowded` if another graph may keep it, too.
+  std::optional<Resource> next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
 
  private:
+  static constexpr Step::Number kIdle = 4;     // how long an idle buffer was so: two steps open and close
+  static constexpr size_t kIdleRequests = 32;  // or so many requests, between steps
+  static constexpr size_t kMost = 8, kMostOfBackward = 64;
+
   struct Kept {
     Resource resource;
     std::shared_ptr<Graph> graph;
-    Step::Number step = 0;  // in which it was given to the graph
-    size_t request = 0;     // of the last graph that asked
-    bool awaits_backward = false;
+    size_t version = 0;     // when it was last looked at
+    Step::Number step = 0;  // in which it was given away, or had another version
+    size_t request = 0;     // the same, in requests
   };
 
-  Kept* find(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
-
-  std::deque<Kept> buffers_;
+  std::vector<Kept> buffers_;
   size_t requests_ = 0;
 };
 
