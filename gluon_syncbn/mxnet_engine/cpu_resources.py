@@ -134,7 +134,8 @@ def in_one_call(buffers: Optional[GraphsBuffers], function: Callable, *args, **k
 def in_one_backward(function: Callable, *args, **kwargs):
     """Return ``function(*args, **kwargs)``, a backward pass; as `in_one_call`, unless it may go from device to
     device."""
-    open_step()
+    if failures.is_in_use():
+        open_step()
     return function(*args, **kwargs) if _copies_in_graphs else in_one_call(None, function, *args, **kwargs)
 
 
@@ -145,15 +146,15 @@ def noticing_copies(copyto):
     def noticed_copyto(self, other):
         global _copies_in_graphs
         if not (_copies_in_graphs or shared_because) and mx.autograd.is_recording():
-            target = other.context if isinstance(other, mx.nd.NDArray) else other
+            target = getattr(other, "context", other)
             _copies_in_graphs = _are_two_cpus(self.context, target) and failures.is_in_graph(self)
         return copyto(self, other)
 
     return noticed_copyto
 
 
-def _are_two_cpus(*devices: mx.Context) -> bool:
-    return devices[0] != devices[1] and all(device.device_type == "cpu" for device in devices)
+def _are_two_cpus(*devices: Any) -> bool:
+    return devices[0] != devices[1] and all(getattr(device, "device_type", "") == "cpu" for device in devices)
 
 
 # Where devices share

@@ -150,9 +150,11 @@ def forget_seen() -> None:
 
 def is_in_graph(array: mx.nd.NDArray) -> bool:
     """Whether autograd has computed this array, or computes its gradient."""
+    if has_fresh_gradient(array):
+        return True
     had_seen = was_seen()
     try:
-        set_fresh_gradient(array, has_fresh_gradient(array))
+        set_fresh_gradient(array, False)
     except mx.MXNetError:
         if not had_seen:
             forget_seen()

@@ -91,7 +91,7 @@ def counting_backward(backward):
 
 def _listed(heads) -> List[mx.nd.NDArray]:
     """Without what MXNet will refuse."""
-    listed = [heads] if isinstance(heads, mx.nd.NDArray) else heads or []
+    listed = heads if isinstance(heads, (list, tuple)) else [heads]
     return [head for head in listed if isinstance(head, mx.nd.NDArray)]
 
 
@@ -118,6 +118,8 @@ def noticing_forward_of_symbols(forward):
         if is_train:
             leave_failed_step()
             if self in steps.executors:
+                if steps.is_balanced():
+                    cpu_resources.close_step()
                 cpu_resources.open_step()
             steps.begin_executor(self)
         return forward(self, is_train, **kwargs)

@@ -100,7 +100,7 @@ size_t DeviceBuffers::in_turn() {
 std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
                                           bool& is_crowded) {
   ++requests_;
-  size_t num_own = 0;
+  size_t num_own = 0, num_new = 0;
   Kept *idle = nullptr, *oldest = nullptr;
   for (Kept& kept : buffers_) {
     const size_t version = kept.resource.variable->version();
@@ -113,24 +113,25 @@ std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const
     const bool is_idle =
         step - kept.step >= kIdle || (!Step::is_open(step) && requests_ - kept.request >= kIdleRequests);
     if (is_own) ++num_own;
+    if (is_own && Step::is_open(step) && kept.given == step) ++num_new;
     if (is_own && (oldest == nullptr || kept.request < oldest->request)) oldest = &kept;
     if (is_idle && (is_own || (kept.graph != nullptr && kept.graph->is_gone))) idle = &kept;
   }
+  const size_t most = num_new == num_own ? kMostNew : kMost;
   Kept* found = idle;
-  if (found == nullptr && num_own < (graph != nullptr ? kMost : kMostOfBackward)) {
+  if (found == nullptr && num_own < most) {
     if (const std::optional<Resource> more = stock.take(buffers_.size())) {
       found = &buffers_.emplace_back();
       found->resource = *more;
       found->version = more->variable->version();
+    } else {
+      is_crowded = Step::is_open(step);
     }
   }
-  if (found == nullptr) {
-    is_crowded = Step::is_open(step);
-    found = oldest;
-  }
+  if (found == nullptr) found = oldest;
   if (found == nullptr) return std::nullopt;
   found->graph = graph;
-  found->step = step;
+  found->given = found->step = step;
   found->request = requests_;
   return found->resource;
 }

@@ -25,8 +25,9 @@
 //           begun the same passes: when weights are updated, or at the next record(). The operators of a call use kFew
 //           buffers in turn. The first call gets the first buffers of its device, the second call the next ones, and so
 //           on; what used them before is of an earlier step, and can finish. So each buffer serves the same operators
-//           in every step and keeps its size. Behind the last buffer the first one is next, if its operators have run.
-//           If not, the device gets one more buffer. So a device needs as many buffers as calls are pending in a step.
+//           in every step and keeps its size. Behind the last buffer the first one is next that is found (of kTries)
+//           whose operators have run. If there is none, the device gets one more buffer. So a device needs about as
+//           many buffers as calls are pending in a step.
 //
 // Whether the operators of a buffer have run, the engine is asked with an operation that writes the buffer's variable
 // after them, and counts. (The variable's own count would not tell: operators that the engine runs as one count once.)
@@ -36,7 +37,7 @@
 // when its shapes change, or when it trains after a prediction. Which of its buffers are then of no use, nobody knows;
 // nor, for its backward pass, which net asks. But the version of a buffer's variable tells whether a graph was at work.
 // So one that was idle for some steps is given anew: to its owner, or to anyone if its owner is gone; backward passes
-// are one owner. An owner that has many gets the one that was idle for longest.
+// are one owner. An owner that has many gets the one that was longest without work.
 #pragma once
 
 #include <atomic>
@@ -147,16 +148,17 @@ class KeptBuffers {
   std::optional<Resource> next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
 
  private:
-  static constexpr Step::Number kIdle = 4;     // how long an idle buffer was so: two steps open and close
-  static constexpr size_t kIdleRequests = 32;  // or so many requests, between steps
-  static constexpr size_t kMost = 8, kMostOfBackward = 64;
+  static constexpr Step::Number kIdle = 4;           // how long an idle buffer was so: two steps open and close
+  static constexpr size_t kIdleRequests = 32;        // or so many requests, between steps
+  static constexpr size_t kMost = 8, kMostNew = 64;  // of an owner; of one that had all in this open step
 
   struct Kept {
     Resource resource;
     std::shared_ptr<Graph> graph;
-    size_t version = 0;     // when it was last looked at
-    Step::Number step = 0;  // in which it was given away, or had another version
-    size_t request = 0;     // the same, in requests
+    Step::Number given = 0;  // the step in which it was given to the graph
+    size_t version = 0;      // when it was last looked at
+    Step::Number step = 0;   // in which it had another version, or was given
+    size_t request = 0;      // the same, in requests
   };
 
   std::vector<Kept> buffers_;
