@@ -35,7 +35,7 @@ _PROTOTYPES = {
     "close_step": (None, []),
     "new_graph": (c_void_p, []),
     "drop_graph": (None, [c_void_p]),
-    "begin_call": (c_uint64, [c_void_p]),
+    "begin_call": (c_uint64, [c_void_p, c_int]),
     "end_call": (None, [c_uint64]),
     "link_processes": (None, [CONNECT, EXCHANGE, FAIL, DROP_LINK]),
     "register": (c_int, [MAKE_GROUP, WARN, c_char_p]),

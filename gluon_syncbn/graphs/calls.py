@@ -156,11 +156,11 @@ def following_moves(call):
         if not is_made or (graph is not None and graph.is_out_of_date(self)):
             graph = _make(self, args)
         buffers = cpu_resources.buffers_of(self)
-        if graph is None:
-            return cpu_resources.in_one_call(buffers, call, self, *args)
         device = _device_of(args)
+        if graph is None:
+            return cpu_resources.in_one_call(buffers, device, call, self, *args)
         graph.begin_forward(device)
-        out = cpu_resources.in_one_call(buffers, call, self, *args)
+        out = cpu_resources.in_one_call(buffers, device, call, self, *args)
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

@@ -241,7 +241,7 @@ def following_reshape(reshape):
 
 def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
     buffers = cpu_resources.GraphsBuffers()
-    executor = cpu_resources.in_one_call(buffers, bind, bound, *args, **kwargs)
+    executor = cpu_resources.in_one_call(buffers, None, bind, bound, *args, **kwargs)
     cpu_resources.give_buffers(executor, buffers)
     if synchronizes:
         steps.executors.add(executor)

@@ -115,17 +115,20 @@ def give_buffers(owner: Any, buffers: GraphsBuffers) -> None:
     _buffers[owner] = buffers
 
 
-def in_one_call(buffers: Optional[GraphsBuffers], function: Callable, *args, **kwargs):
-    """Return ``function(*args, **kwargs)``, which makes or calls the graph that keeps these buffers, or is a backward
-    pass (None).
+def in_one_call(
+    buffers: Optional[GraphsBuffers], device: Optional[mx.Context], function: Callable, *args, **kwargs
+) -> Any:
+    """Return ``function(*args, **kwargs)``, which makes the graph that keeps these buffers, or calls it on this device,
+    or is a backward pass (None).
 
     The operators that it pushes for a device may wait for each other, and so need little space.
     """
     if shared_because:
         return function(*args, **kwargs)
+    number = device.device_id if device is not None and device.device_type == "cpu" else -1
     before = 0
     try:
-        before = library.core.gluon_syncbn_begin_call(buffers and buffers.handle)
+        before = library.core.gluon_syncbn_begin_call(buffers and buffers.handle, number)
         return function(*args, **kwargs)
     finally:
         library.core.gluon_syncbn_end_call(before)
@@ -136,7 +139,7 @@ def in_one_backward(function: Callable, *args, **kwargs):
     device."""
     if failures.is_in_use():
         open_step()
-    return function(*args, **kwargs) if _copies_in_graphs else in_one_call(None, function, *args, **kwargs)
+    return function(*args, **kwargs) if _copies_in_graphs else in_one_call(None, None, function, *args, **kwargs)
 
 
 def noticing_copies(copyto):

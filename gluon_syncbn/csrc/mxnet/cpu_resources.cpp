@@ -87,7 +87,7 @@ ResourceManager* make_manager() {
 
 // What a thread has for a device. It is never destroyed: MXNet computes while the process ends, too.
 struct OwnDevice {
-  explicit OwnDevice(int id) : device(id), buffers(id) {}
+  explicit OwnDevice(int id) : device(id), buffers(id), kept(id) {}
 
   const int device;
   DeviceBuffers buffers;
@@ -331,12 +331,17 @@ EXPORTED void gluon_syncbn_drop_graph(void* graph) {
   delete dropped;
 }
 
-// This thread begins a call that may push many operators: of a graph, or a backward pass (null). Returns how many calls
-// it was in, for `gluon_syncbn_end_call`.
-EXPORTED uint64_t gluon_syncbn_begin_call(void* graph) {
+// This thread begins a call that may push many operators: of a graph, on a CPU device (or -1); or a backward pass
+// (null). Returns how many calls it was in, for `gluon_syncbn_end_call`.
+EXPORTED uint64_t gluon_syncbn_begin_call(void* graph, int device) {
   Own* own = Own::get();
   if (own == nullptr) return 0;
-  return own->begin_call({++num_calls, graph ? *static_cast<std::shared_ptr<Graph>*>(graph) : nullptr});
+  Call call{++num_calls, nullptr};
+  if (graph != nullptr) {
+    call.graph = *static_cast<std::shared_ptr<Graph>*>(graph);
+    if (device >= 0) call.graph->call(device, current_step.number());
+  }
+  return own->begin_call(call);
 }
 
 EXPORTED void gluon_syncbn_end_call(uint64_t before) {

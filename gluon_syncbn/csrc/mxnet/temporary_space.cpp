@@ -100,6 +100,7 @@ size_t DeviceBuffers::in_turn() {
 std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
                                           bool& is_crowded) {
   ++requests_;
+  const bool has_many_states = graph != nullptr && graph->has_many_states;
   size_t num_own = 0, num_new = 0;
   Kept *idle = nullptr, *oldest = nullptr;
   for (Kept& kept : buffers_) {
@@ -115,9 +116,10 @@ std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const
     if (is_own) ++num_own;
     if (is_own && Step::is_open(step) && kept.given == step) ++num_new;
     if (is_own && (oldest == nullptr || kept.request < oldest->request)) oldest = &kept;
-    if (is_idle && (is_own || (kept.graph != nullptr && kept.graph->is_gone))) idle = &kept;
+    const bool is_gone = kept.graph != nullptr && kept.graph->is_gone && !kept.graph->was_called(device_, step);
+    if (is_idle && (is_gone || (is_own && !has_many_states))) idle = &kept;
   }
-  const size_t most = num_new == num_own ? kMostNew : kMost;
+  const size_t most = num_new == num_own || has_many_states ? kMostNew : kMost;
   Kept* found = idle;
   if (found == nullptr && num_own < most) {
     if (const std::optional<Resource> more = stock.take(buffers_.size())) {

@@ -37,7 +37,8 @@
 // when its shapes change, or when it trains after a prediction. Which of its buffers are then of no use, nobody knows;
 // nor, for its backward pass, which net asks. But the version of a buffer's variable tells whether a graph was at work.
 // So one that was idle for some steps is given anew: to its owner, or to anyone if its owner is gone; backward passes
-// are one owner. An owner that has many gets the one that was longest without work.
+// are one owner. A net that is called several times in a step on a device is given none anew: one of them is perhaps
+// in use. An owner that has many gets the one that was longest without work.
 #pragma once
 
 #include <atomic>
@@ -131,8 +132,25 @@ class DeviceBuffers {
 };
 
 // A graph that Python has.
-struct Graph {
+class Graph {
+ public:
+  // It is called on this device.
+  void call(int device, Step::Number step) {
+    if (last_call(device).exchange(step) == step && Step::is_open(step)) has_many_states = true;
+  }
+
+  bool was_called(int device, Step::Number step) { return last_call(device) == step; }
+
   std::atomic<bool> is_gone{false};
+  // In a step it was called on a device again, while what the first call needs may be in use: MXNet then has several
+  // states of it, each with a buffer.
+  std::atomic<bool> has_many_states{false};
+
+ private:
+  std::atomic<Step::Number>& last_call(int device) { return last_calls_[static_cast<size_t>(device) % kDevices]; }
+
+  static constexpr size_t kDevices = 32;
+  std::atomic<Step::Number> last_calls_[kDevices] = {};
 };
 
 // A call of a graph, or a backward pass (with no graph), that is under way.
@@ -144,6 +162,8 @@ struct Call {
 // The buffers of one device that graphs keep, which were made on one thread.
 class KeptBuffers {
  public:
+  explicit KeptBuffers(int device) : device_(device) {}
+
   // The buffer for the graph that asks; none if there is none. Sets `is_crowded` if another graph may keep it, too.
   std::optional<Resource> next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
 
@@ -161,6 +181,7 @@ class KeptBuffers {
     size_t request = 0;      // the same, in requests
   };
 
+  const int device_;
   std::vector<Kept> buffers_;
   size_t requests_ = 0;
 };
