@@ -341,6 +341,40 @@ def test_many_static_graphs():
     assert "temporary buffers" not in done.stderr, done.stderr
 
 
+STATES = """
+import gluon_syncbn
+from harness import *
+
+class Centred(mx.gluon.HybridBlock):
+    def hybrid_forward(self, F, x):
+        return F.broadcast_sub(x, F.mean(x, axis=(0, 2, 3), keepdims=True)) * 2
+
+centred, net = Centred(), mx.gluon.nn.HybridSequential()
+net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(in_channels=8))
+net.initialize(ctx=cpus(2))
+for block in (centred, net):
+    set_mode(block, "static")
+trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
+for number in range(12):
+    centred(mx.nd.ones((5, 8, 8, 8)) if number % 4 < 3 else mx.nd.ones((3, 8, 8, 8))).wait_to_read()
+    losses = []
+    for device in cpus(2):
+        x = centred(mx.nd.ones((2, 8, 8, 8))).as_in_context(device)
+        with autograd.record():
+            losses.append((centred(net(x)) ** 2).mean())
+    autograd.backward(losses)
+    trainer.step(1)
+    mx.nd.waitall()
+print("RIGHT")
+"""
+
+
+def test_a_static_net_with_several_states():
+    """One before the layers, and one behind them, is in use on cpu(0)."""
+    done = run_python(STATES, GLUON_SYNCBN_TIMEOUT=60)
+    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+
+
 GATHER = """
 import gluon_syncbn
 from harness import *
