@@ -13,7 +13,6 @@ from mxnet.gluon import HybridBlock, SymbolBlock
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.graphs.calls import following_moves
 from gluon_syncbn.graphs.fuse import following_reshape, fusing_bind, fusing_graphs
-from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
@@ -21,6 +20,7 @@ from gluon_syncbn.step.abandon import failing_what_cannot_be_read
 from gluon_syncbn.step.recording import (
     counting_backward,
     noticing_backward_of_symbols,
+    noticing_copies,
     noticing_end_of_record,
     noticing_forward_of_symbols,
     noticing_grad,
@@ -35,8 +35,8 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "backward", counting_backward),
     (mx.autograd, "backward", counting_backward),
     (mx.autograd, "grad", noticing_grad),
-    (mx.nd.NDArray, "copyto", cpu_resources.noticing_copies),
-    (mx.np.ndarray, "copyto", cpu_resources.noticing_copies),
+    (mx.nd.NDArray, "copyto", noticing_copies),
+    (mx.np.ndarray, "copyto", noticing_copies),
     (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
     (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
     (mx.nd, "waitall", failing_what_cannot_be_read),

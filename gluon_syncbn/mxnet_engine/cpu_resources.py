@@ -11,7 +11,6 @@ had; and when they have come round, an operator can still meet a buffer that ano
 """
 
 import contextlib
-import functools
 import os
 import re
 import warnings
@@ -21,7 +20,6 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 import mxnet as mx
 
 from gluon_syncbn.base import library
-from gluon_syncbn.mxnet_engine import failures
 
 _BUFFERS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
@@ -29,9 +27,6 @@ CPU_RESOURCES = {_BUFFERS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
 shared_because = "the package is being imported"
 _FEW = 256  # buffers for all devices, each of which has its own
-# Whether autograd has ever recorded a copy from one device to another. In a backward pass, what one device computes may
-# then wait for another device.
-_copies_in_graphs = False
 # What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
 _taken: Dict[str, str] = {}
 
@@ -132,32 +127,6 @@ def in_one_call(
         return function(*args, **kwargs)
     finally:
         library.core.gluon_syncbn_end_call(before)
-
-
-def in_one_backward(function: Callable, *args, **kwargs):
-    """Return ``function(*args, **kwargs)``, a backward pass; as `in_one_call`, unless it may go from device to
-    device."""
-    if failures.is_in_use():
-        open_step()
-    return function(*args, **kwargs) if _copies_in_graphs else in_one_call(None, None, function, *args, **kwargs)
-
-
-def noticing_copies(copyto):
-    """``copyto`` of an array, which ``as_in_context`` calls: notices what `in_one_backward` must know."""
-
-    @functools.wraps(copyto)
-    def noticed_copyto(self, other):
-        global _copies_in_graphs
-        if not (_copies_in_graphs or shared_because) and mx.autograd.is_recording():
-            target = getattr(other, "context", other)
-            _copies_in_graphs = _are_two_cpus(self.context, target) and failures.is_in_graph(self)
-        return copyto(self, other)
-
-    return noticed_copyto
-
-
-def _are_two_cpus(*devices: Any) -> bool:
-    return devices[0] != devices[1] and all(getattr(device, "device_type", "") == "cpu" for device in devices)
 
 
 # Where devices share

@@ -25,7 +25,6 @@ import mxnet as mx
 
 from gluon_syncbn.base import library
 from gluon_syncbn.base.library import LIBMXNET, check_call
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, set_fresh_gradient
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
 _SECONDS_TO_FAIL = 0.05
@@ -146,20 +145,6 @@ def mark_seen(error: str) -> None:
 def forget_seen() -> None:
     if LIBMXNET.MXGetLastError():
         mark_seen("")
-
-
-def is_in_graph(array: mx.nd.NDArray) -> bool:
-    """Whether autograd has computed this array, or computes its gradient."""
-    if has_fresh_gradient(array):
-        return True
-    had_seen = was_seen()
-    try:
-        set_fresh_gradient(array, False)
-    except mx.MXNetError:
-        if not had_seen:
-            forget_seen()
-        return False
-    return True
 
 
 # What the engine is given

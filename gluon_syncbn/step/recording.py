@@ -10,12 +10,15 @@ from typing import List
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import is_record
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record, set_fresh_gradient
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.steps import steps
 
 _log = logging.getLogger("gluon_syncbn")
+# Whether autograd has ever recorded a copy from one CPU device to another. In a backward pass, what one device computes
+# may then wait for another device.
+_copies_in_graphs = False
 
 
 def noticing_record(enter):
@@ -80,13 +83,54 @@ def counting_backward(backward):
         steps.count_heads(heads)
         steps.begin_backward()
         try:
-            done = cpu_resources.in_one_backward(backward, *args, **kwargs)
+            done = _in_one_backward(backward, *args, **kwargs)
         finally:
             reached = steps.end_backward()
         steps.note_backward(reached)
         return done
 
     return counted_backward
+
+
+def _in_one_backward(backward, *args, **kwargs):
+    """Call it, as one call if it cannot go from device to device."""
+    if failures.is_in_use():
+        cpu_resources.open_step()
+    if _copies_in_graphs:
+        return backward(*args, **kwargs)
+    return cpu_resources.in_one_call(None, None, backward, *args, **kwargs)
+
+
+def noticing_copies(copyto):
+    """``copyto`` of an array, which ``as_in_context`` calls: may backward passes go from device to device from now on?"""
+
+    @functools.wraps(copyto)
+    def noticed_copyto(self, other):
+        global _copies_in_graphs
+        if not (_copies_in_graphs or cpu_resources.shared_because) and mx.autograd.is_recording():
+            target = getattr(other, "context", other)
+            _copies_in_graphs = _are_two_cpus(self.context, target) and _is_in_graph(self)
+        return copyto(self, other)
+
+    return noticed_copyto
+
+
+def _are_two_cpus(*devices) -> bool:
+    return devices[0] != devices[1] and all(getattr(device, "device_type", "") == "cpu" for device in devices)
+
+
+def _is_in_graph(array: mx.nd.NDArray) -> bool:
+    """Whether autograd has computed this array, or computes its gradient."""
+    if has_fresh_gradient(array):
+        return True
+    had_seen = failures.was_seen()
+    try:
+        set_fresh_gradient(array, False)
+    except mx.MXNetError:
+        if not had_seen:
+            failures.forget_seen()
+        return False
+    return True
 
 
 def _listed(heads) -> List[mx.nd.NDArray]:
@@ -102,7 +146,7 @@ def noticing_grad(grad):
     def noticed_grad(heads, variables, head_grads=None, retain_graph=None, create_graph=False, train_mode=True):
         steps.count_heads(_listed(heads))
         options = head_grads, retain_graph, create_graph, train_mode
-        done = cpu_resources.in_one_backward(grad, heads, variables, *options)
+        done = _in_one_backward(grad, heads, variables, *options)
         if not create_graph and not retain_graph:
             steps.end_grad()
         return done
