@@ -102,7 +102,7 @@ def _in_one_backward(backward, *args, **kwargs):
 
 
 def noticing_copies(copyto):
-    """``copyto`` of an array, which ``as_in_context`` calls: may backward passes go from device to device from now on?"""
+    """``copyto`` of an array, which ``as_in_context`` calls: may backward passes go from device to device now?"""
 
     @functools.wraps(copyto)
     def noticed_copyto(self, other):
