@@ -53,6 +53,13 @@ class Centred(gluon.HybridBlock):
         return x * 2
 
 
+def in_some_mode(draw, block):
+    mode = draw.choice(MODES)
+    if mode is not None:
+        block.hybridize(**mode)
+    return block
+
+
 def make_net(draw, devices, timeout):
     net = nn.HybridSequential()
     for _ in range(draw.randint(1, 3)):
@@ -65,10 +72,7 @@ def make_net(draw, devices, timeout):
     net.add(nn.GlobalAvgPool2D(), nn.Dense(3))
     gluon_syncbn.convert_sync_batchnorm(net, timeout=timeout)
     net.initialize(mx.init.Xavier(), ctx=devices)
-    mode = draw.choice(MODES)
-    if mode is not None:
-        net.hybridize(**mode)
-    return net
+    return in_some_mode(draw, net)
 
 
 class Program:
@@ -117,10 +121,7 @@ class Program:
             return self.draw.choice(self.centred)(x).as_in_context(device)
 
     def replace(self, number):
-        self.centred[number : number + 1] = [Centred()]
-        mode = self.draw.choice(MODES)
-        if mode is not None:
-            self.centred[number].hybridize(**mode)
+        self.centred[number] = in_some_mode(self.draw, Centred())
         if self.draw.random() < 0.3:
             gc.collect()
 

@@ -11,6 +11,13 @@ from harness import LONG, MODES, run_program, run_python
 PROGRAMS = {"native": 8, "portable": 3}
 
 
+def run_right(code, **environment):
+    """Run ``code``, which says that it is right where it ends."""
+    done = run_python(code, **environment)
+    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    return done
+
+
 def test_random_loops(backend, seed):
     """What users do in a step, drawn at random (tests/loops.py); others in each run."""
     program = ["tests/loops.py", "--seed", seed, "--programs", PROGRAMS[backend], "--steps", 30]
@@ -242,8 +249,7 @@ print("RIGHT")
 @pytest.mark.parametrize("mode", list(MODES))
 def test_dropout(mode, backend):
     """40 Dropouts between synchronized layers: every device has numbers of its own, and the same again for a seed."""
-    done = run_python(DROPOUT.format(mode=mode), GLUON_SYNCBN_BACKEND=backend)
-    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    run_right(DROPOUT.format(mode=mode), GLUON_SYNCBN_BACKEND=backend)
 
 
 STATIC = """
@@ -275,36 +281,21 @@ print("RIGHT")
 
 def test_static_graphs_that_are_made_anew():
     """For other shapes, for predictions, after a move, after conversions; two nets in turn."""
-    done = run_python(STATIC, MXNET_CPU_TEMP_COPY=128)
-    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    run_right(STATIC, MXNET_CPU_TEMP_COPY=128)
 
 
-FEW = """
-import gluon_syncbn
-from harness import *
-net = mx.gluon.nn.HybridSequential()
-for _ in range(4):
-    net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(in_channels=8))
-net.initialize(ctx=cpus(2))
-shards = random_shards([(1, 8, 8, 8)] * 2)
-try:
-    for _ in range(3):
-        step(net, shards, shards, cpus(2))
-    mx.nd.waitall()
-    print('RAN')
-except mx.MXNetError as error:
-    print(error)
-"""
-
-
-MANY = """
+# Needs temporary space.
+CENTRED = """
 import gluon_syncbn
 from harness import *
 
 class Centred(mx.gluon.HybridBlock):
     def hybrid_forward(self, F, x):
         return F.broadcast_sub(x, F.mean(x * 1, axis=(0, 2, 3), keepdims=True)) * 2
-
+"""
+MANY = (
+    CENTRED
+    + """
 class Net(Centred):
     def __init__(self):
         super().__init__()
@@ -332,23 +323,18 @@ for number in range(5):
     mx.nd.waitall()
 print("RIGHT")
 """
+)
 
 
 def test_many_static_graphs():
     """One more graph on cpu(0), which computes for cpu(1), comes when all others have their buffers."""
-    done = run_python(MANY, GLUON_SYNCBN_TIMEOUT=60)
-    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    done = run_right(MANY, GLUON_SYNCBN_TIMEOUT=60)
     assert "temporary buffers" not in done.stderr, done.stderr
 
 
-STATES = """
-import gluon_syncbn
-from harness import *
-
-class Centred(mx.gluon.HybridBlock):
-    def hybrid_forward(self, F, x):
-        return F.broadcast_sub(x, F.mean(x, axis=(0, 2, 3), keepdims=True)) * 2
-
+STATES = (
+    CENTRED
+    + """
 centred, net = Centred(), mx.gluon.nn.HybridSequential()
 net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(in_channels=8))
 net.initialize(ctx=cpus(2))
@@ -367,12 +353,12 @@ for number in range(12):
     mx.nd.waitall()
 print("RIGHT")
 """
+)
 
 
 def test_a_static_net_with_several_states():
     """One before the layers, and one behind them, is in use on cpu(0)."""
-    done = run_python(STATES, GLUON_SYNCBN_TIMEOUT=60)
-    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    run_right(STATES, GLUON_SYNCBN_TIMEOUT=60)
 
 
 GATHER = """
@@ -400,8 +386,7 @@ print("RIGHT")
 def test_losses_of_all_devices_on_one(mode, is_listed):
     """In one backward pass cpu(0) comes to a layer, and then computes what cpu(1) needs. Bulks are MXNet's."""
     variables = {} if mode == "hybridize" else {"MXNET_EXEC_BULK_EXEC_TRAIN": 0}
-    done = run_python(GATHER.format(mode=mode, is_listed=is_listed), GLUON_SYNCBN_TIMEOUT=60, **variables)
-    assert done.stdout == "RIGHT\n", done.stdout + done.stderr
+    run_right(GATHER.format(mode=mode, is_listed=is_listed), GLUON_SYNCBN_TIMEOUT=60, **variables)
 
 
 MOVED = """
@@ -426,6 +411,24 @@ def test_an_array_that_is_moved_hides_no_error():
     """Whether autograd knows an array, MXNet tells by an error."""
     done = run_python(MOVED)
     assert "A step has failed, and its error was not read." in done.stdout, done.stdout + done.stderr
+
+
+FEW = """
+import gluon_syncbn
+from harness import *
+net = mx.gluon.nn.HybridSequential()
+for _ in range(4):
+    net.add(mx.gluon.nn.Conv2D(8, 3, padding=1, in_channels=8), gluon_syncbn.SyncBatchNorm(in_channels=8))
+net.initialize(ctx=cpus(2))
+shards = random_shards([(1, 8, 8, 8)] * 2)
+try:
+    for _ in range(3):
+        step(net, shards, shards, cpus(2))
+    mx.nd.waitall()
+    print('RAN')
+except mx.MXNetError as error:
+    print(error)
+"""
 
 
 @pytest.mark.parametrize("buffers, advised", [(1, 1024), (4, 1024), (900, None)])

@@ -10,10 +10,10 @@ from typing import List
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record, set_fresh_gradient
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
-from gluon_syncbn.step.steps import steps
+from gluon_syncbn.step.steps import steps, take_fresh_gradient
 
 _log = logging.getLogger("gluon_syncbn")
 # Whether autograd has ever recorded a copy from one CPU device to another. In a backward pass, what one device computes
@@ -28,8 +28,7 @@ def noticing_record(enter):
     def __enter__(self):
         if is_record(self):
             leave_failed_step()
-            if steps.is_balanced():
-                cpu_resources.close_step()
+            steps.close_if_balanced()
         enter(self)
         if is_record(self):
             steps.begin_record()
@@ -51,8 +50,8 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
             started,
         )
         abandon_step()
-    if not mx.autograd.is_recording() and steps.is_balanced():
-        cpu_resources.close_step()
+    if not mx.autograd.is_recording():
+        steps.close_if_balanced()
     steps.begin_forward(passes, device)
     cpu_resources.open_step()
 
@@ -121,16 +120,7 @@ def _are_two_cpus(*devices) -> bool:
 
 def _is_in_graph(array: mx.nd.NDArray) -> bool:
     """Whether autograd has computed this array, or computes its gradient."""
-    if has_fresh_gradient(array):
-        return True
-    had_seen = failures.was_seen()
-    try:
-        set_fresh_gradient(array, False)
-    except mx.MXNetError:
-        if not had_seen:
-            failures.forget_seen()
-        return False
-    return True
+    return has_fresh_gradient(array) or take_fresh_gradient(array)
 
 
 def _listed(heads) -> List[mx.nd.NDArray]:
@@ -162,8 +152,7 @@ def noticing_forward_of_symbols(forward):
         if is_train:
             leave_failed_step()
             if self in steps.executors:
-                if steps.is_balanced():
-                    cpu_resources.close_step()
+                steps.close_if_balanced()
                 cpu_resources.open_step()
             steps.begin_executor(self)
         return forward(self, is_train, **kwargs)

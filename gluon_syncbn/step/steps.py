@@ -34,7 +34,7 @@ from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, se
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.meeting.positions import Nets
-from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
 
 
 class Passes:
@@ -96,16 +96,11 @@ class Passes:
 
     def take_notes(self, taken: "Container[_Key]") -> Iterator["_Note"]:
         """Take from each of these arrays the note whether its gradient is fresh, unless it is ``taken`` already."""
-        was_seen = failures.was_seen()
         for array in self.arrays():
             if (self, id(array)) in taken:
                 continue
             was_fresh = has_fresh_gradient(array)
-            try:
-                set_fresh_gradient(array, False)
-            except mx.MXNetError:  # a copy, of which autograd does not know
-                if not was_seen:
-                    failures.forget_seen()
+            if not take_fresh_gradient(array):  # a copy
                 break
             yield _Note(self, array, was_fresh)
 
@@ -125,6 +120,21 @@ class _Note:
     def put_back(self) -> None:
         if self.was_fresh and not self.is_counted:
             set_fresh_gradient(self.array, True)
+
+
+def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
+    """Take from the array the note that its gradient is fresh. Returns whether autograd knows the array.
+
+    MXNet says so by an error, which nobody is to take for that of a step.
+    """
+    was_seen = failures.was_seen()
+    try:
+        set_fresh_gradient(array, False)
+    except mx.MXNetError:
+        if not was_seen:
+            failures.forget_seen()
+        return False
+    return True
 
 
 _Key = Tuple[Passes, int]  # a layer's, and the id of an array
@@ -258,9 +268,14 @@ class Steps:
         For the backward passes that nobody counts, all devices must have had equally many heads.
         """
         with self._lock:
-            if self._uneven or self._open_executors or len({self._heads[device] for device in self._heads}) > 1:
+            if self._uneven or self._open_executors or len(set(self._heads.values())) > 1:
                 return False
         return all(passes.is_balanced() for passes in self._watched_now())
+
+    def close_if_balanced(self) -> None:
+        """Tell `cpu_resources` that all passes that have begun can end, if that is so."""
+        if self.is_balanced():
+            cpu_resources.close_step()
 
     def forget_passes(self) -> None:
         """Begin anew: no step is under way."""

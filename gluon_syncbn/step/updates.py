@@ -34,7 +34,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of_module,
 )
 from gluon_syncbn.base.walk import users_line
-from gluon_syncbn.mxnet_engine import cpu_resources, failures
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import HeldUpdate, steps
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
@@ -167,8 +167,7 @@ def _guarding(
     ``is_first``: the block copies all parameters into a KVStore. ``indices`` are those of the gradients.
     """
     steps.begin_update()
-    if steps.is_balanced():
-        cpu_resources.close_step()
+    steps.close_if_balanced()
     if not any(gradients):
         yield
         return

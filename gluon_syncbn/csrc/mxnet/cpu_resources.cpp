@@ -151,7 +151,7 @@ class Own {
   }
 
   // The innermost call that the thread is in.
-  Call call() const { return calls_.empty() ? Call{0, nullptr} : calls_.back(); }
+  const Call& call() const { return calls_.back(); }
 
   // Returns how many calls the thread was in.
   size_t begin_call(const Call& call) {
@@ -159,9 +159,7 @@ class Own {
     return calls_.size() - 1;
   }
 
-  void end_calls_but(size_t num_left) {
-    if (num_left < calls_.size()) calls_.resize(num_left, {0, nullptr});
-  }
+  void end_calls_but(size_t num_left) { calls_.resize(std::clamp<size_t>(num_left, 1, calls_.size())); }
 
  private:
   Own() = default;
@@ -178,7 +176,7 @@ class Own {
 
   static thread_local bool has_ended;
   std::map<int, OwnDevice*> devices_;
-  std::vector<Call> calls_;
+  std::vector<Call> calls_{Call{}};  // the first is none
   uint32_t seed_ = 0;
 };
 

@@ -155,7 +155,7 @@ class Graph {
 
 // A call of a graph, or a backward pass (with no graph), that is under way.
 struct Call {
-  uint64_t number;
+  uint64_t number = 0;
   std::shared_ptr<Graph> graph;
 };
 
