@@ -195,10 +195,11 @@ def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
 
 def clear_added_gradients() -> None:
     """Set gradients with ``grad_req='add'`` to zero: a failed step may have added anything to them."""
-    for trainer in list(steps.trainers):
-        for parameter in parameters_of(trainer):
-            if parameter.grad_req == "add" and has_gradient(parameter):
-                parameter.zero_grad()
+    with mx.autograd.pause():  # a step may be given up where the next one is recorded
+        for trainer in list(steps.trainers):
+            for parameter in parameters_of(trainer):
+                if parameter.grad_req == "add" and has_gradient(parameter):
+                    parameter.zero_grad()
 
 
 def undo_held_updates() -> Updated:
