@@ -39,14 +39,13 @@ hosts: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -rP tests/test_hosts.py
 
 # Lint, and the tests that start no process: for every edit.
-QUICK := convert freezing fused_relu groups house left_plain modes moves native_kernels numpy_interface oracle \
-	kvstore rendezvous statistics symbol_block threads unfinished_step
+QUICK := back_ends changes_between_steps conversion errors groups house layer native_kernels numpy_interface profile \
+	reference renorm symbols
 check: lint
 	$(BIN)/python -m pytest $(SPREAD) $(QUICK:%=tests/test_%.py)
 
 # The numeric tests as on a processor without AVX-512, and the kernels alone as on one without AVX2.
-NUMERIC := bad_numbers bfloat16 freezing fused_relu fuzz groups instruction_sets modes native_kernels numerics \
-	numpy_interface precision statistics symbol symbol_block whole_nets
+NUMERIC := changes_between_steps groups instruction_sets layer native_kernels numpy_interface rounding symbols whole_nets
 # This forces OpenBLAS's kernels, so it is set only if there is AVX2; the other two variables are upper limits.
 BLAS := $(shell grep -qs avx2 /proc/cpuinfo && echo OPENBLAS_CORETYPE=Haswell)
 older-cpus: .venv/installed
@@ -65,7 +64,7 @@ lint: .venv/installed
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 
-# If it cannot be built, the tests that need it say NOT RUN, and the next command tries again. In CI that is a failure.
+# If it cannot be built, the tests that need it fail and say so, and the next command tries again.
 # Not beside another pip in the same environment.
 .venv/horovod: .venv/training | $(if $(filter test processes hosts,$(MAKECMDGOALS)),.venv/packages)
 	if $(BIN)/python .ci/horovod.py; then touch $@; else test -z "$$CI_NEEDS_ALL"; fi

@@ -26,8 +26,8 @@ HERE = Path(__file__).resolve().parent / "bundle"
 SITE = ["numpy==1.26.4", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools<80"]
 PLATFORMS = ["manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 LEFT_OUT = ("tests", "include", "__pycache__", "bin", "f2py", "pkg_resources")
-TESTS = ["check_kernels.py", "kernel_cases.py", "faults.py", "harness.py", "oracle.py", "prepared.py", "standalone.py"]
-TESTS += ["test_faults.py", "gpu"]
+TESTS = ["check_kernels.py", "kernel_cases.py", "reference.py", "testing.py", "prepared.py", "standalone.py"]
+TESTS += ["endings.py", "test_endings.py", "gpu"]
 BENCHMARKS = ["common.py", "cupy_gpu.py", "gpu.py", "gpu_kernels.py", "gpu_rendezvous.py"]
 
 

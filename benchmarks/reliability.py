@@ -1,4 +1,4 @@
-"""How each fault of tests/faults.py ends, for our layer on both back ends and for the one that MXNet ships.
+"""How each fault of tests/endings.py ends, for our layer on both back ends and for the one that MXNet ships.
 
     OMP_NUM_THREADS=1 python benchmarks/reliability.py [faults]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from faults import FAULTS, MODES  # noqa: E402
+from endings import FAULTS, MODES  # noqa: E402
 
 LAYERS = ["native", "portable", "contrib"]
 TIMEOUT, LIMIT = 6, 20
@@ -25,7 +25,7 @@ TIMEOUT, LIMIT = 6, 20
 def start(fault: str, layer: str, mode: str, output) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "GLUON_SYNCBN_TIMEOUT": str(TIMEOUT), "PYTHONPATH": str(ROOT)}
     environment.pop("MXNET_CPU_TEMP_COPY", None)
-    command = [sys.executable, str(ROOT / "tests" / "faults.py"), fault, "--layer", layer, "--mode", mode]
+    command = [sys.executable, str(ROOT / "tests" / "endings.py"), fault, "--layer", layer, "--mode", mode]
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 

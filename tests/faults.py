@@ -1,443 +1,434 @@
-"""One fault, done on purpose to a small net on two CPU devices, in a process of its own.
+"""Puts one-line faults into copies of the package, one at a time, and prints the share that the tests catch.
 
-    python tests/faults.py FAULT --layer native|portable|contrib --mode imperative|hybridize|static
+    .venv/bin/python tests/faults.py --count 120 --cpp 40 [--seed N] [part ...]
+    .venv/bin/python tests/faults.py --known
 
-A fault that the process survives ends with a full step, whose result is compared with `nn.BatchNorm` on the
-concatenated batch; then it prints RIGHT AFTERWARDS. test_faults.py says what must happen; benchmarks/reliability.py
-measures it, and does the same to the layer that MXNet ships, which is why everything here is done to a net and not to
-our layer."""
+A fault is drawn at random: another sign or comparison, a condition that is negated or dropped or loses a part, two
+arguments swapped, an option left out, a lock not taken, a statement not run. ``--known`` tries those that once went
+unnoticed. Each is tried by the tests of the part that it is in (TESTS) until the first fails, and not by the whole
+suite, which would catch more. What only a GPU runs is left alone. Prints a table of Markdown. Look at what was not
+caught by hand: some faults change nothing that anybody can see. Needs Python 3.9, and what `make test` installs.
+"""
 
 import argparse
-import contextlib
-import gc
+import ast
+import copy
 import os
+import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-
-# Not imported for the layer that MXNet ships: this package would help it, too. It gets many buffers, or it would hang.
-if "contrib" not in sys.argv:
-    import gluon_syncbn
-else:
-    os.environ.setdefault("MXNET_CPU_TEMP_COPY", "16384")
-
-import mxnet as mx  # noqa: E402
-import numpy as np  # noqa: E402
-from mxnet import autograd  # noqa: E402
-from mxnet.gluon import HybridBlock, contrib, nn  # noqa: E402
-
-MODES = {"imperative": None, "hybridize": {}, "static": {"static_alloc": True, "static_shape": True}}
-DEVICES = [mx.cpu(0), mx.cpu(1)]
-SHAPE = (2, 4, 3, 3)
-trouble = set()  # the devices on which the operator between the layers fails now
-
-
-class _Passage(mx.operator.CustomOp):
-    def __init__(self, device):
-        super().__init__()
-        self.device = device
-
-    def forward(self, is_train, req, in_data, out_data, aux):
-        if self.device in trouble:
-            raise OSError("the disk is full")
-        self.assign(out_data[0], req[0], in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], out_grad[0])
-
-
-@mx.operator.register("passage")
-class _PassageProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return _Passage(ctx)
-
-
-class Passage(HybridBlock):
-    """The user's own operator between two layers; it fails on the devices in ``trouble``."""
-
-    def hybrid_forward(self, F, x):
-        return F.Custom(x, op_type="passage")
-
-
-def build(norm, contexts, passages):
-    net = nn.HybridSequential()
-    for name in ("first", "second", "third"):
-        net.add(norm(prefix=name + "_"))
-        if passages:
-            net.add(Passage())
-    net.initialize(ctx=contexts)
-    return net
-
-
-def synchronized(layer: str):
-    if layer == "contrib":
-        return lambda prefix: contrib.nn.SyncBatchNorm(in_channels=4, num_devices=len(DEVICES), prefix=prefix)
-    return lambda prefix: gluon_syncbn.SyncBatchNorm(in_channels=4, prefix=prefix, backend=layer)
-
-
-rng = np.random.RandomState(0)
-shards, heads = ([rng.standard_normal(SHAPE).astype("float32") for _ in DEVICES] for _ in range(2))
-
-
-def inputs():
-    arrays = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, DEVICES)]
-    # Not attach_grad, which would run a kernel on GPUs.
-    gradients = [mx.nd.array(np.zeros(SHAPE), ctx=device) for device in DEVICES]
-    autograd.mark_variables(arrays, gradients)
-    mx.nd.waitall()
-    return arrays
-
-
-def forward(net, arrays):
-    with autograd.record():
-        return [net(item) for item in arrays]
-
-
-def backward(outputs):
-    autograd.backward(outputs, [mx.nd.array(head, ctx=output.context) for head, output in zip(heads, outputs)])
-
-
-def full_step(net):
-    arrays = inputs()
-    outputs = forward(net, arrays)
-    backward(outputs)
-    return [np.concatenate([item.asnumpy() for item in items]) for items in (outputs, [item.grad for item in arrays])]
-
-
-def say_error(array) -> None:
-    """Print the error that reading ``array`` gives."""
-    try:
-        array.asnumpy()
-    except mx.MXNetError as error:
-        print_error(error)
-    else:
-        print("NO ERROR", flush=True)
-
-
-def print_error(error: Exception) -> None:
-    print("ERROR:", str(error).split("\nStack trace")[0].strip(), flush=True)
-
-
-def settle() -> None:
-    """What docs/broken_steps.md says to do after an error; for the layer that MXNet ships, what comes closest."""
-    if "gluon_syncbn" in sys.modules:
-        gluon_syncbn.abandon_step()
-    else:
-        with contextlib.suppress(mx.MXNetError):
-            mx.nd.waitall()
-
-
-def missing_forward(net):
-    """One device never runs the forward pass."""
-    say_error(forward(net, inputs()[:1])[0])
-
-
-def missing_backward(net):
-    """All devices run forward, one runs backward."""
-    arrays = inputs()
-    outputs = forward(net, arrays)
-    backward(outputs[:1])
-    say_error(arrays[0].grad)
-
-
-def read_early(net):
-    """The output of one device is read before the other has been started."""
-    arrays = inputs()
-    with autograd.record():
-        first = net(arrays[0])
-        say_error(first)
-        net(arrays[1])
-
-
-def operator_fails_between_layers(net):
-    """An operator between two layers fails on one device, while the engine runs it."""
-    trouble.add(DEVICES[1])
-    outputs = forward(net, inputs())
-    say_error(outputs[1])
-    say_error(outputs[0])
-    trouble.clear()
-
-
-def exception_between_devices(net):
-    """Code that runs between the devices' forward passes raises; the program catches it and begins the next step."""
-    arrays = inputs()
-    try:
-        with autograd.record():
-            net(arrays[0])
-            net(arrays[1] + mx.nd.array([1, 2], ctx=DEVICES[1]))  # shapes that do not fit
-    except (mx.MXNetError, ValueError) as error:
-        print_error(error)
-
-
-def exception_between_backward_passes(net):
-    """An exception between ``backward()`` of two devices; the program catches it and begins the next step."""
-    arrays = inputs()
-    for number in range(3):
-        try:
-            for head, output in zip(heads, forward(net, arrays)):
-                output.backward(mx.nd.array(head, ctx=output.context))
-                if number == 1:
-                    raise ValueError("the log file is full")
-        except ValueError as error:
-            print_error(error)
-    mx.nd.waitall()
-
-
-def interrupts_between_backward_passes(net):
-    """Ctrl-C three times between ``backward()`` of two devices, in the middle of training; caught each time."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    parameters = {key: item for key, item in net.collect_params().items() if item.grad_req != "null"}
-    trainer = mx.gluon.Trainer(parameters, "sgd", {"learning_rate": 0})
-    arrays = inputs()
-    for number in range(12):
-        try:
-            for head, output in zip(heads, forward(net, arrays)):
-                output.backward(mx.nd.array(head, ctx=output.context))
-                if number % 4 == 2:
-                    os.kill(os.getpid(), signal.SIGINT)
-            trainer.step(1)
-        except KeyboardInterrupt:
-            print("INTERRUPTED", flush=True)
-    mx.nd.waitall()
-
-
-def called_twice(net):
-    """One device runs the net twice in a step, the other once."""
-    arrays = inputs()
-    say_error(forward(net, [arrays[0], arrays[0], arrays[1]])[1])
-
-
-def keyboard_interrupt(net):
-    """Ctrl-C while the program waits for an output that cannot come."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    forward(net, inputs()[:1])[0].asnumpy()
-
-
-def keyboard_interrupt_caught(net):
-    """Ctrl-C while the program waits for an output that cannot come; it catches that, saves the net, and goes on."""
-    try:
-        keyboard_interrupt(net)
-    except KeyboardInterrupt:
-        print("INTERRUPTED", flush=True)
-    settle()
-    with tempfile.TemporaryDirectory() as folder:
-        net.save_parameters(os.path.join(folder, "net.params"))
-
-
-def sigterm(net):
-    """SIGTERM while the program waits."""
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    forward(net, inputs()[:1])[0].asnumpy()
-
-
-def sigterm_with_handler(net):
-    """SIGTERM while the program waits; its handler calls sys.exit(3)."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    sigterm(net)
-
-
-def exit_while_waiting(net):
-    """The program ends with a wait pending, and has not read anything."""
-    forward(net, inputs()[:1])
-    sys.exit(5)
-
-
-def exception_while_waiting(net):
-    """The program ends by an exception with a wait pending."""
-    forward(net, inputs()[:1])
-    raise RuntimeError("something else")
-
-
-def _loader():
-    data = mx.gluon.data.SimpleDataset(list(range(8)))
-    return mx.gluon.data.DataLoader(data, batch_size=2, num_workers=2, timeout=120)
-
-
-def fork_between_devices(net):
-    """A DataLoader with workers is made between the forward passes of two devices."""
-    arrays = inputs()
-    try:
-        with autograd.record():
-            net(arrays[0])
-            _loader()
-            net(arrays[1])
-    except mx.MXNetError as error:
-        print_error(error)
-
-
-def fork_after_a_failed_step(net):
-    """os.fork when a step has failed and no one has read it."""
-    forward(net, inputs()[:1])
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    assert os.waitpid(child, 0)[1] == 7 << 8
-
-
-def fork_while_a_step_runs(net):
-    """A DataLoader with workers starts at every step, with forward and backward passes still running."""
-    for _ in range(5):
-        arrays = inputs()
-        backward(forward(net, arrays))
-        read = [batch.asnumpy().tolist() for batch in _loader()]
-        assert read == [[0, 1], [2, 3], [4, 5], [6, 7]], read
-
-
-def os_fork(net):
-    """os.fork with a step running; the child computes too, and ends as it likes."""
-    backward(forward(net, inputs()))
-    child = os.fork()
-    if child == 0:
-        assert (mx.nd.ones(3) + 1).asnumpy().tolist() == [2, 2, 2]
-        sys.exit(7)
-    assert os.waitpid(child, 0)[1] == 7 << 8
-
-
-def one_backward(net):
-    """Forward passes on all devices, and one backward pass, which waits; its input, which has the gradient."""
-    arrays = inputs()
-    backward(forward(net, arrays)[:1])
-    return arrays[0]
-
-
-def exit_in_a_backward_pass(net):
-    """The program ends when one device's backward pass waits."""
-    one_backward(net)
-    sys.exit(5)
-
-
-def sigint_in_a_backward_pass(net):
-    """Ctrl-C while the program waits for a gradient that cannot come; it catches that, and goes on."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    waiting = one_backward(net)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        waiting.grad.asnumpy()
-    except KeyboardInterrupt:
-        print("INTERRUPTED", flush=True)
-    settle()
-
-
-def fork_in_a_backward_pass(net):
-    """os.fork when one device's backward pass waits; the child ends at once."""
-    waiting = one_backward(net)
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    assert os.waitpid(child, 0)[1] == 7 << 8
-    say_error(waiting.grad)
-    settle()
-
-
-def child_trains(net):
-    """os.fork after a step; the child trains, and misses a device: what ends its waits is its own."""
-    full_step(net)
-    child = os.fork()
-    if child == 0:
-        for _ in range(2):
-            say_error(forward(net, inputs()[:1])[0])
-            settle()
-            full_step(net)
-        print("THE CHILD TOO", flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def net_dropped_while_waiting(net):
-    """The last reference to a net goes when one of its devices waits."""
-    layer = next(item for item in ("native", "portable", "contrib") if item in sys.argv)
-    other = build(synchronized(layer), DEVICES, passages=False)
-    output = forward(other, inputs()[:1])[0]
-    del other
-    gc.collect()
-    say_error(output)
-    settle()
-
-
-def subprocess_while_a_step_runs(net):
-    """Another program is started with a step running."""
-    import subprocess
-
-    for _ in range(5):
-        backward(forward(net, inputs()))
-        assert subprocess.run(["echo", "hello"], capture_output=True, encoding="utf-8").stdout == "hello\n"
-
-
-# After these the program goes on at once.
-RIGHT_BY_THEMSELVES = {
-    "exception_between_devices",
-    "exception_between_backward_passes",
-    "interrupts_between_backward_passes",
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Iterator, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds for all tests of one fault, of which those that are left then do not run; and for one test, which then hangs.
+ALL, ONE = 400, 150
+LIMIT = 700  # for what should have ended by then
+LAYER = "layer groups changes_between_steps conversion errors renorm in_place rounding back_ends crossings"
+PROCESSES = "processes process_ways launchers process_faults"
+FAILING = "failures waiting endings"
+# The tests of each part, in the order in which they run, after those that are named after the file. The first part that
+# a path begins with counts.
+TESTS = {
+    "distributed": f"{PROCESSES} install",
+    "meeting/waiting": f"waiting process_faults {FAILING} {PROCESSES}",
+    "meeting/profile": f"profile back_ends {LAYER}",
+    "meeting": f"{PROCESSES} {LAYER} waiting meeting failures",
+    "step": f"failures groups endings waiting cpu_devices {LAYER} {PROCESSES}",
+    "mxnet_engine": f"cpu_devices settings {FAILING} {LAYER}",
+    "graphs": f"graphs symbols files {LAYER} cpu_devices",
+    "nets": f"symbols conversion files graphs install changes_between_steps {LAYER}",
+    "backends/portable": f"back_ends meeting {LAYER} failures",
+    "backends": f"back_ends {LAYER} symbols files graphs in_place",
+    "layer": f"errors {LAYER} symbols files",
+    "base": f"house failures endings settings cpu_devices symbols {LAYER}",
+    "csrc/cuda": "gpu_kernels gpu_launch gpu_compile gpu_bundle",
+    "csrc/cpu": f"native_kernels layer in_place renorm rounding graphs failures instruction_sets {LAYER}",
+    "csrc/meeting": f"sanitizers renorm meeting waiting groups layer profile failures {PROCESSES} endings errors",
+    "csrc/mxnet/cpu_resources": "cpu_devices settings leaks failures",
+    "csrc/mxnet/temporary_space": "cpu_devices leaks failures",
+    "csrc": f"layer errors failures graphs in_place symbols c_api endings cpu_devices leaks {LAYER} {PROCESSES}",
+    "run.py": "install launchers process_ways",
+    "_install.py": "install process_ways",
+    "_profile.py": "profile",
+    "__main__.py": "settings",
+    "symbol.py": f"symbols files {LAYER}",
+    "_devices.py": f"groups process_ways {LAYER} failures",
+    "": f"{LAYER} symbols install graphs {FAILING} settings house",
 }
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        missing_forward,
-        missing_backward,
-        read_early,
-        operator_fails_between_layers,
-        exception_between_devices,
-        exception_between_backward_passes,
-        interrupts_between_backward_passes,
-        called_twice,
-        keyboard_interrupt,
-        keyboard_interrupt_caught,
-        sigterm,
-        sigterm_with_handler,
-        exit_while_waiting,
-        exception_while_waiting,
-        fork_between_devices,
-        fork_after_a_failed_step,
-        fork_while_a_step_runs,
-        os_fork,
-        exit_in_a_backward_pass,
-        sigint_in_a_backward_pass,
-        fork_in_a_backward_pass,
-        child_trains,
-        net_dropped_while_waiting,
-        subprocess_while_a_step_runs,
-    )
+KEPT = ("__init__.py", "cuda_source.py")  # lists of names, and text
+# Only `make gpu` runs what calls CUDA.
+FOR_GPUS = re.compile(r"csrc/cuda/(driver|operator|scratch)\.")
+
+
+class Fault(NamedTuple):
+    path: str  # in the package
+    line: int
+    kind: str
+    before: str
+    after: str
+    text: str  # of the whole file
+
+
+# Python: what to do with one node of the syntax tree, or None.
+
+OPPOSITE = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
 }
 
 
-def main() -> None:
+def changed_comparison(node):
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        node.ops = [OPPOSITE[type(node.ops[0])]()]
+        return node
+
+
+def changed_operator(node):
+    if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in OPPOSITE:
+        node.op = OPPOSITE[type(node.op)]()
+        return node
+
+
+def dropped_not(node):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return node.operand
+
+
+def dropped_option(node):
+    if isinstance(node, ast.Call) and node.keywords:
+        node.keywords.pop()
+        return node
+
+
+def swapped_arguments(node):
+    if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args):
+        node.args[:2] = node.args[1::-1]
+        return node
+
+
+def forgotten_lock(node):
+    if isinstance(node, ast.With) and "lock" in ast.unparse(node.items[0]):
+        return ast.If(test=ast.Constant(value=True), body=node.body, orelse=[])
+
+
+def statement_not_run(node):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.Pass()
+
+
+def condition_never_true(node):
+    if isinstance(node, ast.If) and not node.orelse:
+        node.test = ast.Constant(value=False)
+        return node
+
+
+def part_of_condition_dropped(node):
+    if isinstance(node, ast.BoolOp):
+        node.values.pop()
+        return node.values[0] if len(node.values) == 1 else node
+
+
+def number_one_more(node):
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        node.value += 1
+        return node
+
+
+PYTHON = [
+    changed_comparison,
+    changed_operator,
+    dropped_not,
+    dropped_option,
+    swapped_arguments,
+    forgotten_lock,
+    statement_not_run,
+    condition_never_true,
+    part_of_condition_dropped,
+    number_one_more,
+]
+
+
+def faults_of_python(path: Path, text: str) -> Iterator[Fault]:
+    lines = text.encode().splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    for node in ast.walk(ast.parse(text)):
+        for change in PYTHON:
+            new = change(copy.deepcopy(node))
+            if new is None:
+                continue
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            before = text.encode()[begin:end].decode()
+            after = ast.unparse(new).replace("\n", "\n" + " " * node.col_offset)
+            after = (
+                f"({after})" if isinstance(new, ast.expr) and not isinstance(new, (ast.Constant, ast.Call)) else after
+            )
+            whole = text.encode()[:begin].decode() + after + text.encode()[end:].decode()
+            yield Fault(str(path), node.lineno, change.__name__, before, after, whole)
+
+
+# C++: a pattern in a line of code, and its replacement.
+CPP = {
+    "changed_comparison": [(" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "), (" == ", " != ")],
+    "changed_operator": [(" + ", " - "), (" - ", " + "), (" * ", " / "), (" && ", " || "), (" || ", " && ")],
+    "dropped_not": [("(!", "(")],
+    "part_of_condition_dropped": [(r"(?<=[\w)]) (?:&&|\|\|) [^&|]+(?=\)[ ;]| \?|;)", "")],
+    "condition_never_true": [(r"(?<=\bif )\([^;]*\)(?= [^;]*;$| \{$)", "(false)")],
+    "forgotten_lock": [(r"^\s*std::lock_guard<std::mutex> .*;$", "")],
+    "statement_not_run": [(r"^\s+[\w.>-]+\([^{}]*\);$", "")],
+    "number_one_more": [(r"(?<![\w.])1(?![\w.])", "2"), (r"(?<![\w.])0(?![\w.])", "1")],
+}
+
+
+def faults_of_cpp(path: Path, text: str) -> Iterator[Fault]:
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        code = line.split("//")[0].rstrip()
+        if re.match(r"\s*(#|template|static_assert|inline constexpr|using)", code):
+            continue
+        for kind, changes in CPP.items():
+            for pattern, replacement in changes:
+                found = re.finditer(pattern if pattern.startswith(("^", "(?")) else re.escape(pattern), code)
+                for match in found:
+                    if code[: match.start()].count('"') % 2:  # within a text
+                        continue
+                    new = code[: match.start()] + replacement + code[match.end() :]
+                    whole = "\n".join([*lines[:number], new, *lines[number + 1 :], ""])
+                    yield Fault(str(path), number + 1, kind, code.strip(), new.strip() or "(nothing)", whole)
+
+
+def all_faults(parts) -> list:
+    found = []
+    for file in sorted((ROOT / "gluon_syncbn").rglob("*")):
+        path = file.relative_to(ROOT / "gluon_syncbn")
+        if file.name in KEPT or FOR_GPUS.match(str(path)) or not str(path).startswith(tuple(parts)):
+            continue
+        if file.suffix == ".py":
+            found += faults_of_python(path, file.read_text(encoding="utf-8"))
+        elif file.suffix in (".cpp", ".h", ".cuh"):
+            found += faults_of_cpp(path, file.read_text(encoding="utf-8"))
+    return found
+
+
+# Faults that the tests did not catch once: path, what stands there, and the fault.
+KNOWN = [
+    ("synchronization.py", " or self._group_is_for != spec", ""),
+    ("convert.py", "        blocks += item.hidden_blocks()\n", ""),
+    ("convert.py", '("forward", "hybrid_forward")', '("hybrid_forward",)'),
+    ("csrc/meeting/group.cpp", "make_tuple(a.substr(0, a.find('(')), a.size(), a)", "make_tuple(a, a.size(), a)"),
+    ("csrc/meeting/waiting.cpp", "sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)", "false"),
+    ("csrc/cpu/operator.cpp", "        fill(call_.dtype, y, call_.layout.size(), kNaN);\n", "        (void)y;\n"),
+    ("meeting/waiting.py", "process_grace if is_for_processes else GRACE_SECONDS", "GRACE_SECONDS"),
+    ("meeting/positions.py", 're.sub(r"\\d+", "", name)', "name"),
+    (
+        "meeting/processes.py",
+        "if len(members) == 1:",
+        "if len(members) == 1 or direction != FORWARD and len(members) < self.group.size:",
+    ),
+    (
+        "distributed/default.py",
+        'if job.launcher == "Horovod":\n        return "horovod"',
+        'if job.launcher == "Horovod":\n        return "none"',
+    ),
+    ("step/updates.py", ", args[1:] and args[1])", ")"),
+]
+
+
+def known_faults() -> Iterator[Fault]:
+    for path, before, after in KNOWN:
+        text = (ROOT / "gluon_syncbn" / path).read_text(encoding="utf-8")
+        if text.count(before) != 1:
+            raise ValueError(f"{path} has {before!r} {text.count(before)} times, not once")
+        line = text[: text.index(before)].count("\n") + 1
+        yield Fault(path, line, "known", before.strip(), after.strip(), text.replace(before, after))
+
+
+def room_of(fault: Fault) -> str:
+    """The folder of its file; what lies beside the folders is one room."""
+    return str(Path(fault.path).parent)
+
+
+def draw(faults, rng) -> Iterator[Fault]:
+    """One of each room in turn, as far as there are some; never two in one line."""
+    rooms = {}
+    for fault in faults:
+        rooms.setdefault(room_of(fault), []).append(fault)
+    for some in rooms.values():
+        rng.shuffle(some)
+    seen = set()
+    while any(rooms.values()):
+        for some in rooms.values():
+            while some:
+                fault = some.pop()
+                if fault[:2] not in seen:
+                    seen.add(fault[:2])
+                    yield fault
+                    break
+
+
+def not_copied(folder: str, names) -> set:
+    """Of ``build``, only what the compiler has made is of use."""
+    if Path(folder) == ROOT / "build":
+        return {name for name in names if not name.startswith(("temp", "compiled"))}
+    return {name for name in names if name in (".git", ".venv", "runs", "__pycache__") or name.endswith("_cache")}
+
+
+class Copy:
+    """A copy of the project, whose tests import its own package."""
+
+    def __init__(self, folder: Path):
+        self.root, self._compiled = folder / "project", folder / "compiled"
+        shutil.copytree(ROOT, self.root, ignore=not_copied, symlinks=True)
+        self.compile()
+        self._copy_compiled(self.root, self._compiled)
+
+    @staticmethod
+    def _copy_compiled(source: Path, target: Path) -> None:
+        """Objects and library, with their times, so that nothing is compiled again that has not changed."""
+        for name in ("build", "gluon_syncbn"):
+            for file in [*(source / name).rglob("*.o"), *(source / name).glob("*.so")]:
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, copy)
+
+    def run(self, command, limit: int):
+        """Exit code and text; None as the code where it did not end."""
+        variables = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "CI_NEEDS_ALL": "1"}
+        process = subprocess.Popen(
+            command,
+            cwd=self.root,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=limit)
+            return process.returncode, text
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def compile(self) -> bool:
+        code, text = self.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], LIMIT)
+        return code == 0 and "could not compile" not in text
+
+    def tried(self, fault: Fault) -> Optional[str]:
+        """The first test that fails with this fault; "" if none does; None if it cannot be compiled."""
+        file = self.root / "gluon_syncbn" / fault.path
+        whole, times = file.read_text(encoding="utf-8"), file.stat()
+        is_compiled = file.suffix != ".py" and not fault.path.startswith("csrc/cuda/kernels")
+        try:
+            file.write_text(fault.text, encoding="utf-8")
+            if is_compiled and not self.compile():
+                return None
+            return self._first_failure(fault)
+        finally:
+            file.write_text(whole, encoding="utf-8")
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if is_compiled:
+                self._copy_compiled(self._compiled, self.root)
+
+    def _first_failure(self, fault: Fault) -> str:
+        tests = next(names for part, names in TESTS.items() if fault.path.startswith(part)).split()
+        files = [f"tests/test_{name}.py" for name in dict.fromkeys([Path(fault.path).stem.strip("_"), *tests])]
+        files = [file for file in files if (self.root / file).exists()]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
+        options += ["--seed", "0", f"--timeout={ONE}", f"--session-timeout={ALL}"]
+        code, text = self.run([sys.executable, "-m", "pytest", *options, *files], LIMIT)
+        if code in (3, 4, 5):  # of pytest: it has run no test
+            raise RuntimeError(text)
+        failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", text, re.MULTILINE)
+        if failed:
+            return failed.group(1)
+        if code == 0 or "session-timeout" in text:
+            return ""
+        return "a test hangs" if code is None or "Timeout" in text else f"pytest ended with {code}"
+
+
+def drawn_faults(options) -> Iterator[Fault]:
+    """Of C++ and of Python, in the proportion that is asked for."""
+    rng, faults = random.Random(options.seed), all_faults(options.parts)
+    cpp, python = (draw([item for item in faults if item.path.endswith(".py") == flag], rng) for flag in (False, True))
+    due = 0.0
+    while True:
+        due += options.cpp / options.count
+        fault = next(cpp if due >= 1 else python, None) or next(python, None) or next(cpp, None)
+        due -= due >= 1
+        if fault is None:
+            return
+        yield fault
+
+
+def row_of(fault: Fault, caught: str, seconds: float) -> str:
+    before, after = (" ".join(part.split())[:90] for part in (fault.before, fault.after))
+    columns = [f"{fault.path}:{fault.line}", fault.kind.replace("_", " "), f"`{before}`", f"`{after}`"]
+    return f"| {' | '.join(columns)} | {caught or '**not caught**'} | {seconds:.0f} s |"
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fault", choices=list(FAULTS))
-    parser.add_argument("--layer", choices=["native", "portable", "contrib"], required=True)
-    parser.add_argument("--mode", choices=list(MODES), required=True)
-    parser.add_argument("--grace", type=float, help="seconds, in place of ours, for devices on their way")
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--cpp", type=int, default=20, help="how many of them are in C++")
+    parser.add_argument("--known", action="store_true", help="those that were not caught once")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--copies", type=int, default=2, help="faults that are tried at a time")
+    parser.add_argument("parts", nargs="*", default=[""], help="what the paths in the package begin with")
     options = parser.parse_args()
-    if options.grace:
-        from harness import shorten_grace
+    print("known faults" if options.known else f"--seed {options.seed}", flush=True)
+    waiting = known_faults() if options.known else drawn_faults(options)
+    count = len(KNOWN) if options.known else options.count
+    lock, results = threading.Lock(), []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.copies) as pool:
+        copies = list(pool.map(lambda number: Copy(Path(folder) / str(number)), range(options.copies)))
 
-        shorten_grace(options.grace)
-    # With an operator in Python between its layers, contrib's hangs in the first step; so it gets none without need.
-    in_python = options.layer != "contrib" and DEVICES[0].device_type == "cpu"
-    passages = in_python or options.fault == operator_fails_between_layers.__name__
-    net = build(synchronized(options.layer), DEVICES, passages)
-    if MODES[options.mode] is not None:
-        net.hybridize(**MODES[options.mode])
-    full_step(net)
-    mx.nd.waitall()
-    started = time.perf_counter()
-    print("BEGIN", flush=True)
-    FAULTS[options.fault](net)
-    if options.fault not in RIGHT_BY_THEMSELVES:
-        settle()
-    print(f"TOOK {time.perf_counter() - started:.2f} s", flush=True)
-    reference = build(lambda prefix: nn.BatchNorm(in_channels=4, prefix=prefix), [mx.cpu(0)], passages)
-    whole = mx.nd.array(np.concatenate(shards))
-    whole.attach_grad()
-    with autograd.record():
-        expected = reference(whole)
-    autograd.backward([expected], [mx.nd.array(np.concatenate(heads))])
-    for seen, right in zip(full_step(net), (expected.asnumpy(), whole.grad.asnumpy())):
-        assert np.abs(seen - right).max() < 1e-4 * np.abs(right).max(), "WRONG AFTERWARDS"
-    print("RIGHT AFTERWARDS")
+        def work(some: Copy) -> None:
+            while len(results) < count:
+                with lock:
+                    fault = next(waiting, None)
+                if fault is None:
+                    return
+                began = time.monotonic()
+                caught = some.tried(fault)
+                if caught is not None:
+                    results.append((fault, caught))
+                    print(row_of(fault, caught, time.monotonic() - began), flush=True)
+
+        list(pool.map(work, copies))
+    for name, some in (
+        ("all", results),
+        ("C++", [item for item in results if not item[0].path.endswith(".py")]),
+    ):
+        print(f"{name}: {sum(bool(caught) for _, caught in some)} of {len(some)} faults were caught.")
+    return int(options.known and not all(caught for _, caught in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

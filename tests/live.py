@@ -44,7 +44,17 @@ def check(counts, steps: int, bytes_per_step: int, late_threads: int) -> None:
     A leak shows in every window, what an allocator or MXNet's pools take now and then, in one or two.
     """
     objects, blocks, memory, threads = zip(*counts)
+    assert threads[-1] <= threads[0] + late_threads, f"threads: {threads}"
     for name, values, most in (("objects", objects, 0), ("blocks", blocks, 0.7), ("bytes", memory, bytes_per_step)):
         grown = [(after - before) / steps for before, after in zip(values, values[1:])]
         assert min(grown) <= most, f"{name} per step: {grown}"
-    assert threads[-1] <= threads[0] + late_threads, threads
+
+
+def watch(step, windows: int, steps: int, bytes_per_step: int, late_threads: int) -> None:
+    """`check` so many windows of so many steps, behind a first one in which graphs and pools are made."""
+    counts = []
+    for _ in range(windows + 1):
+        for _ in range(steps):
+            step()
+        counts.append(count())
+    check(counts, steps, bytes_per_step, late_threads)

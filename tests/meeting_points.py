@@ -5,18 +5,18 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from harness import HANG, LONG
 from standalone import library
+from testing import HANG, LONG
 
+from gluon_syncbn import SyncBatchNormError
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
-from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.meeting import waiting
 
 
 class MeetingPoint:
-    def __init__(self, ranks, timeout=float(LONG)):
+    def __init__(self, ranks, timeout=float(LONG), **options):
         self.ranks = ranks
-        self._open(ranks, timeout)
+        self._open(ranks, timeout, **options)
         self._threads = ThreadPoolExecutor(4 * ranks)
 
     def meet(self, rank, values, key=0):
@@ -49,9 +49,10 @@ class Native(MeetingPoint):
 
 
 class Portable(MeetingPoint):
-    def _open(self, ranks, timeout):
-        names = [f"rank {rank}" for rank in range(ranks)]
-        self._rendezvous = Rendezvous("here", names, timeout, lambda parts: np.sum(parts, axis=0).tolist())
+    """``exchange`` reduces what the ranks bring, through a KVStore perhaps."""
+
+    def _open(self, ranks, timeout, exchange=lambda parts: np.sum(parts, axis=0).tolist()):
+        self._rendezvous = Rendezvous("here", [f"rank {rank}" for rank in range(ranks)], timeout, exchange)
 
     def _meet(self, rank, values, key):
         try:

@@ -1,30 +1,81 @@
-"""The compiled core without MXNet: kernels, rendezvous and launches as plain C functions (tests/csrc/standalone.cpp).
+"""What the tests compile, each once; and the compiled core without MXNet: kernels, rendezvous and launches as plain C
+functions (csrc/standalone.cpp).
 
 Symbols of the package's own library are hidden, so these are in a library of their own, made of the same sources or,
-where they are up to date, the same objects. It is compiled at first use and kept in build/standalone, under a name that
-changes with what it is made of.
+where they are up to date, the same objects.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+CSRC = ROOT / "gluon_syncbn" / "csrc"
 # Where there is no compiler: .ci/gpu_bundle.py puts it there.
 READY_MADE = HERE / "libstandalone.so"
-_CSRC = Path("gluon_syncbn", "csrc")
-_SOURCES = [
-    "cpu/kernels",
-    *(f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "threads", "waiting", "watchdog")),
-]
-_SOURCES += [f"cuda/{name}" for name in ("driver", "launch", "program")]
+_KEPT, _KEPT_FOR = ROOT / "build" / "compiled", 30 * 24 * 3600
+_SOURCES = ["cpu/kernels", "cuda/driver", "cuda/launch", "cuda/program"]
+_SOURCES += [f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "threads", "waiting", "watchdog")]
+
+
+def made_once(name: str, sources, words, make) -> Path:
+    """The file that ``make(path)`` makes of ``sources``, once, however many processes ask.
+
+    It is kept in build/compiled under a name that changes with the sources, what they include, the compiler's ``words``
+    and its version. What nobody asks for goes after a month.
+    """
+    contents = hashlib.sha256(repr((_compiler(), list(map(str, words)))).encode())
+    for file in sorted(_with_included(sources)):
+        contents.update(file.read_bytes())
+    file = _KEPT / f"{contents.hexdigest()[:16]}-{name}"
+    _KEPT.mkdir(parents=True, exist_ok=True)
+    with open(file.with_name(f"{file.name}.lock"), "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if file.exists():
+            os.utime(file)
+            return file
+        made = file.with_name(f"{file.name}.made")
+        make(made)
+        made.rename(file)
+    with contextlib.suppress(FileNotFoundError):  # another process does the same
+        for old in _KEPT.iterdir():
+            if time.time() - old.stat().st_mtime > _KEPT_FOR:
+                old.unlink()
+    return file
+
+
+def compiled(name: str, sources, words) -> Path:
+    """What g++ makes of ``sources`` with the options ``words``, once."""
+    command = ["g++", *words, *sources, "-o"]
+    return made_once(name, sources, words, lambda made: subprocess.run([*command, made], check=True))
+
+
+@functools.lru_cache(maxsize=None)
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, check=True, text=True).stdout
+
+
+def _with_included(files) -> set:
+    """And what they include by a name in quotes."""
+    found, waiting = set(), [Path(file).resolve() for file in files]
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found.add(file)
+            names = re.findall(rb'^ *# *include "(.+?)"', file.read_bytes(), re.MULTILINE)
+            places = [folder / name.decode() for name in names for folder in (file.parent, CSRC)]
+            waiting += [place.resolve() for place in places if place.exists()]
+    return found
 
 
 @functools.lru_cache(maxsize=None)
@@ -33,34 +84,17 @@ def library() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """The library's file, compiled if need be: once, however many processes ask for it."""
+    """The library's file."""
     main = HERE / "csrc" / "standalone.cpp"
-    sources = [ROOT / _CSRC / f"{name}.cpp" for name in _SOURCES]
-    shared = [*sorted((ROOT / _CSRC).rglob("*.h")), ROOT / "setup.py"]
-    contents = hashlib.sha256(b"".join(path.read_bytes() for path in [main, *sources, *shared]))
-    folder = ROOT / "build" / "standalone"
+    sources = [CSRC / f"{name}.cpp" for name in _SOURCES]
 
     def make(made: Path) -> None:
-        for old in folder.glob("*.so"):
-            old.unlink()
         compile_flags, link_flags = _flags()
-        parts = [_object_of(source, shared) or source for source in sources]
-        command = ["g++", "-fPIC", "-shared", f"-I{ROOT / _CSRC}", *compile_flags, main, *parts, "-o", made]
-        subprocess.run([*command, *link_flags], check=True)
+        parts = [_object_of(source) or source for source in sources]
+        command = ["g++", "-fPIC", "-shared", f"-I{CSRC}", *compile_flags, main, *parts, "-o", made, *link_flags]
+        subprocess.run(command, check=True)
 
-    return made_once(folder / f"{contents.hexdigest()}.so", folder / "lock", make)
-
-
-def made_once(file: Path, lock: Path, make) -> Path:
-    """Return ``file``, made by ``make(path)`` if it is not there: once, however many processes ask, under ``lock``."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if not file.exists():
-            made = file.with_suffix(".made")
-            make(made)
-            made.rename(file)
-    return file
+    return made_once("standalone.so", [main, *sources, ROOT / "setup.py"], [], make)
 
 
 def checked(name: str, *arguments, returns=ctypes.c_int, fails=lambda result: result is None):
@@ -85,9 +119,9 @@ print(json.dumps([extension.extra_compile_args, extension.extra_link_args]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _object_of(source: Path, shared):
+def _object_of(source: Path):
     """What `setup.py build_ext --inplace` has made of a source, if neither that nor what it includes is newer."""
-    newest = max(map(os.path.getmtime, [source, *shared]))
+    newest = max(map(os.path.getmtime, [*_with_included([source]), ROOT / "setup.py"]))
     for found in (ROOT / "build").glob(f"temp.*/{source.relative_to(ROOT).with_suffix('.o')}"):
         if os.path.getmtime(found) > newest:
             return found

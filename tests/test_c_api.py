@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import mxnet as mx
-from harness import HANG, ROOT
+from testing import HANG, ROOT
 
 CHECK = os.path.join(ROOT, "tests", "csrc", "check_c_api.cpp")
 OURS = os.path.join(ROOT, "gluon_syncbn", "csrc", "mxnet", "c_api.h")

@@ -4,7 +4,7 @@ import re
 
 import crossings
 import pytest
-from harness import run_program
+from testing import run_program
 
 
 @pytest.mark.parametrize("part", range(3))

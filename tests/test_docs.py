@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import HANG, ROOT
 from launching import need, run_job
+from testing import HANG, ROOT
 
 DOCS = Path(ROOT) / "docs"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)

@@ -9,10 +9,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
-from harness import run_python
 from mxnet import autograd
 from PIL import Image
 from processes import SummingTrainer
+from testing import run_python
 from train_detection import PadBoxes, parse_arguments
 
 

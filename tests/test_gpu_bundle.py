@@ -4,6 +4,7 @@ numbers find their way to the page. What it holds is tried as a whole by `.ci/gp
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,8 +16,8 @@ import gpu as benchmark
 import gpu_table
 import nvidia
 import pytest
-from harness import HANG, ROOT
-from stand_in import COMPILER, build_kernels
+from stand_in import FLAGS, build_kernels, standalone
+from testing import HANG, ROOT
 
 CI = os.path.join(ROOT, ".ci")
 sys.path[:0] = [CI, os.path.join(CI, "bundle")]
@@ -33,7 +34,7 @@ def stand_in(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stand_in")
     build_kernels(folder)
     driver = os.path.join(ROOT, "tests", "stand_in", "driver.cpp")
-    subprocess.run([*COMPILER, driver, "-o", str(folder / "libcuda.so.1"), "-ldl"], check=True)
+    shutil.copy(standalone.compiled("libcuda.so.1", [driver], [*FLAGS, "-ldl"]), folder / "libcuda.so.1")
     (nvrtc,) = (file for root in nvidia.__path__ for file in Path(root).glob("cuda_nvrtc/lib/libnvrtc.so.11.2"))
     paths = {"PYTHONPATH": MACHINE, "LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(folder)}
     return {**os.environ, **paths, "GLUON_SYNCBN_NVRTC": str(nvrtc)}
@@ -59,10 +60,10 @@ def results(stand_in, tmp_path_factory):
         "machine": {
             "gpus": 1,
             "stands_in": False,
-            "nvidia_smi": "NVIDIA H200, 580.159.04, 143771 MiB, 9.0, 1980 MHz, 3201 MHz",
             "cores": 16,
             "nvrtc": "libnvrtc.so.13 13.0",
             "date": "2026-11-22 12:00",
+            "nvidia_smi": "NVIDIA H200, 580.159.04, 143771 MiB, 9.0, 1980 MHz, 3201 MHz",
         },
         "bundle": {"commit": "0123abc", "mxnet": "mxnet-cu117 1.9.1"},
         "steps": [
@@ -79,21 +80,15 @@ def results(stand_in, tmp_path_factory):
 def test_what_is_measured(results):
     assert results["kernels"]["cases"] == 3
     measured = results["speed"]["results"]
-    assert [(item["dtype"], item["layout"], item["shape"]) for item in measured[:4]] == [
-        ("float32", "NCHW", [2, 8, 5, 5]),
-        ("float32", "NHWC", [2, 5, 5, 8]),
-        ("float16", "NCHW", [2, 8, 5, 5]),
-        ("float16", "NHWC", [2, 5, 5, 8]),
-    ]
-    assert len(measured) == 8
+    names = [(item["dtype"], item["layout"], item["shape"]) for item in measured]
+    assert names[:2] == [("float32", "NCHW", [2, 8, 5, 5]), ("float32", "NHWC", [2, 5, 5, 8])]
+    assert [name[:2] for name in names[2:4]] == [("float16", "NCHW"), ("float16", "NHWC")] and len(names) == 8
     for item in measured:
-        took, size = item["microseconds"], 400 * 4 if item["dtype"] == "float32" else 400 * 2
-        size = size * 144 // 400 if 16 in item["shape"] else size
-        # Forward reads x twice and writes y; a copy reads and writes.
-        share = (3 * size / took["ours, forward"]) / (2 * size / took["copy"])
-        assert item["of_copy"]["ours, forward"] == pytest.approx(share)
-        share = (5 * size / took["ours, backward"]) / (2 * size / took["copy"])
-        assert item["of_copy"]["ours, backward"] == pytest.approx(share)
+        took = item["microseconds"]
+        # Forward reads x twice and writes y, backward both tensors twice and writes one; a copy reads and writes.
+        for way, moved in (("forward", 3), ("backward", 5)):
+            share = moved / 2 * took["copy"] / took[f"ours, {way}"]
+            assert item["of_copy"][f"ours, {way}"] == pytest.approx(share)
 
 
 def packed(results, file):
@@ -110,6 +105,7 @@ def unpacked(file):
         return {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
 
 
+@pytest.mark.long
 def test_why_a_kernel_is_as_fast_as_it_is(stand_in, tmp_path):
     """What else benchmarks/gpu.py measures (--latency, --code), the rehearsal runs in CI."""
     words = ["--variants", "--rounds", "1", "--shapes", "2,8,5,5"]
@@ -117,24 +113,6 @@ def test_why_a_kernel_is_as_fast_as_it_is(stand_in, tmp_path):
     assert {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)} == {
         name for name in shares if name.endswith(", forward")
     }
-
-
-def test_a_cut_off_run_leaves_what_it_has(folder, tmp_path, monkeypatch):
-    """SIGKILL, and no time to clean up."""
-    code = f"""
-import os, sys
-sys.path.insert(0, {os.path.join(CI, "bundle")!r})
-import pathlib, steps
-steps.HERE = pathlib.Path({str(folder)!r})
-steps.STEPS = [steps.Step(1, "first", "", 20, 20, False, lambda *_: ["echo", "right"]),
-               steps.Step(1, "second", "", 20, 20, False, lambda run, _: ["kill", "-9", str(os.getpid())])]
-steps.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, timeout=HANG)
-    assert done.returncode == -9
-    files = unpacked(tmp_path / "out" / "results-1.tar.gz")
-    assert "right" in files["results/first.txt"]
-    assert [step["name"] for step in json.loads(files["results/results.json"])["steps"]] == ["first"]
 
 
 def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
@@ -158,16 +136,13 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
 
 def test_numbers_of_a_stand_in_are_not_for_the_page(results, tmp_path, capsys):
     file, page = tmp_path / "results.tar.gz", tmp_path / "page.md"
-    page.write_text("<!-- numbers -->\n<!-- end of numbers -->\n", encoding="utf-8")
+    page.write_text(f"{gpu_table.BEGIN}\n{gpu_table.END}\n", encoding="utf-8")
     packed({**results, "machine": {**results["machine"], "stands_in": True}}, file)
     assert gpu_table.main([str(file), "--page", str(page)]) == 1
     assert "not of a GPU" in capsys.readouterr().err
-    assert page.read_text(encoding="utf-8") == "<!-- numbers -->\n<!-- end of numbers -->\n"
-
-
-def test_the_documentation_has_the_place():
+    assert page.read_text(encoding="utf-8") == f"{gpu_table.BEGIN}\n{gpu_table.END}\n"
     text = Path(ROOT, "docs", "gpu.md").read_text(encoding="utf-8")
-    assert text.count(gpu_table.BEGIN) == text.count(gpu_table.END) == 1
+    assert text.count(gpu_table.BEGIN) == text.count(gpu_table.END) == 1  # there is a place for others
 
 
 @pytest.fixture
@@ -185,7 +160,33 @@ def folder(tmp_path, monkeypatch):
 
 
 def in_python(code):
-    return lambda run, seconds: [sys.executable, "-c", textwrap.dedent(code)]
+    return lambda run, seconds: [sys.executable, "-c", textwrap.dedent(code.format(run=run))]
+
+
+def run_steps(monkeypatch, out, made, *words) -> int:
+    monkeypatch.setattr(
+        steps, "STEPS", [steps.Step(1, name, "", 12, 12, needs, command) for name, command, needs in made]
+    )
+    monkeypatch.setattr(sys, "argv", ["steps.py", str(out), *words])
+    return steps.main()
+
+
+def test_a_cut_off_run_leaves_what_it_has(folder, tmp_path):
+    """SIGKILL, and no time to clean up."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {os.path.join(CI, "bundle")!r})
+import pathlib, steps
+steps.HERE = pathlib.Path({str(folder)!r})
+steps.STEPS = [steps.Step(1, "first", "", 20, 20, False, lambda *_: ["echo", "right"]),
+               steps.Step(1, "second", "", 20, 20, False, lambda run, _: ["kill", "-9", str(os.getpid())])]
+steps.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, timeout=HANG)
+    assert done.returncode == -9
+    files = unpacked(tmp_path / "out" / "results-1.tar.gz")
+    assert "right" in files["results/first.txt"]
+    assert [step["name"] for step in json.loads(files["results/results.json"])["steps"]] == ["first"]
 
 
 def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, monkeypatch, capsys):
@@ -200,43 +201,26 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
     def cannot_start(run, seconds):
         raise FileNotFoundError("there is no such tool")
 
-    def measures(run, seconds):
-        code = f"open({str(run.work / 'measures.json')!r}, 'w').write('[1, 2]'); print(open('here.txt').read())"
-        return [sys.executable, "-c", code]
-
-    def breaks_off(run, seconds):
-        code = f"open({str(run.work / 'breaks_off.json')!r}, 'w').write('[1, '); raise SystemExit(1)"
-        return [sys.executable, "-c", code]
-
-    made = [
-        ("fails", in_python("raise SystemExit(7)"), False),
-        ("hangs", in_python(hangs), False),
-        ("talks", in_python("print('word ' * 100000)"), False),
-        ("missing", cannot_start, False),
-        ("needs_mxnet", in_python("pass"), True),
-        ("not_run", in_python("print('NOT RUN: no GPU'); raise SystemExit(3)"), False),
-        ("breaks_off", breaks_off, False),
-        ("measures", measures, False),
-    ]
-    monkeypatch.setattr(
-        steps, "STEPS", [steps.Step(1, name, "", 12, 12, needs, command) for name, command, needs in made]
-    )
-    monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out")])
-    assert steps.main() == 1
+    write = "open('{{run.work}}/{}.json', 'w').write('{}'); print(open('here.txt').read())"
+    made = {  # and how it ends
+        "fails": (in_python("raise SystemExit(7)"), "FAILED with status 7"),
+        "hangs": (in_python(hangs), "OUT OF TIME"),
+        "talks": (in_python("print('word ' * 100000)"), "ok"),
+        "missing": (cannot_start, "not started: there is no such tool"),
+        "needs_mxnet": (in_python("pass"), "not started: this folder was made for Python 2.7, and "),
+        "not_run": (in_python("print('NOT RUN: no GPU'); raise SystemExit(3)"), "NOT RUN"),
+        "breaks_off": (in_python(write.format("breaks_off", "[1, ") + "; raise SystemExit(1)"), "FAILED with status 1"),
+        "measures": (in_python(write.format("measures", "[1, 2]")), "ok"),
+    }
+    commands = [(name, command, name == "needs_mxnet") for name, (command, _) in made.items()]
+    assert run_steps(monkeypatch, tmp_path / "out", commands) == 1
     (archive,) = (tmp_path / "out").iterdir()
     files = unpacked(archive)
     results = json.loads(files["results/results.json"])
-    ended = {step["name"]: step["ended"] for step in results["steps"]}
-    assert ended.pop("needs_mxnet").startswith("not started: this folder was made for Python 2.7, and ")
-    assert ended == {
-        "fails": "FAILED with status 7",
-        "hangs": "OUT OF TIME",
-        "talks": "ok",
-        "missing": "not started: there is no such tool",
-        "not_run": "NOT RUN",
-        "breaks_off": "FAILED with status 1",
-        "measures": "ok",
-    }
+    assert [step["name"] for step in results["steps"]] == list(made)
+    for step in results["steps"]:
+        ended = made[step["name"]][1]
+        assert step["ended"].startswith(ended) if step["name"] == "needs_mxnet" else step["ended"] == ended
     assert results["measures"] == [1, 2] and "breaks_off" not in results
     assert results["steps"][-1]["last_line"] == "unpacked"
     assert "unpacked" in files["results/measures.txt"]
@@ -252,10 +236,8 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
 
 
 def test_when_no_time_is_left_that_is_said(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "STEPS", [steps.Step(1, "late", "", 20, 20, False, in_python("pass"))])
     monkeypatch.setattr(steps, "TOTAL", {False: 5, True: 5})
-    monkeypatch.setattr(sys, "argv", ["steps.py", str(tmp_path / "out"), "--short"])
-    assert steps.main() == 1
+    assert run_steps(monkeypatch, tmp_path / "out", [("late", in_python("pass"), False)], "--short") == 1
     (step,) = json.loads(unpacked(tmp_path / "out" / "results-1.tar.gz")["results/results.json"])["steps"]
     assert step["ended"] == "no time left"
 
@@ -267,9 +249,15 @@ def test_steps_that_do_not_exist_are_refused(folder, tmp_path, monkeypatch, caps
     assert "there is no step spede; there are smoke, kernels," in capsys.readouterr().err
 
 
+def library_of(folder, text):
+    source, library = folder / "library.c", folder / "library.so"
+    source.write_text(text + "\nint seven() { return 7; }\n", encoding="utf-8")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return library
+
+
 def test_machine_code_is_blanked_and_nothing_else(tmp_path):
     """A library whose section has two containers, each with PTX (kind 1) and machine code (kind 2)."""
-    source, library = tmp_path / "library.c", tmp_path / "library.so"
     container = """
         .long 0xBA55ED50; .short 1, 16; .quad 2 * 16 + 24 + 40
         .short 1, 0; .long 16; .quad 24; .fill 24, 1, 0x11
@@ -277,8 +265,7 @@ def test_machine_code_is_blanked_and_nothing_else(tmp_path):
     """
     lines = ";".join(line.strip() for line in container.strip().splitlines())
     section = f'__asm__(".section .nv_fatbin, \\"a\\"; .balign 8; {lines}; {lines}; .previous");'
-    source.write_text(section + "\nint seven() { return 7; }\n", encoding="utf-8")
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    library = library_of(tmp_path, section)
     before = library.read_bytes()
     assert fatbin.blank(library) == 80
     after = library.read_bytes()
@@ -288,8 +275,5 @@ def test_machine_code_is_blanked_and_nothing_else(tmp_path):
 
 
 def test_a_library_without_machine_code_is_refused(tmp_path):
-    source, library = tmp_path / "library.c", tmp_path / "library.so"
-    source.write_text("int seven() { return 7; }\n")
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     with pytest.raises(ValueError, match="no section .nv_fatbin"):
-        fatbin.blank(library)
+        fatbin.blank(library_of(tmp_path, ""))

@@ -1,29 +1,24 @@
 """How many threads a GPU is given for which tensor: plain functions of shape, type and addresses."""
 
+import itertools
+
 import pytest
 from gpu_kernels import launch_for
 
 PACK = {"float32": 4, "float64": 2, "float16": 8}
-LAYOUTS = [
-    (1, 1, 1),
-    (2, 2048, 1),
-    (2, 2048, 49),
-    (4, 7, 3),
-    (32, 256, 56 * 56),
-    (2, 64, 800 * 1333),
-    (2 * 800 * 1333, 64, 1),
-    (1, 1, 2**31 + 7),
-    (2**31 + 7, 3, 1),
-    (2**20, 2**20, 1),
-    (1, 2**30, 4),
-]
+LAYOUTS = [(1, 1, 1), (2, 2048, 1), (2, 2048, 49), (4, 7, 3), (32, 256, 56 * 56), (2, 64, 800 * 1333)]
+LAYOUTS += [(2 * 800 * 1333, 64, 1), (1, 1, 2**31 + 7), (2**31 + 7, 3, 1), (2**20, 2**20, 1), (1, 2**30, 4)]
+dtypes = pytest.mark.parametrize("dtype", list(PACK))
 
 
-@pytest.mark.parametrize("dtype", list(PACK))
+@dtypes
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("address", [0, 8])
-@pytest.mark.parametrize("reduces", [True, False])
-def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype, address, reduces):
+def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype):
+    for address, reduces in itertools.product((0, 8), (True, False)):
+        check_launch(layout, dtype, address, reduces)
+
+
+def check_launch(layout, dtype, address, reduces):
     outer, channels, inner = layout
     launch = launch_for(dtype, layout, address, reduces=reduces)
     (tiles, parts), (x, y) = launch.grid, launch.block
@@ -53,35 +48,27 @@ def test_every_value_has_a_thread_and_the_gpu_has_enough(layout, dtype, address,
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_tensors_of_detectors_fill_a_gpu(layout, dtype):
     launch = launch_for(dtype, layout, 0)
-    blocks = launch.grid[0] * launch.grid[1]
-    assert 96 <= blocks <= 2048
-    assert launch.aligned
+    assert launch.aligned and 96 <= launch.grid[0] * launch.grid[1] <= 2048
 
 
-@pytest.mark.parametrize("dtype", list(PACK))
+@dtypes
 def test_packs_are_read_only_where_all_tensors_allow_it(dtype):
     size = 16 // PACK[dtype]
-    rows, columns, odd = (2, 3, 100), (100, 64, 1), (100, 65, 1)
-    assert launch_for(dtype, rows, 0, 0, 0).aligned
-    assert launch_for(dtype, rows, size, size, size).aligned  # single values in front make up for it
-    assert not launch_for(dtype, rows, 0, size, 0).aligned
-    assert not launch_for(dtype, rows, 0, 0, size).aligned
-    assert not launch_for(dtype, (2, 3, PACK[dtype] - 1), 0).aligned
-    assert launch_for(dtype, columns, 0, 0, 0).aligned
-    assert not launch_for(dtype, columns, size, size, size).aligned
-    assert not launch_for(dtype, odd, 0, 0, 0).aligned
+    rows, columns = (2, 3, 100), (100, 64, 1)
+    taken = [(rows, (0, 0, 0)), (columns, (0, 0, 0)), (rows, (size, size, size))]  # single values in front make up
+    not_taken = [(rows, (0, size, 0)), (rows, (0, 0, size)), ((2, 3, PACK[dtype] - 1), (0,))]
+    not_taken += [(columns, (size, size, size)), ((100, 65, 1), (0, 0, 0))]
+    assert all(launch_for(dtype, layout, *addresses).aligned for layout, addresses in taken)
+    assert not any(launch_for(dtype, layout, *addresses).aligned for layout, addresses in not_taken)
 
 
-@pytest.mark.parametrize("dtype", list(PACK))
-@pytest.mark.parametrize("inner", [*range(2, 70), 121, 169])
-def test_single_values_at_the_ends_of_runs_have_a_thread_each(dtype, inner):
+@dtypes
+def test_single_values_at_the_ends_of_runs_have_a_thread_each(dtype):
     """Up to a pack less one at either end, wherever a run begins."""
-    pack, size = PACK[dtype], 16 // PACK[dtype]
-    for shift in range(pack):
-        for channels in (64, 63):
-            launch = launch_for(dtype, (2, channels, inner), shift * size)
-            if launch.aligned and (shift or inner % pack):
-                assert launch.block[0] >= 2 * (pack - 1)
+    pack = PACK[dtype]
+    for inner, shift, channels in itertools.product([*range(2, 70), 121, 169], range(pack), (64, 63)):
+        launch = launch_for(dtype, (2, channels, inner), shift * 16 // pack)
+        assert not launch.aligned or not (shift or inner % pack) or launch.block[0] >= 2 * (pack - 1), inner
 
 
 # ResNet-50's maps, and a pyramid's; (threads on a channel, images). float16 has twice as many values in a pack.
@@ -109,12 +96,14 @@ def test_a_thread_has_several_packs_under_way(dtype, inner, threads, images):
     assert images == 4 or packs >= 3 * threads
 
 
-def test_images_are_taken_together_only_if_their_packs_lie_alike():
-    assert launch_for("float32", (32, 4, 49), 0).images == 4
-    assert launch_for("float32", (32, 3, 49), 0).images == 1
-    assert launch_for("float32", (1, 4, 49), 0).images == 1
-    assert launch_for("float32", (32, 3, 49), 0, 4).images == 1  # not aligned, and many single values
-    assert launch_for("float32", (32, 3, 3), 0, 4).images == 4
+ALIKE = [(4, (32, 4, 49), [0]), (1, (32, 3, 49), [0]), (1, (1, 4, 49), [0])]
+ALIKE += [(1, (32, 3, 49), [0, 4]), (4, (32, 3, 3), [0, 4])]
+
+
+@pytest.mark.parametrize("images, layout, addresses", ALIKE)
+def test_images_are_taken_together_only_if_their_packs_lie_alike(images, layout, addresses):
+    """Or if none is aligned, and there are not many single values."""
+    assert launch_for("float32", layout, *addresses).images == images
 
 
 def test_few_blocks_have_more_threads_on_a_channel():

@@ -6,13 +6,13 @@ import subprocess
 import time
 
 import pytest
-from harness import HANG, ROOT
 from hosts import CLUSTER, GIGABIT, LOSSY, Hosts, missing
 from launching import command_of_job, need, run_job
 from test_process_ways import check_soak
+from testing import HANG, ROOT
 
 REASON = missing()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=f"NOT RUN: {REASON}")
+pytestmark = pytest.mark.skipif(bool(REASON), reason=f"NOT RUN: hosts cannot be made here: {REASON}")
 
 SMALL = ["layer", "branches"]
 # Engine, hosts, processes of each, devices of each, network, cases.

@@ -1,12 +1,11 @@
 """The kernels give the same bits on every instruction set, and can be held to one that is older than the processor."""
 
-import ctypes
 import hashlib
 
-import numpy as np
 import pytest
-from harness import run_python
-from test_native_kernels import LAYOUTS, bfloat16, core, draw, pointer, sizes, vectors
+from kernel_cases import FLAGS, Cpu, dealt, run_two_devices
+from stand_in import Fenced
+from testing import run_python
 
 SETS = ["baseline", "avx2", "avx512"]  # from the oldest
 # The processor's features that each needs, as Linux calls them.
@@ -20,57 +19,29 @@ def newest() -> str:
     return max((name for name in SETS if set(FEATURES[name]) <= set(found)), key=SETS.index)
 
 
-def digest() -> str:
-    """Of the results of every pass over every layout and dtype, with and without ReLU."""
+def digest(seed: int) -> str:
+    """Of the results of every pass, with every layout, dtype and what may follow the norm."""
     seen = hashlib.sha256()
-    for flag, dtype in ((0, "float32"), (1, "float64"), (2, "float16"), (12, "bfloat16")):
-        for layout in [*LAYOUTS, (8, 64, 900), (4000, 130, 1)]:
-            x, dy = (draw(layout, "float32", seed) for seed in (0, 1))
-            x, dy = (bfloat16(item) if dtype == "bfloat16" else item.astype(dtype) for item in (x, dy))
-            channels = layout[1]
-            mean, m2, sums, centred = (np.empty(channels) for _ in range(4))
-            y, dx = np.empty_like(x), np.zeros_like(x)
-            core().gluon_syncbn_moments(flag, pointer(x), *sizes(layout), 1, pointer(mean), pointer(m2))
-            scale, beta, *gradient = vectors(channels, 2, 3, 4, 5, 6)
-            affine = [pointer(item) for item in (mean, scale, beta)]
-            for activation, skip, in_place in ((0, 0, 0), (1, 0, 0), (2, 0, 0), (1, 1, 0), (0, 0, 1), (2, 0, 1)):
-                behind = [activation, ctypes.c_double(0.1)]
-                added, out = (pointer(dy), pointer(y)) if skip else (None, None)
-                core().gluon_syncbn_normalize(flag, pointer(x), added, *sizes(layout), *affine, *behind, pointer(y), 1)
-                arrays = [flag, pointer(x), pointer(dy), out, in_place, *sizes(layout), *affine, *behind]
-                d_skip = np.zeros_like(x)
-                core().gluon_syncbn_gradient_sums(
-                    *arrays, pointer(d_skip) if skip else None, 0, 1, pointer(sums), pointer(centred)
-                )
-                seen.update(d_skip.tobytes())
-                for add in (0, 1):
-                    into = [*(pointer(item) for item in gradient), pointer(dx), add, 1]
-                    core().gluon_syncbn_input_gradient(*arrays, *into)
-                    seen.update(dx.tobytes())
-                for item in (mean, m2, y, sums, centred):
-                    seen.update(item.tobytes())
+    for case in dealt(seed, 76, list(FLAGS)):
+        for array in run_two_devices(Cpu(1, Fenced), case):
+            seen.update(array.tobytes())
     return seen.hexdigest()
 
 
-@pytest.mark.parametrize("limit", [*SETS, "AVX2"])
-def test_the_same_bits_on_an_older_instruction_set(limit):
-    """Where the processor has no newer one, the switch changes nothing."""
-    code = """
-from gluon_syncbn.backends import native
-from test_instruction_sets import digest
-print('ON', native.instruction_set(), digest())
-"""
-    done = run_python(code, **{VARIABLE: limit})
+@pytest.fixture(scope="module")
+def own(request):
+    """In this process, which has the newest unless it was told otherwise."""
+    return digest(request.config.option.seed)
+
+
+@pytest.mark.parametrize("limit", ["", *SETS, "AVX2"])
+def test_the_same_bits_on_an_older_instruction_set(limit, own, seed):
+    """Where the processor has no newer one, the switch changes nothing; without it the newest is taken."""
+    code = f"import testing, test_instruction_sets as t; print('ON', testing.instruction_set(), t.digest({seed}))"
+    done = run_python("import sys; sys.path.append('benchmarks')\n" + code, **{VARIABLE: limit})
     assert done.returncode == 0, done.stderr
-    expected = min(limit.lower(), newest(), key=SETS.index)
-    assert done.stdout.split("ON ")[1].split() == [expected, digest()]
-
-
-def test_without_the_switch_the_newest_is_taken():
-    done = run_python(
-        "from gluon_syncbn.backends import native; print('ON', native.instruction_set())", **{VARIABLE: ""}
-    )
-    assert done.stdout.split("ON ")[1].split() == [newest()]
+    expected = min(limit.lower() or newest(), newest(), key=SETS.index)
+    assert done.stdout.split("ON ")[1].split() == [expected, own]
 
 
 def test_another_value_is_an_error_at_the_first_step():

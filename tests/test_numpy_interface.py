@@ -2,16 +2,17 @@
 
 import mxnet as mx
 import numpy as np
-import oracle
 import pytest
-from harness import MODES, cpus, random_shards, set_mode
 from mxnet import autograd
 from mxnet import np as mnp
 from mxnet.gluon import nn
+from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, set_mode
 
 from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 pytestmark = pytest.mark.usefixtures("backend")
+modes = pytest.mark.parametrize("mode", list(MODES))
+SHAPES = [(3, 4, 5), (1, 4, 5)]
 
 
 @pytest.fixture
@@ -21,84 +22,95 @@ def numpy_interface():
     mx.npx.reset_np()
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("shapes, axis", [([(3, 4, 5), (1, 4, 5)], 1), ([(2, 3, 3, 4)] * 2, -1), ([(3, 4, 5)], 1)])
-def test_equals_the_oracle(shapes, axis, mode, numpy_interface):
-    devices = cpus(len(shapes))
-    layer = SyncBatchNorm(axis=axis, in_channels=4, timeout=20)
-    layer.initialize(ctx=devices)
-    gamma, beta = np.array([0.5, 1, 2, 1.5]), np.array([0.1, -1, 0, 1])
-    layer.gamma.set_data(mnp.array(gamma))
-    layer.beta.set_data(mnp.array(beta))
+def as_numpy(block):
+    """The block for `check_step`, which has arrays of mx.nd."""
+
+    def call(x):
+        out = block(x.as_np_ndarray())
+        assert type(out) is mnp.ndarray
+        return out.as_nd_ndarray()
+
+    return call
+
+
+def set_affine(layer):
+    for parameter, values in ((layer.gamma, [0.5, 1, -2, 1.5]), (layer.beta, [0.1, -1, 0, 1])):
+        parameter.set_data(mnp.array(values, dtype=parameter.dtype))
+
+
+def draw(shapes, dtype="float32", seed=0):
+    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@modes
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("shapes, axis", [(SHAPES, 1), ([(2, 3, 3, 4), (1, 3, 3, 4)], -1), (SHAPES[:1], 1)])
+def test_the_numbers_are_the_references(shapes, axis, activation, mode, dtype, numpy_interface):
+    layer = SyncBatchNorm(axis=axis, in_channels=4, timeout=60, activation=activation)
+    layer.cast(dtype)
+    layer.initialize(ctx=cpus(len(shapes)))
+    set_affine(layer)
     set_mode(layer, mode)
-    shards, heads = random_shards(shapes), random_shards(shapes, seed=1)
-    inputs = [mnp.array(shard, ctx=device) for shard, device in zip(shards, devices)]
-    for item in inputs:
-        item.attach_grad()
-    with autograd.record():
-        outputs = [layer(item) for item in inputs]
-        loss = [(out * mnp.array(head, ctx=out.ctx)).sum() for out, head in zip(outputs, heads)]
-    autograd.backward(loss)
-    assert all(type(out) is mnp.ndarray for out in outputs)
-    expected = oracle.batch_norm(shards, gamma, beta, axis, heads=heads)
-    assert oracle.distance([out.asnumpy() for out in outputs], expected.outputs) < 1e-5
-    assert oracle.distance([item.grad.asnumpy() for item in inputs], expected.input_gradients) < 1e-4
-    assert oracle.distance([sum(layer.gamma.grad(d).asnumpy() for d in devices)], [expected.gamma_gradient]) < 1e-4
-    assert oracle.distance([layer.running_mean.data(devices[0]).asnumpy()], [0.1 * expected.mean]) < 1e-5
-    assert type(layer(inputs[0])) is mnp.ndarray  # in prediction mode
+    norm = reference_of(layer, activation=activation)
+    for seed in range(2):
+        check_step(as_numpy(layer), norm, *draw(shapes, dtype, seed), layer=layer)
+        seen = reference_of(layer, activation=activation, frozen=True)
+        check_step(as_numpy(layer), seen, *draw(shapes, dtype, seed), layer=layer, train_mode=False)
 
 
-def test_a_net(numpy_interface):
-    devices = cpus(2)
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(2))
-    convert_sync_batchnorm(net, timeout=20)
-    net.initialize(ctx=devices)
-    net.hybridize(static_alloc=True, static_shape=True)
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    for _ in range(2):
-        with autograd.record():
-            losses = [
-                (net(mnp.ones((1, 3, 6, 6), ctx=device) * (i + 1)) ** 2).sum() for i, device in enumerate(devices)
-            ]
-        autograd.backward(losses)
-        trainer.step(2)
-    means = [net[1].running_mean.data(device).asnumpy() for device in devices]
-    np.testing.assert_array_equal(*means)
-    assert np.abs(means[0]).max() > 0
+@modes
+def test_a_net_trains_as_on_one_device(mode, numpy_interface):
+    """With shapes that are known at the first call and a smaller last shard."""
+    data = random_shards([(5, 3, 6, 6)] * 2)
+    results = []
+    for devices, borders in ((cpus(1), []), (cpus(2), [4])):
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(4, 3, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(2))
+        if len(devices) > 1:
+            convert_sync_batchnorm(net, timeout=60)
+        mx.npx.random.seed(3)
+        net.initialize(mx.init.Xavier(), ctx=devices)
+        set_mode(net, mode)
+        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        for batch in data:
+            parts = [mnp.array(part, ctx=device) for part, device in zip(np.split(batch, borders), devices)]
+            with autograd.record():
+                losses = [(net(part) ** 2).sum() for part in parts]
+            autograd.backward(losses)
+            trainer.step(5)
+        mx.nd.waitall()
+        items = net._collect_params_with_prefix()
+        results.append({name: [item.data(device).asnumpy() for device in devices] for name, item in items.items()})
+    for name, (wanted,) in results[0].items():
+        for value in results[1][name]:
+            np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("around", [None, "hybridize", "static"])
 def test_an_exported_net_and_a_symbol_block(around, numpy_interface, tmp_path):
-    devices, prefix = cpus(2), str(tmp_path / "net")
+    """The file is plain; a converted SymbolBlock of it trains, by itself or in a graph."""
+    prefix = str(tmp_path / "net")
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=20), nn.Activation("relu"))
-    net.initialize(ctx=devices)
+    net.add(SyncBatchNorm(timeout=60), nn.Activation("relu"))
+    net.initialize(ctx=cpus(2))
     net.hybridize()
-
-    def step(block):
-        inputs = [mnp.random.normal(size=(2, 3, 6, 6), ctx=device) for device in devices]
-        with autograd.record():
-            outputs = [block(item) for item in inputs]
-        autograd.backward(outputs)
-        assert all(type(out) is mnp.ndarray and np.isfinite(out.asnumpy()).all() for out in outputs)
-
-    step(net)
+    net(mnp.ones((1, 4, 5)))
+    set_affine(net[0])
+    check_step(as_numpy(net), reference_of(net[0], activation="relu"), *draw(SHAPES), layer=net[0])
     net.export(prefix)
     assert "Custom" not in (tmp_path / "net-symbol.json").read_text(encoding="utf-8")
-    block = mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=devices)
-    x = mnp.ones((1, 3, 6, 6))
+    block = mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=cpus(2))
+    x = mnp.array(random_shards([(2, 4, 5)], seed=9)[0])
     np.testing.assert_allclose(block(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-6)
-    convert_sync_batchnorm(block, timeout=20)
+    convert_sync_batchnorm(block, timeout=60)
     whole = block
     if around:
         whole = nn.HybridSequential()
-        whole.add(block, nn.Dense(2))
-        whole.initialize(ctx=devices)
-        whole.hybridize(static_alloc=True, static_shape=True)
-    (mean,) = (item for name, item in block.collect_params().items() if name.endswith("running_mean"))
-    before = mean.data(devices[0]).asnumpy()
-    step(whole)
-    copies = [mean.data(device).asnumpy() for device in devices]
-    np.testing.assert_array_equal(*copies)
-    assert not np.allclose(copies[0], before)
+        whole.add(block)
+        set_mode(whole, around)
+    block(x)
+    (layer,) = layers_of(block)
+    norm = reference_of(layer, activation="relu")
+    for seed in range(2):
+        check_step(as_numpy(whole), norm, *draw(SHAPES, seed=seed), layer=layer)

@@ -3,7 +3,7 @@
 import os
 import re
 
-from harness import ROOT, run_python
+from testing import ROOT, run_python
 
 CHECK = """
 import sys

@@ -1,191 +1,155 @@
-"""Batch Renormalization against an oracle, and its schedule. On the native back end: portable refuses it."""
+"""Batch Renormalization: the numbers of the reference, and a schedule that counts the training passes.
+
+On the native back end; portable refuses it.
+"""
 
 import mxnet as mx
 import numpy as np
-import oracle
 import pytest
-from harness import MODES, cpus, random_affine, random_shards, set_mode, step
+from mxnet.gluon import nn
+from reference import Norm, check, check_all
+from testing import MODES, check_running, check_step, cpus, random_affine, random_shards, reference_of, set_mode, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
-from gluon_syncbn.layer.spec import LayerSpec
 
+modes = pytest.mark.parametrize("mode", list(MODES))
 CHANNELS = 4
-TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3}
+BOUND = (1.5, 0.5)
+GROWING = [(0, 1, 0), (8, 5, 4)]  # with each pass other limits
+SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5), (3, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
 
 
-class Oracle:
-    """The layer's steps in NumPy: r and d are constants to the gradient, so they are another γ and β."""
-
-    def __init__(self, gamma, beta, limits, epsilon=1e-5, momentum=0.9):
-        self.gamma, self.beta, self.limits = gamma.astype(np.float64), beta.astype(np.float64), limits
-        self.epsilon, self.momentum = epsilon, momentum
-        self.mean, self.var = np.zeros(len(gamma)), np.ones(len(gamma))
-
-    def step(self, shards, heads, number=0):
-        r_max, d_max = self.limits(number)
-        seen = oracle.batch_norm(shards, self.gamma, self.beta)
-        sigma = np.sqrt(self.var + self.epsilon)
-        r = np.clip(np.sqrt(seen.var + self.epsilon) / sigma, 1 / r_max, r_max)
-        d = np.clip((seen.mean - self.mean) / sigma, -d_max, d_max)
-        made = oracle.batch_norm(shards, self.gamma * r, self.beta + self.gamma * d, heads=heads)
-        self.mean = self.momentum * self.mean + (1 - self.momentum) * seen.mean
-        self.var = self.momentum * self.var + (1 - self.momentum) * seen.var
-        return made, r * made.gamma_gradient + d * made.beta_gradient
-
-
-def check_step(layer, expected: Oracle, shards, heads, devices, number, dtype="float32"):
-    outputs, inputs = step(layer, shards, heads, devices)
-    made, d_gamma = expected.step(shards, heads, number)
-    limit = TOLERANCE[dtype]
-    assert oracle.distance([item.asnumpy() for item in outputs], made.outputs) < limit
-    assert oracle.distance([item.grad.asnumpy() for item in inputs], made.input_gradients) < 10 * limit
-    size = sum(np.abs(head).astype(np.float64).sum() for head in heads)
-    for parameter, gradient in ((layer.gamma, d_gamma), (layer.beta, made.beta_gradient)):
-        total = sum(parameter.grad(device).asnumpy().astype(np.float64) for device in devices)
-        assert np.abs(total - gradient).max() / size < limit
-    for device in devices:
-        vectors = 1e-5 if dtype == "float16" else limit
-        assert oracle.distance([layer.running_mean.data(device).asnumpy()], [expected.mean]) < vectors
-        assert oracle.distance([layer.running_var.data(device).asnumpy()], [expected.var]) < vectors
-
-
-def make(devices, renorm, dtype="float32", mode="imperative", **options):
-    layer = SyncBatchNorm(in_channels=CHANNELS, renorm=renorm, **options)
+def make(devices, renorm, dtype="float32", mode="imperative", group_size=None, **options):
+    options = {"timeout": 60, "backend": "native", "renorm": renorm, "group_size": group_size, **options}
+    layer = SyncBatchNorm(in_channels=CHANNELS, **options)
     layer.cast(dtype)
     layer.initialize(ctx=cpus(devices))
-    gamma, beta = random_affine(layer, CHANNELS)
-    set_mode(layer, mode)
-    return layer, gamma, beta
+    random_affine(layer, CHANNELS)
+    return set_mode(layer, mode), reference_of(layer, renorm=renorm, group_size=group_size)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("mode", list(MODES))
-def test_the_numbers_are_the_oracles(mode, dtype, devices):
-    layer, gamma, beta = make(devices, (1.5, 0.5), dtype, mode)
-    expected = Oracle(gamma, beta, lambda step: (1.5, 0.5))
-    for number in range(3):
-        shapes = [(1 + i % 2, CHANNELS, 3, 5) for i in range(devices)]
-        shards = random_shards(shapes, dtype, seed=number, mean=0.5 * number, std=1 + number)
-        heads = random_shards(shapes, dtype, seed=10 + number)
-        check_step(layer, expected, shards, heads, cpus(devices), number, dtype)
+def draw(devices=2, seed=0, dtype="float32", mean=1.0, std=2.0):
+    """Shards and heads, on each device others."""
+    shapes = SHAPES[:devices]
+    return random_shards(shapes, dtype, seed, mean, std), random_shards(shapes, dtype, seed + 100)
 
 
-def test_both_limits_were_met_and_left_in_that_test():
-    """Or it would have shown nothing of one of them."""
-    expected = Oracle(np.ones(CHANNELS), np.zeros(CHANNELS), lambda step: (1.5, 0.5))
-    ratios = []
-    for number in range(3):
-        shards = random_shards(
-            [(1, CHANNELS, 3, 5), (2, CHANNELS, 3, 5)], seed=number, mean=0.5 * number, std=1 + number
-        )
-        seen = oracle.batch_norm(shards, np.ones(CHANNELS), np.zeros(CHANNELS))
-        ratios += list(np.sqrt(seen.var / expected.var))
-        expected.step(shards, [np.zeros(shard.shape) for shard in shards], number)
-    assert min(ratios) < 1.5 < max(ratios)
+def check_step_on(used, layer, norm, seed):
+    """A step on some of the devices, whose statistics the others get when the block ends."""
+    shards, heads = draw(len(used), seed, mean=3)
+    chosen = [mx.cpu(device) for device in used]
+    with gluon_syncbn.devices(chosen):
+        outputs, inputs = step(layer, shards, heads, chosen)
+    expected = norm.step(shards, heads, used=used)
+    check_all("output", [item.asnumpy() for item in outputs], expected.outputs, units=16)
+    check_all("input gradient", [item.grad.asnumpy() for item in inputs], expected.input_gradients, units=16)
+    check_running(layer, norm)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@modes
+def test_the_numbers_are_the_references(mode, dtype, devices):
+    """On one device too, where the layer is nn.BatchNorm otherwise, and the option would have been ignored."""
+    layer, norm = make(devices, BOUND, dtype, mode)
+    met = []
+    for number, (mean, std) in enumerate([(0, 1), (0.3, 2), (2, 3), (-1, 0.2)]):
+        shards, heads = draw(devices, number, dtype, mean, std)
+        batch = np.concatenate(shards).astype(np.float64)
+        deviation = np.sqrt(norm.running()[1].value + norm.epsilon)
+        r = np.sqrt(batch.var((0, 2, 3)) + norm.epsilon) / deviation
+        d = (batch.mean((0, 2, 3)) - norm.running()[0].value) / deviation
+        met += [*np.where(r > 1.5, "high r", np.where(r < 1 / 1.5, "low r", "r"))]
+        met += [*np.where(d > 0.5, "high d", np.where(d < -0.5, "low d", "d"))]
+        check_step(layer, norm, shards, heads)
+    assert set(met) == {"high r", "low r", "r", "high d", "low d", "d"}  # or this shows nothing of one of them
 
 
 @pytest.mark.parametrize("schedule", [[(0, 1, 0), (2, 1, 0), (4, 3, 2)], [(2, 1.25, 0.5), (4.5, 3, 2)]])
-@pytest.mark.parametrize("mode", list(MODES))
+@modes
 def test_a_schedule_counts_the_training_passes(mode, schedule):
-    """Also over steps of which some are on fewer devices, and predictions do not count.
+    """Also those on fewer devices, and not predictions; it goes on where the layer moves or is converted again.
 
-    Before the first point and after the last the limits are those of that point.
+    Before the first point the limits are those of that point.
     """
-    layer, gamma, beta = make(2, schedule, mode=mode)
-    steps, r_max, d_max = zip(*schedule)
-    expected = Oracle(gamma, beta, lambda step: (np.interp(step, steps, r_max), np.interp(step, steps, d_max)))
-    for number in range(6):
-        shards = random_shards([(2, CHANNELS, 3, 5)] * 2, seed=number, mean=1, std=2)
-        heads = random_shards([(2, CHANNELS, 3, 5)] * 2, seed=10 + number)
+    layer, norm = make(2, schedule, mode=mode)
+    for number in range(7):
+        shards, heads = draw(seed=number)
         if number == 3:
-            with gluon_syncbn.devices(cpus(1)):
-                step(layer, shards[:1], heads[:1], cpus(1))
-            expected.step(shards[:1], heads[:1], number)
+            check_step_on([1], layer, norm, number)
             layer(mx.nd.array(shards[0])).wait_to_read()
-        else:
-            check_step(layer, expected, shards, heads, cpus(2), number)
+            continue
+        if number == 4:
+            layer = convert_sync_batchnorm(layer, renorm=schedule, timeout=60, backend="native")
+        if number == 5:
+            layer.collect_params().reset_ctx([mx.cpu(0), mx.cpu(2)])
+        check_step(layer, norm, shards, heads, layer.gamma.list_ctx())
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_the_step_is_one_number_on_all_devices(group_size):
-    """After steps on some of them, too: where limits bind, equal data then give equal outputs."""
-    devices, schedule = cpus(4), [(0, 1, 0), (20, 21, 20)]
-    layer, _, _ = make(4, schedule, group_size=group_size)
-    shape = (2, CHANNELS, 3, 5)
-    passes = 0
-    for number, used in enumerate((4, 1, 4, 3, 1, 4)):
-        chosen = devices[-used:] if number % 2 else devices[:used]
-        data = random_shards([shape], seed=number, mean=1000, std=1)[0]
-        with gluon_syncbn.devices(chosen):
-            step(layer, [data] * used, [data] * used, chosen)
-        passes += 1
-    for parameter in (layer.running_mean, layer.running_var):  # statistics of groups may differ, the step may not
-        parameter.set_data(mx.nd.ones(CHANNELS))
-    data = random_shards([shape], mean=1000, std=1)[0]
-    outputs, _ = step(layer, [data] * 4, [data] * 4, devices)
-    expected = Oracle(
-        layer.gamma.data(devices[0]).asnumpy(), layer.beta.data(devices[0]).asnumpy(), lambda step: (1 + step, step)
-    )
-    expected.mean, expected.var = np.ones(CHANNELS), np.ones(CHANNELS)
-    made, _ = expected.step([data], [data], passes)
-    for item in outputs:
-        assert oracle.distance([item.asnumpy()], made.outputs) < 1e-4
+@modes
+def test_the_pass_is_one_number_for_all_groups(mode, group_size):
+    """After steps on some of the devices, too, of which a group may have none."""
+    layer, norm = make(4, GROWING, mode=mode, group_size=group_size)
+    for number, used in enumerate([[0, 1, 2, 3], [0], [3, 2, 1, 0], [1, 2, 3], [3], [0, 1, 2, 3]]):
+        check_step_on(used, layer, norm, number)
 
 
 def test_a_step_that_was_given_up_leaves_one_number():
-    """A subgroup of two has done a pass that the other has not."""
-    layer, _, _ = make(4, [(0, 1, 0), (20, 21, 20)], group_size=2, timeout=1)
-    data = random_shards([(2, CHANNELS, 3, 5)], mean=1000, std=1)[0]
-    step(layer, [data] * 4, [data] * 4, cpus(4))
+    """A group of two has done a pass that the other has not."""
+    layer, norm = make(4, GROWING, group_size=2, timeout=1)
+    check_step(layer, norm, *draw(4))
     with pytest.raises(mx.MXNetError):
-        outputs, _ = step(layer, [data] * 3, [data] * 3, cpus(3))
+        outputs, _ = step(layer, *draw(3), cpus(3))
         for item in outputs:
             item.wait_to_read()
     gluon_syncbn.abandon_step()
-    for parameter in (layer.running_mean, layer.running_var):
-        parameter.set_data(mx.nd.ones(CHANNELS))
-    outputs, _ = step(layer, [data] * 4, [data] * 4, cpus(4))
-    for item in outputs[1:]:
-        np.testing.assert_array_equal(item.asnumpy(), outputs[0].asnumpy())
+    norm.passes += 1
+    layer.running_mean.set_data(mx.nd.zeros(CHANNELS))
+    layer.running_var.set_data(mx.nd.ones(CHANNELS))
+    for device in (0, 2):
+        norm.set_running(np.zeros(CHANNELS), np.ones(CHANNELS), device)
+    check_step(layer, norm, *draw(4, seed=1))
 
 
-def test_no_limits_but_1_and_0_is_batch_normalization():
+@modes
+def test_no_limits_but_1_and_0_is_batch_normalization(mode):
     """To the bit."""
     results = []
     for renorm in (None, (1, 0)):
-        layer, _, _ = make(2, renorm)
-        shards, heads = random_shards([(2, CHANNELS, 3, 5)] * 2), random_shards([(2, CHANNELS, 3, 5)] * 2, seed=1)
-        outputs, inputs = step(layer, shards, heads, cpus(2))
-        results.append([item.asnumpy() for item in outputs] + [item.grad.asnumpy() for item in inputs])
+        layer, norm = make(2, renorm, mode=mode)
+        results.append([array for seed in range(2) for array in check_step(layer, norm, *draw(seed=seed))])
     for one, other in zip(*results):
         np.testing.assert_array_equal(one, other)
 
 
-def test_prediction_is_that_of_batchnorm():
-    layer, _, _ = make(2, (3, 5))
-    shards = random_shards([(2, CHANNELS, 3, 5)] * 2)
-    step(layer, shards, shards, cpus(2))
-    x = mx.nd.array(shards[0])
+@modes
+def test_prediction_is_that_of_batchnorm(mode):
+    """And so are its gradients; neither counts as a pass."""
+    layer, norm = make(2, GROWING, mode=mode)
+    for seed in range(3):
+        check_step(layer, norm, *draw(seed=seed))
+        norm.frozen = True
+        check_step(layer, norm, *draw(seed=seed + 10), train_mode=False)
+        norm.frozen = False
+    x = mx.nd.array(draw()[0][0])
     predicted = layer(x).asnumpy()
     np.testing.assert_array_equal(predicted, convert_batchnorm(layer)(x).asnumpy())
 
 
-def test_with_what_follows_it_and_in_place():
+@modes
+def test_with_what_follows_it_and_in_place(mode):
     """r and d are part of what is undone."""
-    net = mx.gluon.nn.HybridSequential()
-    net.add(mx.gluon.nn.BatchNorm(in_channels=CHANNELS), mx.gluon.nn.LeakyReLU(0.1))
-    results = []
-    for options in ({"in_place": True}, {"fuse": False}):
-        convert_sync_batchnorm(net, renorm=(1.5, 0.5), backend="native", **options)
-        net.initialize(ctx=cpus(2), force_reinit=True)
-        set_mode(net, "static")
-        shapes = [(2, CHANNELS, 3, 5)] * 2
-        outputs, inputs = step(net, random_shards(shapes), random_shards(shapes, seed=1), cpus(2))
-        results.append([item.asnumpy() for item in outputs] + [item.grad.asnumpy() for item in inputs])
-    for one, other in zip(*results):
-        assert oracle.distance([one], [other]) < 1e-5
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=CHANNELS), nn.LeakyReLU(0.125))
+    convert_sync_batchnorm(net, renorm=BOUND, backend="native", in_place=True)
+    net.initialize(ctx=cpus(2))
+    random_affine(net[0], CHANNELS)
+    set_mode(net, mode)
+    norm = reference_of(net[0], renorm=BOUND, activation="leaky", slope=0.125, in_place="float32")
+    for seed in range(3):
+        check_step(net, norm, *draw(seed=seed), layer=net[0])
 
 
 @pytest.mark.parametrize(
@@ -200,37 +164,51 @@ def test_what_is_no_schedule_is_refused(renorm):
     "renorm, schedule",
     [
         (None, None),
-        ((3, 5), ((0.0, 3.0, 5.0),)),
-        ([3, 5], ((0.0, 3.0, 5.0),)),
-        ([[10, 1, 0], (20, 3, 5)], ((10.0, 1.0, 0.0), (20.0, 3.0, 5.0))),
-        ([(0, 1, 0)], ((0.0, 1.0, 0.0),)),
+        ((3, 5), [(0.0, 3.0, 5.0)]),
+        ([3, 5], [(0.0, 3.0, 5.0)]),
+        (np.array([3, 5]), [(0.0, 3.0, 5.0)]),
+        ([[1, 1, 0], (3, 3, 5)], [(1.0, 1.0, 0.0), (3.0, 3.0, 5.0)]),
+        ([(0, 1, 0)], [(0.0, 1.0, 0.0)]),
     ],
 )
 def test_what_users_may_write(renorm, schedule):
-    assert LayerSpec.of("x", renorm=renorm).renorm == schedule
+    layer, norm = make(2, renorm)
+    norm.renorm = schedule
+    shown = repr(layer)
+    assert f"renorm={tuple(schedule)!r}" in shown if schedule else "renorm" not in shown
+    for seed in range(3):
+        check_step(layer, norm, *draw(seed=seed))
 
 
 def test_a_symbol_carries_it(tmp_path):
-    """Saved and loaded, with tuples or not."""
-    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), num_devices=2, renorm=[(0, 1, 0), (5, 3, 5)], name="bn")
-    sym.save(str(tmp_path / "net.json"))
-    assert '"renorm"' in gluon_syncbn.symbol.load(str(tmp_path / "net.json")).tojson().replace("\\", "")
+    """Saved and loaded, it trains by the schedule."""
+    file = str(tmp_path / "net.json")
+    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), num_devices=2, renorm=GROWING, fix_gamma=False, name="bn")
+    sym.save(file)
+    gamma, beta = np.linspace(0.5, 2, CHANNELS), np.linspace(-1, 1, CHANNELS)
+    norm = Norm(gamma, beta, renorm=GROWING, epsilon=1e-3)
+    loaded = gluon_syncbn.symbol.load(file)
+    executors = [loaded.simple_bind(device, x=shape) for device, shape in zip(cpus(2), SHAPES)]
+    for executor in executors:
+        executor.copy_params_from({"bn_gamma": mx.nd.array(gamma), "bn_beta": mx.nd.array(beta)})
+        executor.aux_dict["bn_moving_var"][:] = 1
+    for seed in range(3):
+        shards, heads = draw(seed=seed)
+        for executor, shard in zip(executors, shards):
+            executor.forward(is_train=True, x=mx.nd.array(shard))
+        for executor, head, device in zip(executors, heads, cpus(2)):
+            executor.backward(mx.nd.array(head, ctx=device))
+        expected = norm.step(shards, heads)
+        check_all("output", [executor.outputs[0].asnumpy() for executor in executors], expected.outputs)
+        gradients = [executor.grad_dict["x"].asnumpy() for executor in executors]
+        check_all("input gradient", gradients, expected.input_gradients)
+        total = sum(executor.grad_dict["bn_gamma"].asnumpy() for executor in executors)
+        check("gradient of gamma", total, expected.gamma_gradient)
+        for executor in executors:
+            for name, wanted in zip(("bn_moving_mean", "bn_moving_var"), norm.running()):
+                check(name, executor.aux_dict[name].asnumpy(), wanted)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-def test_on_one_device(mode):
-    """There the layer is nn.BatchNorm otherwise, and the option would have been ignored."""
-    layer, gamma, beta = make(1, (1.5, 0.5), mode=mode)
-    expected = Oracle(gamma, beta, lambda step: (1.5, 0.5))
-    for number in range(3):
-        shards = random_shards([(1, CHANNELS, 3, 5)], seed=number, mean=0.5 * number, std=1 + number)
-        check_step(layer, expected, shards, random_shards([(1, CHANNELS, 3, 5)], seed=9), cpus(1), number)
-
-
-def test_in_groups_of_one():
-    layer, gamma, beta = make(2, (1.5, 0.5), group_size=1)
-    shards = random_shards([(2, CHANNELS, 3, 5)] * 2, mean=1)
-    outputs, _ = step(layer, shards, shards, cpus(2))
-    for shard, output in zip(shards, outputs):
-        made, _ = Oracle(gamma, beta, lambda step: (1.5, 0.5)).step([shard], [np.zeros(shard.shape)])
-        assert oracle.distance([output.asnumpy()], made.outputs) < 1e-5
+def test_portable_refuses_it():
+    with pytest.raises(RuntimeError, match="'stem': backend='portable'.*only the native back end has renorm"):
+        SyncBatchNorm(renorm=BOUND, backend="portable", prefix="stem_")

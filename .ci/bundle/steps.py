@@ -376,7 +376,7 @@ def soak(run: Run, seconds: float) -> List[str]:
 STEPS = [
     # Is it right, and how fast is it?
     Step(1, "smoke", "the whole chain once", 50, 40, True, smoke),
-    Step(1, "kernels", "the kernels against the oracle on random shapes, through CuPy", 60, 30, False, kernels),
+    Step(1, "kernels", "the kernels against the reference on random shapes, through CuPy", 60, 30, False, kernels),
     Step(1, "operator", "the operator inside MXNet, on a GPU and a CPU", 90, 50, True, operator),
     Step(1, "groups", "the operator inside MXNet, on two GPUs (or one as two)", 130, 60, True, groups),
     Step(1, "code", "registers and memory of each kernel, and what was compiled", 80, 40, False, code),

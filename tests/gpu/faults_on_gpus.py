@@ -1,4 +1,4 @@
-"""One fault of tests/faults.py on two GPUs, or with FIRST_DEVICE=cpu on a CPU and a GPU; the same arguments. Needs no
+"""One fault of tests/endings.py on two GPUs, or with FIRST_DEVICE=cpu on a CPU and a GPU; the same arguments. Needs no
 kernel of MXNet's own (see conftest.py)."""
 
 import os
@@ -9,11 +9,11 @@ sys.path[:0] = [HERE, os.path.dirname(HERE)]
 if "STAND_IN_KERNELS" in os.environ:
     os.environ["MXNET_USE_FUSION"] = "0"  # what MXNet compiles of the operators between two layers
 
-import faults  # noqa: E402
+import endings  # noqa: E402
 import mxnet as mx  # noqa: E402
 from conftest import zeros_by_copy  # noqa: E402
 
 if __name__ == "__main__":
-    faults.DEVICES[:] = [mx.Context(os.environ.get("FIRST_DEVICE", "gpu"), 0), mx.gpu(1)]
+    endings.DEVICES[:] = [mx.Context(os.environ.get("FIRST_DEVICE", "gpu"), 0), mx.gpu(1)]
     mx.nd.zeros = zeros_by_copy(mx.nd.zeros)
-    faults.main()
+    endings.main()

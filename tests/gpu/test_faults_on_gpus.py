@@ -3,8 +3,8 @@
 import os
 
 import pytest
-import test_faults
-from faults import FAULTS, MODES
+import test_endings
+from endings import FAULTS, MODES
 
 # Not those in which an operator in Python runs between the layers, a child process computes, or a Trainer updates.
 LEFT_OUT = (
@@ -21,7 +21,7 @@ PROGRAM = os.path.join("tests", "gpu", "faults_on_gpus.py")
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("fault", CHOSEN)
 def test_fault(fault):
-    test_faults.run_and_judge(fault, "native", list(MODES), PROGRAM, ["gpu(0)", "gpu(1)"])
+    test_endings.run_and_judge(fault, [("native", mode) for mode in MODES], PROGRAM, ["gpu(0)", "gpu(1)"])
 
 
 @pytest.mark.gpus(2)
@@ -31,4 +31,4 @@ def test_fault_where_a_cpu_meets_a_gpu(fault, monkeypatch):
     MXNet's, which the stand-in does not have for a GPU."""
     monkeypatch.setenv("FIRST_DEVICE", "cpu")
     mode = ("imperative", "static")[CHOSEN.index(fault) % 2]
-    test_faults.run_and_judge(fault, "native", [mode], PROGRAM, ["cpu(0)", "gpu(1)"])
+    test_endings.run_and_judge(fault, [("native", mode)], PROGRAM, ["cpu(0)", "gpu(1)"])

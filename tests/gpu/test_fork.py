@@ -40,19 +40,19 @@ def test_importing_the_package_does_not_start_cuda():
 
 USED = """
 import os, subprocess, sys
-import faults
+import endings
 import mxnet as mx
 from conftest import zeros_by_copy
 
-faults.DEVICES[:] = [mx.gpu(0), mx.gpu(1)]
+endings.DEVICES[:] = [mx.gpu(0), mx.gpu(1)]
 mx.nd.zeros = zeros_by_copy(mx.nd.zeros)
-net = faults.build(faults.synchronized("native"), faults.DEVICES, False)
-before = faults.full_step(net)
+net = endings.build(endings.synchronized("native"), endings.DEVICES, False)
+before = endings.full_step(net)
 child = os.fork()
 if child == 0:
     {what}
 assert os.waitpid(child, 0)[1] == 7 << 8
-after = faults.full_step(net)
+after = endings.full_step(net)
 print("RIGHT", all((a == b).all() for a, b in zip(before, after)))
 """
 ENDS = {

@@ -5,6 +5,7 @@
 Each survivor prints ``ERROR rank seconds text`` and exits with 9, or goes on and prints ``RIGHT AFTERWARDS``.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import time
 
 import job
 import mxnet as mx
-import numpy as np
+import testing
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -23,163 +24,122 @@ TIMEOUT = float(os.environ.get("JOB_TIMEOUT", 6))
 VICTIM, GOOD_STEPS = 1, 3
 group = job.join(ENGINE)
 is_victim = group.rank == VICTIM
-device = mx.cpu(0)
-shards = [np.random.RandomState(rank).standard_normal((2, 4, 3, 3)) for rank in range(group.size)]
+device, SHAPE = mx.cpu(0), (4, 3, 3)
 
 
-def build(norm, prefix=""):
-    net = nn.HybridSequential()
-    for name in ("first", "second", "third"):
-        net.add(norm(prefix=name + "_", in_channels=4))
-    net.initialize(ctx=device)
-    return net
+class Passed(Exception):
+    """An exception leaves the step of one process; it catches that and begins the next step, and so do the others."""
 
 
-def killed():
-    """It is killed."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def raises(error):
+    raise error
 
 
-def stopped():
-    """It is stopped."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def raising():
-    """It ends by an exception."""
-    raise RuntimeError("a bad batch")
-
-
-def ending():
-    """It ends by sys.exit(0), as if its data were over."""
-    sys.exit(0)
-
-
-def absent():
-    """It does not come, and does something else."""
-    time.sleep(600)
-
-
-def interrupted():
+def interrupt():
     """Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class Passed(Exception):
-    """What `caught` raises and catches."""
+# What the victim does before or after its forward pass.
+FAULTS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raising": lambda: raises(RuntimeError("a bad batch")),
+    "ending": lambda: sys.exit(0),  # as if its data were over
+    "absent": lambda: time.sleep(600),  # it does something else
+    "interrupted": interrupt,
+    "caught": lambda: raises(Passed()),
+}
 
 
-def caught():
-    """An exception leaves its step; it catches that and begins the next step, and so do the others."""
-    raise Passed
+def build(norm):
+    net = nn.HybridSequential()
+    net.add(*(norm(prefix=name + "_", in_channels=4) for name in ("first", "second", "third")))
+    return net
 
 
-def bad_input():
-    """An operator of MXNet's before its net fails, and nobody looks until the weights are updated."""
-
-
-def one_step_more():
-    """It runs a step more than the others."""
-
-
-def outside():
-    """Whoever started the job breaks a host, or its network, and not the process."""
-
-
-def other_net():
-    """Its net has other layers from the start."""
-
-
-def step(net, fault=None):
-    x = mx.nd.array(shards[group.rank], ctx=device, dtype="float32")
-    x.attach_grad()
-    if fault is not None and DIRECTION == "forward":
-        mx.nd.waitall()
-        fault()
+def forward(net, behind=lambda y: None):
+    """The output, which may come later; ``behind`` is still recorded."""
+    x = mx.nd.array(testing.random_shards([(2, *SHAPE)], seed=group.rank)[0], ctx=device, dtype="float64")
+    if FAULT == "bad_input" and is_victim:
+        x = x + mx.nd.random.normal(0, -1, shape=(1,), dtype="float64")
     with autograd.record():
         y = net(x)
-        if fault is not None:
-            y.wait_to_read()
-            if FAULT == "caught":
-                fault()
-    if fault is not None:
+        behind(y)
+    return y
+
+
+def broken_step(net):
+    """What breaks it is recorded where the victim begins its next step; else it comes after the forward pass."""
+
+    def fault(y=None):
+        if is_victim:
+            mx.nd.waitall() if y is None else y.wait_to_read()
+            FAULTS[FAULT]()
+
+    if DIRECTION == "forward":
         fault()
+    y = forward(net, fault if FAULT == "caught" else lambda y: None)
+    fault(y)
     y.backward()
-    return y.asnumpy(), x.grad.asnumpy()
+    mx.nd.waitall()
 
 
 def failing_step(net):
     """Everyone updates; the victim's input cannot be computed. No process's arrays may change."""
+    parameters = net.collect_params().values()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=None)
+    start = [item.data().copy() for item in parameters]
     trainer.step(1)  # of the step before, so that there are states
-    before = [item.data().asnumpy() for item in net.collect_params().values()]
-    x = mx.nd.array(shards[group.rank], ctx=device, dtype="float32")
-    if is_victim:
-        x = x + mx.nd.random.normal(0, -1, shape=(1,))
-    with autograd.record():
-        y = net(x)
+    before = [item.data().asnumpy() for item in parameters]
+    y = forward(net)
     y.backward()
     trainer.step(1)
     try:
         y.asnumpy()
     finally:
         gluon_syncbn.abandon_step()
-        after = [item.data().asnumpy() for item in net.collect_params().values()]
-        if not all(np.array_equal(a, b) for a, b in zip(before, after)):
+        if any((item.data().asnumpy() != old).any() for item, old in zip(parameters, before)):
             job.say("WRONG: an array has changed", group.rank)
-        for item, good in zip(net.collect_params().values(), START):
+        for item, good in zip(parameters, start):
             item.set_data(good)
 
 
-START = []
-
-
-def expected():
-    reference = build(lambda **options: nn.BatchNorm(**options))
-    whole = mx.nd.array(np.concatenate(shards), dtype="float32")
-    with autograd.record():
-        return reference(whole).asnumpy()[2 * group.rank : 2 * group.rank + 2]
-
-
 def main():
-    norm = gluon_syncbn.SyncBatchNorm
-    net = build(lambda **options: norm(**options, timeout=TIMEOUT))
-    if FAULT == "other_net" and is_victim:
-        net.add(norm(in_channels=4, timeout=TIMEOUT))
-        net.initialize(ctx=device)
-    fault = globals()[FAULT]
-    began = time.monotonic()
-    START.extend(item.data().copy() for item in net.collect_params().values())
+    nets = job.twins(build, [device], (1, *SHAPE), functools.partial(gluon_syncbn.SyncBatchNorm, timeout=TIMEOUT))
+    net, began = nets[0], time.monotonic()
+
+    def good_step(seed=0):
+        job.check_like(*nets, seed, [device], shape=SHAPE, is_alone=True)
+
     try:
-        for _ in range(GOOD_STEPS):
-            step(net)
+        for seed in range(GOOD_STEPS):
+            good_step(seed)
         mx.nd.waitall()
         began = time.monotonic()
         if FAULT == "one_step_more":
             for _ in range(1 + is_victim):
-                step(net)
-        elif FAULT == "bad_input":
+                good_step()
+        elif FAULT == "bad_input":  # an operator before the net fails; nobody looks until the weights are updated
             failing_step(net)
-        elif FAULT == "outside":
-            right = expected()
+        elif FAULT == "outside":  # whoever has started the job breaks a host, or its network
             job.say("READY", group.rank)
             for _ in range(int(os.environ["JOB_STEPS"])):
                 began = time.monotonic()
-                seen, _ = step(net)
-                assert np.abs(seen - right).max() < 1e-4, "WRONG"
+                good_step()
                 time.sleep(0.01)
             job.say("RIGHT AFTERWARDS", group.rank)
         else:
-            step(net, fault if is_victim else None)
+            broken_step(net)
     except (mx.MXNetError, Passed) as error:
         text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
         job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
         if FAULT not in ("caught", "bad_input"):
+            time.sleep(1)  # the others may wait in vain for somebody else, and say so
             sys.exit(9)
         gluon_syncbn.abandon_step()
-        seen, _ = step(net)
-        assert np.abs(seen - expected()).max() < 1e-4, "WRONG AFTERWARDS"
+        good_step()
         job.say("RIGHT AFTERWARDS", group.rank, f"{time.monotonic() - began:.1f}")
     job.say("ENDS", group.rank)
 

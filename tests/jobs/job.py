@@ -1,14 +1,26 @@
-"""What the scripts that run in several processes share."""
+"""What the scripts that run in several processes share: how they join, and training steps that they compare.
 
+Each process compares what it has of a step with the whole batch of all processes: `check_step` that of a layer with
+the reference, `check_like` that of a net with a twin of `nn.BatchNorm` on one device.
+"""
+
+import contextlib
+import functools
 import os
 import socket
 import sys
 
 import mxnet as mx
 import numpy as np
+import testing
+from mxnet.gluon import nn
+from reference import check, check_all
 
 import gluon_syncbn
-from gluon_syncbn.meeting import processes
+
+TIMEOUT = 120
+OURS = functools.partial(gluon_syncbn.SyncBatchNorm, timeout=TIMEOUT)
+group = None  # once this process has joined
 
 
 def join(engine: str):
@@ -16,28 +28,14 @@ def join(engine: str):
 
     JOB_MOST_ROWS and JOB_MOST_BYTES let few processes with short vectors meet in pairs, as large jobs do.
     """
-    processes.MOST_ROWS = int(os.environ.get("JOB_MOST_ROWS", processes.MOST_ROWS))
-    processes.MOST_BYTES = int(os.environ.get("JOB_MOST_BYTES", processes.MOST_BYTES))
+    global group
+    testing.meet_in_pairs(**{name: os.environ.get(f"JOB_{name.upper()}") for name in ("most_rows", "most_bytes")})
     if engine == "horovod":
         import horovod.mxnet as hvd
 
         hvd.init()
-    return gluon_syncbn.init_process_group(engine)
-
-
-def cpus(count: int) -> list:
-    return [mx.cpu(number) for number in range(count)]
-
-
-def shares(group, items: list, devices: int) -> list:
-    """Of one item per device of the whole job, those of this process."""
-    return items[group.rank * devices : (group.rank + 1) * devices]
-
-
-def rows_of(group, shards: list, devices: int) -> slice:
-    """Where this process's shards lie in the whole batch."""
-    sizes = [len(shard) for shard in shards]
-    return slice(sum(sizes[: group.rank * devices]), sum(sizes[: (group.rank + 1) * devices]))
+    group = gluon_syncbn.init_process_group(engine)
+    return group
 
 
 def say(*words) -> None:
@@ -51,17 +49,122 @@ def say(*words) -> None:
     sys.stdout.flush()
 
 
-def same_everywhere(group, array: np.ndarray) -> bool:
-    """Whether all processes have the same bits."""
-    rows = group.all_gather(
-        "test.same", same_everywhere.calls, array.astype(np.float64).ravel(), range(group.size), never
-    )
-    same_everywhere.calls += 1
-    return bool((rows == rows[0]).all())
+def gathered(array) -> np.ndarray:
+    """What all processes have in place of this array, a row each."""
+    gathered.calls += 1
+    vector = np.asarray(array, np.float64).ravel()
+    return group.all_gather("test", gathered.calls, vector, range(group.size), lambda: None)
 
 
-same_everywhere.calls = 1 << 40  # above all rounds of steps that are given up
+gathered.calls = 1 << 40  # above all rounds of steps that are given up
 
 
-def never():
-    """Ends no wait."""
+def check_same(arrays) -> None:
+    """All processes have the same bits."""
+    rows = gathered(np.concatenate([array.ravel() for array in arrays]))
+    assert (rows == rows[0]).all(), "processes differ"
+
+
+def check_step(net, norm, shards, heads, devices, *, layer=None, used=None, members=None) -> None:
+    """One training step of the processes ``members``, by default of all, compared with the reference of a layer.
+
+    Outputs, input gradients and running statistics of this process, and gradients of γ and β, added over processes.
+    ``shards``, ``heads``: of all devices of all members; where there are numbers ``used``, of these alone.
+    """
+    layer, members = layer or net, list(range(group.size) if members is None else members)
+    numbers = list(range(len(shards)) if used is None else used)
+    first = members.index(group.rank) * len(devices)
+    mine = [place for place, number in enumerate(numbers) if 0 <= number - first < len(devices)]
+    own = [devices[numbers[place] - first] for place in mine]
+    outputs, inputs = [], []
+    with contextlib.nullcontext() if used is None else gluon_syncbn.devices(own, net):
+        if own:
+            outputs, inputs = testing.step(net, *([items[i] for i in mine] for items in (shards, heads)), own)
+    expected = norm.step(shards, heads, used=numbers)
+    how = testing.precision(layer, norm.mean_is_rounded)
+    check_all("output", [item.asnumpy() for item in outputs], [expected.outputs[i] for i in mine], **how)
+    gradients = [item.grad.asnumpy() for item in inputs]
+    check_all("input gradient", gradients, [expected.input_gradients[i] for i in mine], **how)
+    vectors = layer.gamma, layer.beta
+    sums = [sum(vector.grad(device).asnumpy().astype(np.float64) for device in devices) for vector in vectors]
+    totals = np.split(gathered(sums)[members].sum(axis=0), 2)
+    for name, total, wanted in zip(("gamma", "beta"), totals, (expected.gamma_gradient, expected.beta_gradient)):
+        check(f"gradient of {name}", total, wanted, units=how["units"])
+    check_running(layer, norm, first, devices)
+
+
+def check_running(layer, norm, first: int, devices) -> None:
+    """Running statistics on the devices of this process, the first of which has this number among all."""
+    mx.nd.waitall()  # nn.BatchNorm may write them in the backward pass
+    for number, device in enumerate(devices, start=first):
+        for name, wanted in zip(("running_mean", "running_var"), norm.running(number)):
+            check(f"{name} on {device}", getattr(layer, name).data(device).asnumpy(), wanted, units=32)
+
+
+def twins(make, devices, shape, norm=OURS) -> list:
+    """A net of float64 on these devices, and its twin with `nn.BatchNorm` and the same numbers on one."""
+    mx.random.seed(3)
+    nets = [make(norm), make(nn.BatchNorm)]
+    for net, contexts in zip(nets, (devices, [mx.cpu(0)])):
+        net.cast("float64")
+        net.collect_params().initialize(mx.init.Xavier(), ctx=contexts)
+        net(mx.nd.zeros(shape, ctx=contexts[0], dtype="float64"))
+    same_numbers(*nets)
+    return nets
+
+
+def same_numbers(net, twin) -> None:
+    """Give both the same numbers; γ, β and variances some that a mistake could not hide behind."""
+    for ours, other in zip(*(item.collect_params().values() for item in (net, twin))):
+        if other.name.endswith(("gamma", "beta", "var")):
+            other.set_data(mx.nd.random.uniform(0.5, 2, other.shape, dtype="float64"))
+        ours.set_data(other.data(other.list_ctx()[0]))
+
+
+def check_like(net, twin, seed, devices, *, shape, members=None, is_alone=False, statistics=True, tolerance=1e-9):
+    """A training step of a net in the processes ``members`` is that of its twin, to which the whole batch is given.
+
+    ``is_alone``: only outputs and input gradients, for which nobody is asked. ``statistics``: whether running
+    statistics are those of the twin, too, and not only the same in all processes.
+    """
+    members = list(range(group.size) if members is None else members)
+    first = members.index(group.rank) * len(devices)
+    shapes = [(2 + (number + seed) % 2, *shape) for number in range(len(members) * len(devices))]
+    shards = testing.random_shards(shapes, "float64", seed)
+    whole = mx.nd.array(np.concatenate(shards), dtype="float64")
+    heads = testing.random_shards([(len(shard), *twin(whole[:1]).shape[1:]) for shard in shards], "float64", seed + 100)
+    given = np.concatenate(heads)
+    (expected,), (x,) = testing.step(twin, [whole.asnumpy()], [given], [mx.cpu(0)])
+    mine = slice(first, first + len(devices))
+    outputs, inputs = testing.step(net, shards[mine], heads[mine], devices)
+    rows = slice(sum(map(len, shards[:first])), sum(map(len, shards[: first + len(devices)])))
+    near("output", np.concatenate([item.asnumpy() for item in outputs]), expected.asnumpy()[rows], tolerance)
+    gradients = np.concatenate([item.grad.asnumpy() for item in inputs])
+    near("input gradient", gradients, x.grad.asnumpy()[rows], tolerance)
+    if is_alone:
+        return
+    mx.nd.waitall()
+    sums, wanted, kept = [], [], []
+    for ours, other in zip(*(list(item.collect_params().values()) for item in (net, twin))):
+        if other.grad_req == "null":
+            kept += [ours.data(device).asnumpy() for device in devices]
+            for item in kept[-len(devices) :] if statistics else []:
+                near(ours.name, item, other.data().asnumpy(), max(tolerance, 1e-6), axis=0)  # its momentum is a float
+        else:
+            sums.append(sum(ours.grad(device).asnumpy() for device in devices))
+            wanted.append(other.grad().asnumpy())
+    if len(members) > 1:
+        check_same(kept)
+    totals = gathered(np.concatenate([item.ravel() for item in sums]))[members].sum(axis=0)
+    most = max(np.abs(item).max() for item in wanted)
+    for total, item in zip(np.split(totals, np.cumsum([item.size for item in wanted])[:-1]), wanted):
+        near("gradient", total.reshape(item.shape), item, tolerance, axis=0, most=most)
+
+
+def near(what, seen, expected, tolerance, axis=1, most=None) -> None:
+    """In each channel; ``most`` is the size of what rounding errors are proportional to where the result is 0."""
+    assert seen.shape == expected.shape, what
+    others = tuple(place for place in range(seen.ndim) if place != axis)
+    errors, sizes = np.abs(seen - expected).max(axis=others), np.abs(expected).max(axis=others)
+    allowed = tolerance * (sizes + 1e-3 * (sizes.max() if most is None else most))
+    assert (errors <= allowed).all(), f"{what}: wrong by {(errors / allowed).max():.2g} of what is allowed"

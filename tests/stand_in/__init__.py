@@ -2,37 +2,28 @@
 
 import concurrent.futures
 import ctypes
-import hashlib
 import mmap
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Optional
 
 import numpy as np
-from gpu_kernels import CSRC, KINDS, KernelKind, Tuning, options, standalone
+from gpu_kernels import KINDS, KernelKind, Tuning, options, standalone
 
 HERE = Path(__file__).parent
-COMPILER = ["g++", "-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
+COMPILER = ["g++", *FLAGS]
 # Packs of 16 bytes at other addresses are an error on a GPU, and one here.
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 # A template's shared memory would be that of the library that was loaded first, whatever its number of threads.
 _CHECKED += ["-fno-gnu-unique"]
-_SOURCES = [HERE / "gpu_threads.h", HERE / "kernels_on_cpu.cpp", *sorted((CSRC / "cuda").glob("kernels*"))]
-_SOURCES += sorted((CSRC / "cuda" / "kernels").iterdir())
-_KEPT = HERE.parents[1] / "build" / "kernels_on_cpu"
 
 
 def library_of(kind: KernelKind, tuning: Optional[Tuning] = None) -> Path:
-    """kernels.cu as a library for the CPU, compiled at first use under a name that changes with what it is made of."""
-    defined = options(kind, tuning)[1:]
-    text = b"".join(path.read_bytes() for path in _SOURCES if path.is_file())
-    name = hashlib.sha256(text + repr((defined, COMPILER, _CHECKED)).encode()).hexdigest()[:16]
-    command = [*COMPILER, *_CHECKED, *defined, str(HERE / "kernels_on_cpu.cpp"), "-o"]
-    return standalone.made_once(
-        _KEPT / f"{name}.so", _KEPT / f"{name}.lock", lambda made: subprocess.run([*command, made], check=True)
-    )
+    """kernels.cu as a library for the CPU."""
+    words = [*FLAGS, *_CHECKED, *options(kind, tuning)[1:]]
+    return standalone.compiled("kernels.so", [HERE / "kernels_on_cpu.cpp"], words)
 
 
 def build_kernels(folder: Path) -> None:

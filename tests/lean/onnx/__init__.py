@@ -1,1 +1,1 @@
-raise ImportError("ONNX is left out of this process of a test: see run_python in tests/harness.py")
+raise ImportError("ONNX is left out of this process of a test: see run_python in tests/testing.py")

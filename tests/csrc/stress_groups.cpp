@@ -1,0 +1,222 @@
+// Layers over 12 devices, each a thread: they meet in groups of 12, 4, 3 and 1, of all devices or of those that a short
+// step has, forward and backward, with a schedule of Batch Renormalization, while another thread asks the groups all
+// that Python asks, makes and drops others, and switches the profile. Statistics, sums and limits are compared with
+// what was brought. Run under ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "meeting/all_reduce.h"
+#include "meeting/step.h"
+
+extern "C" void gluon_syncbn_start_profile();
+extern "C" const char* gluon_syncbn_stop_profile();
+
+using namespace gluon_syncbn;
+
+namespace {
+
+constexpr size_t kDevices = 12;
+constexpr size_t kChannels = 3;
+const RenormPoint kSchedule[] = {{5, 2, 1}, {25, 4, 5}};
+std::atomic<long> failures{0}, met{0}, lines{0};
+
+void check(bool right, const std::string& what) {
+  if (right) return;
+  std::printf("%s\n", what.c_str());
+  failures += 1;
+}
+
+bool is_close(double a, double b) { return std::abs(a - b) <= 1e-9 * std::max(1.0, std::abs(b)); }
+
+std::string name_of(size_t device) { return "cpu(" + std::to_string(device) + ")"; }
+
+// What a device brings in a step, as values: `count` of them in each channel.
+std::vector<double> values_of(size_t device, int step, size_t channel) {
+  std::mt19937_64 random(1000003 * device + 101 * static_cast<size_t>(step) + channel);
+  std::vector<double> values(1 + (device + static_cast<size_t>(step)) % 3);
+  for (double& value : values) value = std::normal_distribution<double>(2, 3)(random);
+  return values;
+}
+
+double sum_of(size_t device, int step, size_t number) {
+  return std::sin(static_cast<double>(7 * device + number) + step);
+}
+
+// Waits until it is called back.
+struct Called {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+
+  Meeting::Done done() {
+    return [this] {
+      std::lock_guard<std::mutex> lock(mutex);
+      is_done = true;
+      changed.notify_all();
+    };
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return is_done; });
+  }
+};
+
+void pass_both_ways(Group& group, size_t device, int step, int passes, const std::vector<size_t>& together) {
+  const std::string name = name_of(device);
+  Moments local{0, std::vector<double>(kChannels), std::vector<double>(kChannels)};
+  std::vector<double> mean(kChannels), variance(kChannels);
+  double count = 0;
+  for (size_t c = 0; c < kChannels; ++c) {
+    std::vector<double> all;
+    for (size_t other : together) {
+      for (double value : values_of(other, step, c)) all.push_back(value);
+    }
+    const auto moments = [](const std::vector<double>& values, double& middle) {
+      middle = 0;
+      for (double value : values) middle += value / static_cast<double>(values.size());
+      double squares = 0;
+      for (double value : values) squares += (value - middle) * (value - middle);
+      return squares;
+    };
+    count = static_cast<double>(all.size());
+    variance[c] = moments(all, mean[c]) / count;
+    const std::vector<double> own = values_of(device, step, c);
+    local.count = static_cast<double>(own.size());
+    local.m2[c] = moments(own, local.mean[c]);
+  }
+
+  Called forward, backward;
+  Meeting there(group, name, true), back(group, name, false);
+  there.begin_pass();
+  there.bring_moments(local, forward.done());
+  forward.wait();
+  Statistics seen = there.statistics();
+  there.end_pass();
+  const std::string where = group.name + " on " + name + " in step " + std::to_string(step) + ": ";
+  check(seen.call.count == count, where + "count");
+  for (size_t c = 0; c < kChannels; ++c) {
+    check(is_close(seen.mean[c], mean[c]) && is_close(seen.variance[c], variance[c]), where + "statistics");
+  }
+  // Between two points on the line that joins them, outside as at the nearest.
+  const double share = std::min(1.0, std::max(0.0, (passes - 5) / 20.0));
+  check(is_close(seen.renorm.r_max, 2 + 2 * share) && is_close(seen.renorm.d_max, 1 + 4 * share), where + "limits");
+
+  double numbers[ForwardCall::kSize];
+  seen.call.save(numbers);
+  std::vector<double> sums(2 * kChannels);
+  for (size_t i = 0; i < sums.size(); ++i) sums[i] = sum_of(device, step, i);
+  back.begin_pass();
+  back.bring_sums(sums, ForwardCall::load(group, name, numbers), backward.done());
+  backward.wait();
+  sums = back.sums();
+  back.end_pass();
+  for (size_t i = 0; i < sums.size(); ++i) {
+    double expected = 0;
+    for (size_t other : together) expected += sum_of(other, step, i);
+    check(is_close(sums[i], expected), where + "sums");
+  }
+  met += 1;
+}
+
+std::shared_ptr<Group> make(const std::string& name, size_t size, bool is_open, std::function<void()> drop) {
+  const GroupSpec spec{name.c_str(), kDevices, static_cast<int>(size), 600, 0.9, 1e-5, 1, 0, 2, kSchedule};
+  std::vector<std::string> devices;
+  for (size_t device = kDevices; device-- > 0 && !is_open;) devices.push_back(name_of(kDevices - 1 - device));
+  return std::make_shared<Group>(spec, devices, "", [] { return Link{}; }, std::move(drop));
+}
+
+// What Python asks at any time.
+void ask(const std::vector<std::shared_ptr<Group>>& groups, const std::atomic<bool>& ends) {
+  int64_t dropped = 0;
+  for (int64_t number = 100; !ends; ++number) {
+    add_group(number, make("other", 1, true, [&dropped] { ++dropped; }));
+    check(find_group(number)->name == "other", "a group that was added is not found");
+    for (size_t i = 0; i < groups.size(); ++i) {
+      const std::shared_ptr<Group> found = find_group(static_cast<int64_t>(i));
+      check(found == groups[i], "another group is found");
+      check(found->rounds(0) >= 0 && found->devices().size() <= kDevices, "rounds and devices");
+    }
+    drop_group(number);
+    try {
+      find_group(number);
+      check(false, "a group that was dropped is found");
+    } catch (const std::invalid_argument&) {
+    }
+    if (number % 2) gluon_syncbn_start_profile();
+    if (number % 2 == 0) {
+      for (const char* text = gluon_syncbn_stop_profile(); *text; ++text) lines += *text == '\n';
+    }
+    std::this_thread::yield();
+  }
+  check(dropped > 0, "no group was dropped");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int steps = argc > 1 ? std::atoi(argv[1]) : 100;
+  const std::vector<size_t> sizes{12, 4, 3, 1};
+  std::vector<std::shared_ptr<Group>> groups;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    // The first two are open to whoever comes, as those of symbols are.
+    groups.push_back(make("layer" + std::to_string(sizes[i]), sizes[i], i < 2, [] {}));
+    groups.back()->connect();
+    add_group(static_cast<int64_t>(i), groups.back());
+  }
+  std::atomic<bool> ends{false};
+  std::thread asking([&] { ask(groups, ends); });
+  std::mt19937_64 random(7);
+  for (int step = 0; step < steps; ++step) {
+    std::vector<size_t> used;
+    for (size_t device = 0; device < kDevices; ++device) {
+      if (step == 0 || step % 3 || random() % 2) used.push_back(device);
+    }
+    if (used.empty()) used.push_back(3);
+    {
+      std::lock_guard<std::mutex> lock(active_sets().mutex);
+      const bool is_short = used.size() < kDevices;
+      if (is_short) {
+        std::set<std::string>& members = active_sets().members[step];
+        for (size_t device : used) members.insert(name_of(device));
+      }
+      active_sets().current = is_short ? step : 0;
+      active_sets().changes += 1;
+    }
+    std::vector<std::thread> threads;
+    for (size_t device : used) {
+      threads.emplace_back([&, device] {
+        for (size_t i = 0; i < groups.size(); ++i) {
+          std::vector<size_t> together;
+          for (size_t other : used) {
+            if (other / sizes[i] == device / sizes[i]) together.push_back(other);
+          }
+          pass_both_ways(*groups[i], device, step, step, together);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const auto& group : groups) {
+      active_sets().changes += 1;
+      check(group->go_to_step(0) == step + 1, group->name + ": the step of all devices");
+    }
+  }
+  ends = true;
+  asking.join();
+  check(lines > 0, "nothing was profiled");
+  std::printf("%d steps, %ld passes there and back, %ld failures\n", steps, met.load(), failures.load());
+  return failures != 0;
+}

@@ -1,0 +1,361 @@
+"""What changes between two steps of training counts from the next step on.
+
+Numbers, dtype, devices, what is frozen, statistics from elsewhere, hooks, graphs and options: every change is made once
+per case, in an order that is drawn, and after each of them whole steps are compared with the reference. A failure says
+which changes came before.
+"""
+
+import types
+
+import mxnet as mx
+import numpy as np
+import pytest
+from delay import Late
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from reference import UNIT, Sized, check
+from testing import (
+    MODES,
+    check_step,
+    cpus,
+    is_plain,
+    layers_of,
+    options_of,
+    precision,
+    random_affine,
+    random_shards,
+    reference_of,
+    set_mode,
+    step,
+    vector_dtype,
+)
+
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, freeze_statistics
+
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.filterwarnings("error::UserWarning"),  # nothing that is asked for is worth a warning
+    pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments"),
+    pytest.mark.filterwarnings("ignore:register_op_hook is experimental"),
+]
+modes = pytest.mark.parametrize("mode", list(MODES))
+CHANNELS = 5
+VECTORS = ("gamma", "beta", "running_mean", "running_var")
+SHAPES = [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6)]
+
+
+def draw(shapes, seed=0, dtype="float32"):
+    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
+
+
+def make_block(kind):
+    """A layer; one with a ReLU, which it computes, too; a node of a symbol."""
+    if kind == "layer":
+        return SyncBatchNorm(in_channels=CHANNELS)
+    if kind == "net":
+        net = nn.HybridSequential()
+        net.add(nn.BatchNorm(in_channels=CHANNELS), nn.Activation("relu"))
+        return convert_sync_batchnorm(net)
+    data = mx.sym.var("data")
+    node = mx.sym.BatchNorm(data, name="norm", fix_gamma=False, eps=1e-3)  # by default it is a float32
+    return convert_sync_batchnorm(gluon.SymbolBlock(node, data))
+
+
+class Training:
+    """A block that trains, and what its user has asked for so far."""
+
+    def __init__(self, kind, mode, seed, folder):
+        self.rng = np.random.RandomState(seed)
+        self.kind, self.mode, self.file = kind, mode, str(folder / "net.params")
+        self.block = set_mode(make_block(kind), mode)
+        self.devices, self.dtype = cpus(2), "float32"
+        self.numbers = {"momentum": 0.9, "epsilon": 1e-3 if kind == "symbol" else 1e-5}
+        self.is_frozen = self.is_back = False
+        self.block.initialize(ctx=self.devices)
+        if kind == "symbol":  # its shapes show in the first pass
+            self.block(mx.nd.ones((1, CHANNELS, 2, 2)))
+        random_affine(self.layer, CHANNELS)
+
+    @property
+    def layer(self):
+        if self.kind != "symbol":
+            return self.block if self.kind == "layer" else self.block[0]
+        if not self.is_back:
+            return layers_of(self.block)[0]
+        names = {"running_mean": "moving_mean", "running_var": "moving_var"}
+        vectors = {name: self.block.params[f"norm_{names.get(name, name)}"] for name in VECTORS}
+        told = {"use_global_stats": False, "axis": 1, "eps": 0, "momentum": 0, "fix_gamma": False}
+        return types.SimpleNamespace(_kwargs=told, **vectors)
+
+    @property
+    def group_size(self):
+        return 1 if self.is_back else options_of(self.layer)["group_size"]
+
+    def vectors(self):
+        return {name: [getattr(self.layer, name).data(item).asnumpy() for item in self.devices] for name in VECTORS}
+
+    def random(self, options):
+        return options[self.rng.randint(len(options))]
+
+    def train(self):
+        """Two steps of all devices, and one of the first alone where it needs no other."""
+        told = {"activation": "relu" if self.kind == "net" else None, "group_size": self.group_size}
+        means, size = self.vectors()["running_mean"], self.group_size or len(self.devices)
+        if any((mean != means[number - number % size]).any() for number, mean in enumerate(means)):
+            self.block.collect_params().reset_ctx(self.devices)  # a group has one, after other groups their average
+        norm = reference_of(self.layer, frozen=self.is_frozen, **told, **self.numbers)
+        vectors = self.vectors()
+        for number in range(len(self.devices)):
+            norm.set_running(vectors["running_mean"][number], vectors["running_var"][number], number)
+        for count in (len(self.devices), len(self.devices), *([1] if is_plain(self.layer, norm) else [])):
+            shapes = [(self.rng.randint(1, 4), CHANNELS, 3, self.rng.randint(2, 6)) for _ in range(count)]
+            shards, heads = draw(shapes, self.rng.randint(1 << 20), self.dtype)
+            used = list(range(count))
+            check_step(self.block, norm, shards, heads, self.devices[:count], layer=self.layer, used=used)
+
+    def change(self, name):
+        """Parameters and statistics stay as they are, or become what ``self.expected`` then has."""
+        self.expected, self.is_average = self.vectors(), False
+        CHANGES[name](self)
+        for vector, arrays in self.vectors().items():
+            expected = np.stack(self.expected[vector])
+            rounding = 4 * UNIT[str(expected.dtype)] * np.abs(expected).max() if self.is_average else 0
+            np.testing.assert_allclose(np.stack(arrays), expected, rtol=0, atol=rounding, err_msg=vector)
+
+    def expect_average(self, arrays, count):
+        """MXNet makes one of the arrays of several devices when it moves or saves them."""
+        self.expected = {name: [np.mean(items, 0, dtype=items[0].dtype)] * count for name, items in arrays.items()}
+        self.is_average = True
+
+    def convert(self, **options):
+        before = {} if self.is_back else options_of(self.layer)
+        convert_sync_batchnorm(self.block, **options)
+        self.is_frozen &= not (self.is_back and self.kind == "symbol")
+        self.is_back = False
+        kept = {name: value for name, value in before.items() if name != "activation"}  # of a ReLU that it fuses or not
+        assert options_of(self.layer).items() >= {**kept, **options}.items()
+
+    # What a user may change
+
+    def set_numbers(self):
+        self.numbers = {
+            "momentum": self.random([item for item in (0.0, 0.3, 0.7) if item != self.numbers["momentum"]]),
+            "epsilon": self.random([item for item in (1e-4, 1e-2, 0.1) if item != self.numbers["epsilon"]]),
+        }
+        self.layer._kwargs.update(momentum=self.numbers["momentum"], eps=self.numbers["epsilon"])
+        if self.block._active:
+            self.hybridize()  # MXNet's own layer, too, takes them when its graph is made
+
+    def set_numbers_by_conversion(self):
+        convert_batchnorm(self.block)
+        self.is_back = True
+        if self.kind != "symbol":
+            self.set_numbers()
+        self.convert()
+
+    def cast(self, dtype):
+        self.block.cast(dtype)
+        self.dtype = dtype
+        # A SymbolBlock casts its vectors there and back.
+        via = dtype if self.kind == "symbol" else vector_dtype(dtype)
+        for arrays in self.expected.values():
+            arrays[:] = [item.astype(via).astype(vector_dtype(dtype)) for item in arrays]
+
+    def move(self):
+        group_size = 1 if self.is_back else self.group_size or 1
+        count = self.random([item for item in (1, 2, 3, 4) if item % group_size == 0])
+        if count == len(self.devices) and count % 2 == 0 and group_size == 1:
+            count -= 1
+        self.expect_average(self.expected, count)
+        self.devices = [mx.cpu(number) for number in self.rng.choice(6, count, replace=False)]
+        self.block.collect_params().reset_ctx(self.devices)
+        told = None if self.is_back else options_of(self.layer)["num_devices"]
+        if told not in (None, count):
+            with pytest.raises(ValueError, match=f"num_devices={told}, but its parameters live on {count} "):
+                step(self.block, *draw([(2, CHANNELS, 3)] * count, dtype=self.dtype), self.devices)
+            self.convert(num_devices=self.random([None, count]))
+
+    def freeze_statistics(self, is_frozen):
+        assert freeze_statistics(self.block, is_frozen) is self.block
+        self.is_frozen = is_frozen and not (self.is_back and self.kind == "symbol")
+
+    def learn(self, gradients):
+        self.block.collect_params(".*gamma|.*beta").setattr("grad_req", gradients)
+
+    def load_from_file(self):
+        saved = self.expected
+        self.block.collect_params().save(self.file)
+        self.set_vectors()
+        self.train()
+        self.block.collect_params().load(self.file, ctx=self.devices)
+        self.expect_average(saved, len(self.devices))
+
+    def set_vectors(self):
+        random_affine(self.layer, CHANNELS, self.rng.randint(1 << 20))
+        for name, low in (("running_mean", -2), ("running_var", 0.5)):
+            getattr(self.layer, name).set_data(mx.nd.array(self.rng.uniform(low, 3, CHANNELS)))
+        self.expected = self.vectors()
+
+    def watch_calls(self):
+        calls = []
+        hook = self.block.register_forward_hook(lambda *_: calls.append(1))
+        self.train()
+        hook.detach()
+        assert len(calls) >= 2 * len(self.devices)
+        self.expected = self.vectors()
+
+    def watch_operators(self):
+        """It cannot be undone, and keeps operators from being computed together."""
+        seen = []
+        self.hybridize("hybridize")  # in static graphs MXNet has it as an experiment
+        self.block.register_op_hook(lambda name, operator, array: seen.append(name))
+        self.train()
+        assert seen
+        self.expected = self.vectors()
+
+    def hybridize(self, mode=None):
+        self.mode = mode or self.mode
+        flags = MODES[self.mode]
+        self.block.hybridize(flags is not None, **(flags or {}))
+
+    def convert_back_and_forth(self):
+        options = options_of(self.layer)
+        convert_batchnorm(self.block)
+        self.is_frozen &= self.kind != "symbol"  # a plain symbol has not been told
+        self.is_back = True
+        assert not isinstance(self.layer, SyncBatchNorm)
+        self.train()
+        self.change(self.random(["cast to float64", "move", "freeze", "save and load", "graph in another mode"]))
+        self.train()
+        self.expected, self.is_average = self.vectors(), False
+        self.convert(**{name: options[name] for name in ("backend", "fuse", "timeout")})
+
+    def change_options(self):
+        count = len(self.devices)
+        self.convert(
+            group_size=self.random([item for item in (None, 1, 2, 3, 4) if count % (item or 1) == 0]),
+            num_devices=self.random([None, count]),
+            timeout=self.random([30.0, 50.0]),
+            backend=self.random(["auto", "native", "portable"]),
+            fuse=self.random([True, False]),
+        )
+
+
+CHANGES = {
+    "numbers": Training.set_numbers,
+    "numbers by conversion": Training.set_numbers_by_conversion,
+    "cast to float64": lambda training: training.cast("float64"),
+    "cast to float16": lambda training: training.cast("float16"),
+    "cast to float32": lambda training: training.cast("float32"),
+    "move": Training.move,
+    "move again": Training.move,
+    "freeze": lambda training: training.freeze_statistics(True),
+    "release": lambda training: training.freeze_statistics(False),
+    "gamma and beta stay": lambda training: training.learn("null"),
+    "gamma and beta are learned": lambda training: training.learn("write"),
+    "save and load": Training.load_from_file,
+    "set": Training.set_vectors,
+    "a forward hook": Training.watch_calls,
+    "the graph anew": Training.hybridize,
+    "graph in another mode": lambda training: training.hybridize(training.random(list(MODES))),
+    "back and forth": Training.convert_back_and_forth,
+    "other options": Training.change_options,
+    "other options again": Training.change_options,
+    "an operator hook": Training.watch_operators,
+}
+
+
+@pytest.mark.parametrize("kind", ["layer", "net", "symbol"])
+@modes
+def test_every_change_counts_from_the_next_step_on(kind, mode, seed, tmp_path):
+    training = Training(kind, mode, seed, tmp_path)
+    training.train()
+    *names, last = [name for name in CHANGES if kind != "symbol" or name != "numbers"]
+    names = [*training.rng.permutation(names), last]
+    for number, name in enumerate(names):
+        try:
+            training.change(name)
+            training.train()
+        except Exception as error:
+            raise AssertionError(f"--seed {seed}, after {names[: number + 1]}: {error}") from error
+
+
+@modes
+@pytest.mark.parametrize("hybridized_first", [True, False])
+def test_weights_may_be_there_before_the_devices_are(mode, hybridized_first, tmp_path):
+    """On one device, as GluonCV loads base weights; run there, saved, loaded; on two, on others, and back again."""
+    net, file = nn.HybridSequential(), str(tmp_path / "net.params")
+    net.add(SyncBatchNorm(in_channels=CHANNELS))
+    net.initialize(ctx=mx.cpu(0))
+    random_affine(net[0], CHANNELS)
+    if hybridized_first:
+        set_mode(net, mode)
+    shards, heads = draw(SHAPES)
+    net(mx.nd.array(shards[0])).wait_to_read()
+    check_step(net, reference_of(net[0]), shards[:1], heads[:1], layer=net[0])
+    if not hybridized_first:
+        set_mode(net, mode)
+    net.save_parameters(file)
+    net.load_parameters(file)
+    for devices in (cpus(2), [mx.cpu(3), mx.cpu(1), mx.cpu(2)], cpus(1), cpus(2)):
+        net.collect_params().reset_ctx(devices)
+        norm = reference_of(net[0])
+        for seed in range(2):
+            shapes = [(1 + number, *SHAPES[0][1:]) for number in range(len(devices))]
+            check_step(net, norm, *draw(shapes, seed), devices, layer=net[0])
+
+
+@modes
+@pytest.mark.parametrize("num_devices, has_run", [(None, True), (None, False), (2, False)])
+def test_a_symbol_that_is_made_of_weights_on_one_device(mode, num_devices, has_run):
+    """As SSD's FeatureExpander does with a pretrained base; ``num_devices`` counts where it trains."""
+    net = SyncBatchNorm(in_channels=CHANNELS, num_devices=num_devices, epsilon=1e-3, momentum=0.7)
+    net.initialize(ctx=mx.cpu(0))
+    random_affine(net, CHANNELS)
+    data = mx.sym.var("data")
+    block = set_mode(gluon.SymbolBlock(net(data), data, params=net.collect_params()), mode)
+    (layer,) = layers_of(block)
+    if has_run:
+        block(mx.nd.array(draw(SHAPES)[0][0])).wait_to_read()
+        check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), *draw(SHAPES[:1]), layer=layer)
+    if num_devices is not None:
+        with pytest.raises(ValueError, match="num_devices=2, but its parameters live on 1"):
+            step(block, *draw(SHAPES[:1]), cpus(1))
+    block.collect_params().reset_ctx(cpus(2))
+    norm = reference_of(layer, epsilon=1e-3, momentum=0.7)
+    for seed in range(2):
+        check_step(block, norm, *draw(SHAPES, seed), layer=layer)
+
+
+@modes
+def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode):
+    """The first step of a Trainer too, which copies all parameters: in static graphs it lost what came later."""
+    net = nn.HybridSequential()
+    for _ in range(2):
+        net.add(Late(lambda device: 0.1), SyncBatchNorm(in_channels=CHANNELS, timeout=60))
+    net.initialize(ctx=cpus(2))
+    for layer in (net[1], net[3]):
+        random_affine(layer, CHANNELS)
+    norms = [reference_of(net[1]), reference_of(net[3])]
+    set_mode(net, mode)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
+    shards, heads = draw(SHAPES)
+
+    def check_statistics():
+        """Read while the net may still run."""
+        between = norms[0].step(shards).outputs
+        norms[1].step([output.value for output in between])
+        for layer, norm, more in zip((net[1], net[3]), norms, (0, max(output.size.max() for output in between))):
+            for device in cpus(2):
+                for name, wanted in zip(("running_mean", "running_var"), norm.running()):
+                    seen = getattr(layer, name).data(device).asnumpy()
+                    size = wanted.size + more * (1 + 2 * wanted.size)  # of the errors of what it was given
+                    check(name, seen, Sized(wanted.value, size), units=precision(layer)["units"])
+
+    step(net, shards, heads, cpus(2))
+    trainer.step(4)
+    check_statistics()
+    with autograd.record():
+        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+    check_statistics()
+    assert len(outputs) == 2

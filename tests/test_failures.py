@@ -1,0 +1,515 @@
+"""A failed step changes nothing, and the next one is right: failures.py draws steps; what one step promises besides.
+
+A step that broke off between two ``backward()`` is given up, too, and no other is taken for one.
+"""
+
+import contextlib
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import mxnet as mx
+import pytest
+from endings import Passage, trouble
+from failures import FAULTS, arrays_of, break_off, same
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from testing import (
+    HANG,
+    LONG,
+    MODES,
+    NOT_COMPILED,
+    check_step,
+    cpus,
+    guarded,
+    has_failed,
+    random_affine,
+    random_shards,
+    reference_of,
+    run_program,
+    run_python,
+    set_mode,
+    shorten_grace,
+)
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
+
+modes = pytest.mark.parametrize("mode", list(MODES))
+DEVICES = cpus(2)
+NOT_SINCE = "A step was given up. No weight has been updated since it failed."
+GIVEN_UP = "A step was given up. Weights and optimizer states are as they were before it."
+COMPLAINT = "backward() of the last step was called for"
+SKIPPED = "waited 0.5 s for 1 of 2 devices"
+
+
+@pytest.fixture(autouse=True)
+def untroubled():
+    """Also after a test that has failed. Devices on their way get little time, as all are."""
+    shorten_grace()
+    yield
+    shorten_grace(2)
+    trouble.clear()
+    gluon_syncbn.abandon_step()
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_each_fault(rounds, backend, seed):
+    """Drawn otherwise in each mode; the three run side by side, since much of the time is spent waiting."""
+    cases = rounds * len(FAULTS)
+
+    def run(number):
+        command = ["tests/failures.py", "--backend", backend, "--mode", list(MODES)[number], "--cases", cases]
+        return run_program([*command, "--seed", seed + 1000 * number], limit=HANG * rounds)
+
+    with ThreadPoolExecutor(len(MODES)) as pool:
+        for done in pool.map(run, range(len(MODES))):
+            assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
+            assert f"0 of {cases} cases wrong" in done.stdout
+
+
+def small_net(mode):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=LONG), nn.Activation("relu"), nn.Dense(2))
+    net.initialize(ctx=DEVICES)
+    return set_mode(net, mode)
+
+
+def parts(count=2):
+    shards = random_shards([(2, 3, 8, 8)] * count)
+    return [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(count))]
+
+
+def train(net, trainer, count=2, inputs=None, is_missed=False):
+    """Nobody waits long for a device that is missing, or missed, and the others are waited for until they come."""
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5 if count < 2 or is_missed else LONG)
+    with autograd.record():
+        losses = [net(part).sum() for part in inputs or parts(count)]
+    autograd.backward(losses)
+    trainer.step(4, ignore_stale_grad=count < 2)
+    return losses
+
+
+def learned(net):
+    return {name: arrays for name, arrays in arrays_of(net).items() if "running" not in name}
+
+
+def unchanged(before, net):
+    return all(same(arrays, learned(net)[name]) for name, arrays in before.items())
+
+
+def wait_until_failed():
+    deadline = time.monotonic() + HANG
+    while not has_failed():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@modes
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, backend):
+    """In time, and afterwards a full step is right."""
+    shapes = [(2, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4), (2, 3, 4, 4)]
+    layer = SyncBatchNorm(in_channels=3, timeout=1, prefix="stem_")
+    layer.initialize(ctx=cpus(4))
+    random_affine(layer, 3)
+    net = nn.HybridSequential()
+    net.add(layer)
+    set_mode(net, mode)
+    norm = reference_of(layer)
+    check_step(net, norm, random_shards(shapes), random_shards(shapes, seed=1), layer=layer)
+    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(random_shards(shapes), cpus(4))]
+    for item in inputs:
+        item.attach_grad()
+    started = time.monotonic()
+    with autograd.record():
+        outputs = [net(item) for item in inputs[: 3 if direction == "forward" else 4]]
+    if direction == "backward":
+        mx.nd.waitall()
+        norm.step([item.asnumpy() for item in inputs])
+        autograd.backward(outputs[:3])
+    for array in outputs[:3] if direction == "forward" else [item.grad for item in inputs[:3]]:
+        with pytest.raises(SyncBatchNormError) as error:
+            array.asnumpy()
+        text = f"SyncBatchNorm 'stem': {direction} pass waited 1 s for 1 of 4 devices. Arrived: cpu(0), cpu(1), "
+        assert text + "cpu(2). Missing: cpu(3). Usual reasons:\n(1)" in str(error.value)
+        assert isinstance(error.value, mx.MXNetError)
+    assert 0.9 < time.monotonic() - started < 60
+    gluon_syncbn.abandon_step()
+    check_step(net, norm, random_shards(shapes, seed=2), random_shards(shapes, seed=3), layer=layer)
+
+
+@modes
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_backward_pass_of_a_forward_pass_that_never_ran_says_so(steps, mode, backend):
+    """MXNet runs what comes next once someone has read the error; memory may still hold the step before."""
+    net = nn.HybridSequential()
+    net.add(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG))
+    net.initialize(ctx=DEVICES)
+    set_mode(net, mode)
+    for number in range(steps + 1):
+        trouble[0] = (DEVICES if number == steps else [], "forward")
+        inputs = parts()
+        for item in inputs:
+            item.attach_grad()
+        with autograd.record():
+            outputs = [net(item) for item in inputs]
+        if number < steps:
+            autograd.backward(outputs)
+            mx.nd.waitall()
+    for output in outputs:
+        with pytest.raises(mx.MXNetError):
+            output.asnumpy()
+    gluon_syncbn.abandon_step()
+    trouble.clear()
+    autograd.backward(outputs)
+    for number, item in enumerate(inputs):
+        words = rf"the backward pass on cpu\({number}\)[^\n]*its forward pass never ran"
+        with pytest.raises(mx.MXNetError, match=words):
+            item.grad.asnumpy()
+
+
+def test_who_has_read_it_is_not_told_again_and_who_reads_no_loss_learns_of_it_at_the_next_record(caplog):
+    """As in a notebook: the cell ends by the error, and is run again. Where nothing is under way nothing is said."""
+    net = small_net("hybridize")
+    trainer = gluon.Trainer(net.collect_params(), "adam")
+    gluon_syncbn.abandon_step()
+    train(net, trainer)[0].asnumpy()
+    gluon_syncbn.abandon_step()
+    assert not caplog.messages
+    for _ in range(2):
+        with pytest.raises(mx.MXNetError, match=SKIPPED):
+            train(net, trainer, count=1)[0].asnumpy()
+    train(net, trainer)[0].asnumpy()
+    assert caplog.messages == [GIVEN_UP] * 2
+    train(net, trainer, count=1)
+    wait_until_failed()
+    with pytest.raises(SyncBatchNormError, match="A step has failed.*" + SKIPPED):
+        train(net, trainer)
+    train(net, trainer)[0].asnumpy()
+
+
+@modes
+def test_the_first_update_raises_the_error_and_copies_nothing(mode):
+    """The Trainer would copy all parameters into its KVStore, and back."""
+    net = small_net(mode)
+    net(parts()[0])
+    before = learned(net)
+    for kvstore in ("device", None):
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9}, kvstore=kvstore)
+        with pytest.raises(mx.MXNetError, match=SKIPPED):
+            train(net, trainer, count=1)
+        gluon_syncbn.abandon_step()
+        assert unchanged(before, net)
+    train(net, trainer)[0].asnumpy()
+
+
+def hold_back(device):
+    """What ``device`` is given next begins in some tenths of a second."""
+    matrix = mx.nd.ones((2000, 2000), ctx=device)
+    for _ in range(3):
+        matrix = mx.nd.dot(matrix, matrix)
+
+
+@guarded
+def read_slowly(array):
+    """Read it as ``asnumpy`` does, on a thread that stops, when MXNet has forgotten the error, until nothing runs."""
+    try:
+        return mx.nd.NDArray.asnumpy.__wrapped__(array)
+    finally:
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.waitall.__wrapped__()
+
+
+@modes
+@pytest.mark.parametrize("what", ["label", "input"])
+def test_what_is_read_before_the_step_has_used_it(what, mode):
+    """A label that failed is given to no net; the loss is yet to wait for the net."""
+    net = small_net(mode)
+    trainer = gluon.Trainer(net.collect_params(), "adam", kvstore=None)
+    train(net, trainer)[0].asnumpy()
+    before = arrays_of(net) if what == "input" else learned(net)
+    inputs, labels = parts(), [mx.nd.ones(2, ctx=device) for device in DEVICES]
+    failing = labels if what == "label" else inputs
+    failing[1] = break_off(failing[1])
+    hold_back(DEVICES[1])
+    with autograd.record():
+        losses = [((net(part) - label) ** 2).sum() for part, label in zip(inputs, labels)]
+    autograd.backward(losses)
+    trainer.step(4)
+    with pytest.raises(mx.MXNetError, match="scale parameter"):
+        read_slowly(failing[1])
+    gluon_syncbn.abandon_step()
+    assert all(same(arrays, arrays_of(net)[name]) for name, arrays in before.items())
+
+
+def test_arrays_of_each_kind_are_read_as_before():
+    """In a process that has synchronized layers; an array without memory may be waited for."""
+    small_net("imperative")(parts()[0])
+    dense = mx.nd.array([[0, 1], [0, 0]], ctx=DEVICES[1])
+    assert (dense[0:1].asnumpy() == [[0, 1]]).all() and dense[0, 1].asscalar() == 1
+    for stype in ("row_sparse", "csr"):
+        sparse = dense.tostype(stype)
+        sparse.wait_to_read()
+        assert (sparse.asnumpy() == dense.asnumpy()).all()
+    mx.nd.NDArray(mx.nd.ndarray._new_empty_handle()).wait_to_read()
+    with mx.util.np_shape():
+        empty = mx.nd.random.normal(0, -1, shape=(1,)) * mx.nd.zeros((0, 3))
+        assert empty.asnumpy().shape == (0, 3)  # MXNet does not look for its error
+    assert not has_failed()
+
+
+def test_who_reads_after_another_has_got_the_error():
+    """MXNet has forgotten it, and would return memory that nobody has written."""
+    small_net("imperative")(parts()[0])
+    array = mx.nd.random.normal(0, -1, shape=(1,))
+
+    @guarded
+    def read_second(array):
+        with pytest.raises(mx.MXNetError, match="scale parameter"):
+            array.asnumpy()
+        return mx.nd.NDArray.asnumpy.__wrapped__(array)
+
+    with pytest.raises(SyncBatchNormError, match="could not compute this array"):
+        read_second(array)
+    assert has_failed()
+
+
+UNCOMPILED = """
+from test_failures import *
+
+net = nn.HybridSequential()
+for _ in range(4):
+    net.add(nn.Conv2D(8, 3, padding=1), SyncBatchNorm(timeout=LONG), nn.Activation('relu'))
+net.add(nn.Dense(2))
+net.initialize(ctx=DEVICES)
+trainer = gluon.Trainer(net.collect_params(), 'adam', kvstore={kvstore!r})
+set_mode(net, 'hybridize')
+for _ in range(2):
+    train(net, trainer)
+before = learned(net)
+assert net[1].backend == 'portable'
+for broken in ((), (1,), (0, 1)):
+    inputs = [break_off(part) if rank in broken else part for rank, part in enumerate(parts(2 if broken else 1))]
+    words = 'This update was not made, because its step had failed: ' + ('' if broken else
+        '(?s:.*)forward pass ' + SKIPPED)
+    with pytest.raises(mx.MXNetError, match=words):
+        train(net, trainer, len(inputs), inputs, is_missed=True)
+    with autograd.record():
+        pass
+    mx.nd.waitall()
+    assert unchanged(before, net), broken
+    assert trainer.optimizer.num_update == 2
+train(net, trainer)
+mx.nd.waitall()
+assert not unchanged(before, net)
+"""
+
+
+@pytest.mark.parametrize("kvstore", [None, "device"])
+def test_where_nothing_is_compiled(kvstore):
+    done = run_python(NOT_COMPILED + UNCOMPILED.format(kvstore=kvstore), GLUON_SYNCBN_BACKEND="auto")
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    assert done.stderr.count(NOT_SINCE) == 3
+
+
+@pytest.mark.parametrize("kvstore", [None, "local", "device"])
+def test_a_module(kvstore):
+    norm = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, timeout=1, name="norm")
+    symbol = mx.sym.MakeLoss(mx.sym.square(mx.sym.FullyConnected(norm, num_hidden=3, name="dense")))
+    module = mx.mod.Module(symbol, label_names=(), context=DEVICES)
+    module.bind([("data", (4, 3, 8, 8))])
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer(kvstore=kvstore, optimizer="adam")
+    batch = mx.io.DataBatch([mx.nd.array(random_shards([(4, 3, 8, 8)])[0])], [])
+
+    def train_module():
+        module.forward_backward(batch)
+        module.update()
+        return [output.asnumpy() for output in module.get_outputs(merge_multi_context=False)[0]]
+
+    def weights():
+        module._params_dirty = True
+        return {name: item.asnumpy() for name, item in module.get_params()[0].items()}
+
+    train_module()
+    mx.nd.waitall()
+    before = weights()
+    # One device runs twice: the other's layer is missed.
+    module._exec_group.execs[0].forward(is_train=True)
+    with pytest.raises(mx.MXNetError, match="SyncBatchNorm 'norm'"):
+        train_module()
+    gluon_syncbn.abandon_step()
+    after = weights()
+    assert all((before[name] == after[name]).all() for name in before)
+    train_module()
+    mx.nd.waitall()
+    assert any((before[name] != item).any() for name, item in weights().items())
+
+
+NO_LAYERS = """
+from test_failures import *
+
+net = nn.Dense(2, in_units=3)
+net.initialize()
+trainer = gluon.Trainer(net.collect_params(), "sgd")
+for _ in range(2):
+    with autograd.record():
+        loss = net(break_off(mx.nd.ones((1, 3))))
+    with pytest.raises(mx.MXNetError, match="scale parameter") as error:
+        loss.asnumpy()
+    assert not isinstance(error.value, SyncBatchNormError) and not has_failed()
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 3)))
+    loss.backward()
+    trainer.step(1)
+    loss.asnumpy()
+"""
+
+
+def test_nets_without_our_layers_are_not_watched():
+    done = run_python(NO_LAYERS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "given up" not in done.stderr
+
+
+def test_a_failure_before_the_net_is_told_to_all_devices_at_once_and_with_its_cause(backend, caplog):
+    """Nobody waits for the timeout, which would end this test. First what this package knows, then what MXNet says."""
+    net = nn.HybridSequential()
+    net.add(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG, prefix="stem_"))
+    net.initialize(ctx=DEVICES)
+    for failing in (DEVICES[1:], DEVICES):
+        trouble[0] = failing, "forward"
+        losses = forward(net, parts())
+        autograd.backward(losses)
+        if len(failing) == 1:
+            with pytest.raises(mx.MXNetError, match="no longer because the step has failed|the step had failed"):
+                losses[0].asnumpy()
+        else:
+            wait_until_failed()
+        trouble.clear()
+        gluon_syncbn.abandon_step()
+    told, unread = caplog.messages
+    assert told == NOT_SINCE
+    words = (
+        r" Its error was not read: an operator before SyncBatchNorm 'stem' on cpu\(\d\) had failed. MXNet's own error: "
+    )
+    assert re.match(re.escape(NOT_SINCE) + words, unread)
+
+
+class Ways:
+    """Complete steps, as users write them."""
+
+    def in_one_scope(net, inputs):
+        for loss in forward(net, inputs):
+            loss.backward()
+
+    def together(net, inputs):
+        autograd.backward(forward(net, inputs))
+
+    def one_head_for_all(net, inputs):
+        with autograd.record():
+            total = sum(net(part).sum().as_in_context(mx.cpu(0)) for part in inputs)
+        total.backward()
+
+    def a_scope_per_device(net, inputs):
+        for part in inputs:
+            Ways.in_one_scope(net, [part])
+
+    def in_the_other_order(net, inputs):
+        Ways.in_one_scope(net, inputs[::-1])
+
+    def several_passes_per_device(net, inputs):
+        """As adversarial training does: two forward passes and a backward pass, then one of each, device by device."""
+        for part in inputs:
+            with autograd.record():
+                loss = net(part) + net(-part)
+            loss.backward()
+            Ways.in_one_scope(net, [part])
+
+    def all_forward_passes_first(net, inputs):
+        Ways.together(net, [factor * part for factor in (1, 2) for part in inputs])
+
+    def twice_backward(net, inputs):
+        losses = forward(net, inputs)
+        for keeps in (True, False):
+            for loss in losses:
+                loss.backward(retain_graph=keeps)
+
+    def prediction_in_between(net, inputs):
+        for loss, part in zip(forward(net, inputs), inputs):
+            loss.backward()
+            net(part)
+
+    def no_backward_pass(net, inputs):
+        forward(net, inputs)
+
+
+def forward(net, inputs):
+    with autograd.record():
+        return [net(part) for part in inputs]
+
+
+def two_norms(mode, count=2):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=LONG), nn.Activation("relu"), SyncBatchNorm(timeout=LONG))
+    net.initialize(ctx=cpus(count))
+    return set_mode(net, mode)
+
+
+@modes
+def test_a_complete_step_is_not_taken_for_one_that_broke_off(mode, caplog):
+    """Each way twice and after each other; then a step on some devices, and moves to one device and back."""
+    for way in (item for name, item in vars(Ways).items() if not name.startswith("_")):
+        net = two_norms(mode)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
+        for number in range(4):
+            way(net, parts())
+            if number % 2 and way is not Ways.no_backward_pass:
+                trainer.step(1)
+        mx.nd.waitall()
+        assert COMPLAINT not in caplog.text, way
+    net = two_norms(mode)
+    Ways.in_one_scope(net, parts())
+    with gluon_syncbn.devices(mx.cpu(0), net):
+        Ways.in_one_scope(net, parts(1))
+    for count in (2, 1, 2):
+        net.collect_params().reset_ctx(cpus(count))
+        Ways.in_one_scope(net, parts(count))
+    mx.nd.waitall()
+    assert COMPLAINT not in caplog.text
+
+
+@modes
+def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode, caplog):
+    """After a move to more devices, too."""
+    net = two_norms(mode)
+    Ways.in_one_scope(net, parts())
+    net.collect_params().reset_ctx(cpus(3))
+    Ways.in_one_scope(net, parts(3))
+    for begun, told in (([2, 0], "cpu(0), cpu(2)"), ([0], "cpu(0)")):
+        losses = forward(net, parts(3))
+        for rank in begun:
+            losses[rank].backward()
+        caplog.clear()
+        Ways.in_one_scope(net, parts(3))
+        mx.nd.waitall()
+        assert f"SyncBatchNorm '{net[1].name}': {COMPLAINT} {told} only, and is given up now." in caplog.text
+
+
+def test_the_trainer_still_notices_a_gradient_that_is_not_fresh():
+    net = two_norms("imperative")
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None)
+    Ways.in_one_scope(net, parts())
+    trainer.step(1)
+    mx.nd.waitall()
+    with pytest.raises(UserWarning, match="has not been updated by backward since last"):
+        trainer.step(1)
+    Ways.in_one_scope(net, parts())
+    x = mx.nd.ones(1)
+    x.attach_grad()
+    with autograd.record():
+        other = x * 2
+    other.backward()  # of something else, which leaves the note at the net's parameters
+    trainer.step(1)
+    mx.nd.waitall()

@@ -1,0 +1,538 @@
+"""Symbols and symbol blocks: several contexts train as one would with the concatenated batch.
+
+Single nodes are compared with the reference; whole nets, in float64, with MXNet's own BatchNorm on one device.
+"""
+
+import json
+
+import mxnet as mx
+import numpy as np
+import pytest
+from executors import bind, check_executors, check_net, check_vectors, norm_of, run, train_block
+from gluoncv import model_zoo
+from gluoncv.nn.feature import FeatureExpander
+from mxnet.gluon import SymbolBlock, nn
+from reference import Sized, check, check_all
+from testing import (
+    MODES,
+    check_step,
+    cpus,
+    layers_of,
+    options_of,
+    random_affine,
+    random_shards,
+    reference_of,
+    set_mode,
+    step,
+)
+
+import gluon_syncbn
+from gluon_syncbn import (
+    SyncBatchNorm,
+    convert_batchnorm,
+    convert_symbol,
+    convert_sync_batchnorm,
+    devices,
+    freeze_statistics,
+    plain_symbol,
+)
+
+pytestmark = pytest.mark.usefixtures("backend")
+modes = pytest.mark.parametrize("mode", list(MODES))
+DATA = mx.sym.var("data")
+SYNCHRONIZED = gluon_syncbn.symbol.SyncBatchNorm
+SHAPES = [(3, 5, 4, 2), (1, 5, 4, 2), (2, 5, 4, 2), (1, 5, 4, 2)]
+
+
+def draw(shapes, dtype="float32", seed=0):
+    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
+
+
+# One node
+
+NODES = {  # options of the node, and of the reference
+    "defaults": ({}, {"scale": False}),
+    "all in float64": (
+        {"fix_gamma": False, "eps": 1e-2, "momentum": 0.5, "activation": "relu", "dtype": "float64", "fuse": False},
+        {"epsilon": 1e-2, "momentum": 0.5, "activation": "relu"},
+    ),
+    "numbers of NumPy's": (
+        {"axis": np.int64(3), "group_size": np.int32(2), "dtype": np.dtype("float32"), "fix_gamma": np.bool_(False)},
+        {"axis": 3, "group_size": 2},
+    ),
+    "pairs, from behind": ({"fix_gamma": False, "axis": -3, "group_size": 2}, {"axis": -3, "group_size": 2}),
+    "each alone": ({"fix_gamma": False, "group_size": 1, "process_group": "none"}, {"group_size": 1}),
+    "frozen": ({"fix_gamma": False, "use_global_stats": np.bool_(True)}, {"frozen": True}),
+    "renorm": ({"fix_gamma": False, "renorm": [(0, 1, 0), (4, 3, 2)]}, {"renorm": [(0, 1, 0), (4, 3, 2)]}),
+    "in place": ({"fix_gamma": False, "in_place": True}, {"in_place": "float32"}),
+}
+WAYS = ["made", "converted again", "loaded", "loaded on a back end", "taken apart"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, *(f"{mode} block" for mode in MODES)])
+@pytest.mark.parametrize("node", list(NODES))
+def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, backend):
+    """What is saved says every option, a second conversion keeps what it is not given, and so does a block."""
+    options, own = NODES[node]
+    if node in ("renorm", "in place") and backend == "portable":
+        return  # test_back_ends.py
+    dtype = str(np.dtype(options.get("dtype", "float32")))
+    number = 2 if way in ("converted again", "taken apart") else 4
+    more = {"backend": "native"} if way == "loaded on a back end" else {}  # which may not be the one of here
+    attr = {"__lr_mult__": "0.5"}
+    symbol = SYNCHRONIZED(DATA, num_devices=number, timeout=60, name="bn", attr=attr, **options, **more)
+    is_plain = node in ("each alone", "frozen")
+    norm = norm_of(5, "portable" if is_plain or dtype == "float64" else backend, **own)
+    shapes = SHAPES if norm.axis != 3 else [(3, 4, 2, 5), (1, 4, 2, 5), (2, 4, 2, 5), (1, 4, 2, 5)]
+    file = str(tmp_path / "net-symbol.json")
+    symbol.save(file)
+    symbol = {
+        "converted again": lambda: convert_symbol(symbol, 4, timeout=50),
+        "loaded": lambda: mx.sym.load(file),
+        "loaded on a back end": lambda: gluon_syncbn.symbol.load(file),
+    }.get(way, lambda: symbol)()
+    assert attr.items() <= symbol.get_internals()["bn_output"].attr_dict()["bn"].items()
+    if "block" in way:
+        block = set_mode(SymbolBlock(symbol, DATA), way.split()[0])
+        for name, parameter in block.collect_params().items():
+            role = name.replace("bn_", "").replace("moving_", "")
+            values = [norm.gamma, norm.beta, *(item.value for item in norm.running())]
+            parameter.shape = (5,)
+            parameter.cast(dtype)
+            parameter.initialize(ctx=cpus(4))
+            parameter.set_data(mx.nd.array(values[["gamma", "beta", "mean", "var"].index(role)], dtype=dtype))
+        if norm.frozen:
+            assert type(block) is SymbolBlock  # nothing of ours
+            return
+        (layer,) = layers_of(block)
+        kept = {"timeout": 60, "num_devices": 4, "fuse": options.get("fuse", True)}
+        assert kept.items() <= options_of(layer).items()
+        for seed in range(2):
+            check_step(block, norm, *draw(shapes, dtype, seed), layer=layer)
+        return
+    if way == "loaded on a back end" and not is_plain:
+        assert ("gluon_syncbn_native" in symbol.tojson()) == (backend == "native")
+    if way == "taken apart":
+        symbol = plain_symbol(symbol)
+        assert "syncbn" not in symbol.tojson() and plain_symbol(symbol).tojson() == symbol.tojson()
+        norm.group_size, norm.renorm, norm.in_place, norm.mean_is_rounded = 1, None, None, True
+    executors = bind(symbol, draw(shapes, dtype)[0], {"bn": norm})
+    for seed in range(2):
+        check_executors(executors, norm, *draw(shapes, dtype, seed))
+    check_executors(executors, norm, *draw(shapes, dtype, 2), is_train=False)
+
+
+@pytest.mark.parametrize("operator", ["BatchNorm", "contrib.SyncBatchNorm", "contrib.BatchNormWithReLU"])
+def test_every_operator_is_converted(operator, backend):
+    """With its names, attributes and options; frozen ones stay."""
+    make, key = mx.sym, {"key": "bn"} if "Sync" in operator else {}
+    for name in operator.split("."):
+        make = getattr(make, name, None)
+    if make is None:
+        pytest.skip("this MXNet has no such operator")
+    plain = make(DATA, name="bn", fix_gamma=False, eps=1e-2, momentum=0.6, attr={"__lr_mult__": "0.5"}, **key)
+    symbol = convert_symbol(plain, 2, timeout=60)
+    assert symbol.attr_dict()["bn"]["__lr_mult__"] == "0.5"
+    for listed in ("list_arguments", "list_auxiliary_states"):
+        assert getattr(symbol, listed)() == getattr(plain, listed)()
+    norm = norm_of(5, backend, epsilon=1e-2, momentum=0.6, activation="relu" if "ReLU" in operator else None)
+    executors = bind(symbol, draw(SHAPES[:2])[0], {"bn": norm})
+    for seed in range(2):
+        check_executors(executors, norm, *draw(SHAPES[:2], seed=seed))
+    if operator == "BatchNorm":
+        frozen = mx.sym.BatchNorm(DATA, name="bn", use_global_stats=True)
+        assert convert_symbol(frozen, 2).tojson() == frozen.tojson()
+
+
+def test_nodes_that_share_their_statistics(backend):
+    """Pairs of four devices; the running mean that two nodes share sees both, in the order of the graph."""
+    variables = [mx.sym.var(f"shared_{name}") for name in ("gamma", "beta", "moving_mean", "moving_var")]
+    both = [mx.sym.BatchNorm(item, *variables, fix_gamma=False) for item in (DATA, 3 * DATA)]
+    norm, (shards, heads) = norm_of(5, backend, group_size=2), draw(SHAPES)
+    symbol = convert_symbol(mx.sym.Group(both), num_devices=4, group_size=2, timeout=60)
+    executors = bind(symbol, shards, {"shared": norm})
+    how = {"units": 64, "roundings": 3} if backend == "portable" else {"units": 16}
+    for _ in range(2):
+        seen = run(executors, shards)
+        for executor, device, head in zip(executors, cpus(4), heads):
+            executor.backward([mx.nd.array(item, ctx=device) for item in (head, -2 * head)])
+        made = norm.step(shards, heads), norm.step([3 * shard for shard in shards], [-2 * head for head in heads])
+        for number, step_of_node in enumerate(made):
+            check_all("output", [outputs[number] for outputs in seen], step_of_node.outputs, **how)
+        totals = {
+            name: Sized(*(one + other for one, other in zip(*(getattr(item, name) for item in made))))
+            for name in ("gamma_gradient", "beta_gradient")
+        }
+        dx = [
+            Sized(one.value + 3 * other.value, one.size + 3 * other.size)
+            for one, other in zip(*(item.input_gradients for item in made))
+        ]
+        check_all("input gradient", [item.grad_dict["data"].asnumpy() for item in executors], dx, **how)
+        check_vectors(executors, norm, made[0]._replace(**totals), "shared", units=how["units"])
+
+
+# Modules
+
+BATCH = (6, 3, 6, 6)
+
+
+def relu_norm(*args, **options):
+    return mx.sym.relu(mx.sym.BatchNorm(*args, **options))
+
+
+def expander(norm=mx.sym.BatchNorm, **options):
+    x = mx.sym.Convolution(DATA, num_filter=3, kernel=(3, 3), no_bias=True, name="conv")
+    x = norm(x, fix_gamma=False, momentum=0.75, name="bn0", **options)
+    x = mx.sym.Activation(x, act_type="tanh", name="tanh")
+    return norm(x, fix_gamma=True, eps=1e-2, momentum=0.5, name="bn1", **options)
+
+
+def network(norm=mx.sym.BatchNorm, **options):
+    """All that Module needs."""
+    return mx.sym.SoftmaxOutput(
+        mx.sym.FullyConnected(expander(norm, **options), num_hidden=4, name="fc"), name="softmax"
+    )
+
+
+def make_module(symbol, contexts):
+    shares = [1 + number % 2 for number in range(len(contexts))]
+    module = mx.mod.Module(symbol, context=contexts, work_load_list=shares)
+    data = mx.io.DataDesc("data", BATCH, "float64")
+    module.bind([data], [mx.io.DataDesc("softmax_label", BATCH[:1], "float64")], inputs_need_grad=True)
+    mx.random.seed(0)
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    return module
+
+
+def train_module(module, steps=3) -> dict:
+    """Outputs, input gradients and parameters after a few steps of training on random batches."""
+    rng = np.random.RandomState(0)
+    for _ in range(steps):
+        arrays = rng.standard_normal(BATCH) * 2 + 1, rng.randint(4, size=BATCH[0])
+        batch = [[mx.nd.array(array, dtype="float64")] for array in arrays]
+        module.forward_backward(mx.io.DataBatch(*batch))
+        mx.nd.waitall()  # MXNet's own BatchNorm writes its statistics in the backward pass, untold to the engine
+        module.update()
+    found = {"output": module.get_outputs()[0], "dx": module.get_input_grads()[0]}
+    for items in module.get_params():
+        found.update(items)
+    return {name: item.asnumpy() for name, item in found.items()}
+
+
+@pytest.mark.parametrize("origin", ["made", "made for 3", "converted", "plain on 2"])
+def test_a_module_trains_as_on_one_device(origin):
+    """The last one not: that the others can fail."""
+    count = 3 if origin == "made for 3" else 2
+    options = {"num_devices": count, "timeout": 60, "dtype": "float64"}
+    symbol = plain = network()
+    if origin == "converted":
+        symbol = convert_symbol(plain, **options)
+        assert {"conv_output", "bn0_output", "bn1_output"} <= set(symbol.get_internals().list_outputs())
+    elif origin != "plain on 2":
+        symbol = network(SYNCHRONIZED, **options)
+    for listed in ("list_arguments", "list_auxiliary_states", "list_outputs"):
+        assert getattr(symbol, listed)() == getattr(plain, listed)()
+    seen, expected = (train_module(make_module(item, cpus(size))) for item, size in ((symbol, count), (plain, 1)))
+    if origin == "plain on 2":
+        with pytest.raises(AssertionError, match="output"):
+            check_net(seen, expected)
+    else:
+        check_net(seen, expected)
+
+
+def test_fit_and_checkpoints(tmp_path):
+    """`Module.fit`, a checkpoint, and training on with another number of devices than it was saved with."""
+    rng, prefix = np.random.RandomState(0), str(tmp_path / "net")
+    labels = rng.randint(4, size=24)
+    data = mx.nd.array(rng.standard_normal((24, *BATCH[1:])) + labels[:, None, None, None], dtype="float64")
+    iterator = mx.io.NDArrayIter(data, mx.nd.array(labels, dtype="float64"), BATCH[0])
+    sgd = {"initializer": mx.init.Xavier(), "optimizer_params": {"learning_rate": 0.1}}
+    sgd["batch_end_callback"] = lambda _: mx.nd.waitall()  # as above
+    found = []
+    for symbol, count in ((network(SYNCHRONIZED, num_devices=2, timeout=60, dtype="float64"), 2), (network(), 1)):
+        mx.random.seed(0)
+        module = mx.mod.Module(symbol, context=cpus(count))
+        iterator.reset()
+        module.fit(iterator, num_epoch=3, **sgd)
+        iterator.reset()
+        module.save_checkpoint(f"{prefix}{count}", 3)
+        found.append({"output": module.predict(iterator).asnumpy()})
+    check_net(*found)
+    symbol, arguments, states = mx.model.load_checkpoint(f"{prefix}2", 3)
+    trained = []
+    for loaded, count in (
+        (plain_symbol(symbol), 1),
+        (symbol, 2),
+        (convert_symbol(symbol, num_devices=3, timeout=60), 3),
+    ):
+        module = mx.mod.Module(loaded, context=cpus(count))
+        module.bind(iterator.provide_data, iterator.provide_label)
+        module.set_params(arguments, states)
+        iterator.reset()
+        check_net({"output": module.predict(iterator).asnumpy()}, found[0])
+        iterator.reset()
+        module.fit(iterator, num_epoch=1, **sgd)
+        trained.append({name: item.asnumpy() for items in module.get_params() for name, item in items.items()})
+    for other in trained[1:]:
+        check_net(other, trained[0])
+
+
+# What cannot work, and files that were damaged
+
+
+def test_bad_input(monkeypatch):
+    wrong = [
+        (TypeError, "data must be a Symbol, not NDArray", lambda: SYNCHRONIZED(mx.nd.ones((1, 1)))),
+        (ValueError, "num_devices must be given", lambda: convert_symbol(SYNCHRONIZED(DATA), None)),
+        (TypeError, "expected a Symbol, not BatchNorm; for a block use", lambda: convert_symbol(nn.BatchNorm(), 2)),
+        (TypeError, "convert_symbol: unknown option 'devices'. There are backend, dtype, ", {"devices": 3}),
+        (TypeError, "convert_symbol: unknown option 'activation'", {"activation": "relu"}),
+        (ValueError, "group_size=3 does not divide its 2 devices", {"group_size": 3}),
+    ]
+    made = [
+        (ValueError, "num_devices must be a positive integer, not 0", {"num_devices": 0}),
+        (ValueError, "group_size=2 does not divide its 3 devices", {"num_devices": 3, "group_size": 2}),
+        (TypeError, "axis must be an integer, not 1.5", {"axis": 1.5}),
+        *((ValueError, "dtype must be 'float32' or 'float64'", {"dtype": it}) for it in (None, "float16", ["int32"])),
+        (TypeError, "a symbol can be saved, so kvstore must be a name", {"kvstore": mx.kv.create("local")}),
+    ]
+    for kind, text, given in wrong:
+        with pytest.raises(kind, match=text):
+            given() if callable(given) else convert_symbol(SYNCHRONIZED(DATA, num_devices=2, name="x"), 2, **given)
+    for kind, text, given in made:
+        with pytest.raises(kind, match=f"SyncBatchNorm 'x': {text}"):
+            SYNCHRONIZED(DATA, name="x", **{"num_devices": 2, **given})
+    with pytest.raises(ValueError, match="mean or variance of 1 BatchNorm nodes"):
+        convert_symbol(mx.sym.BatchNorm(DATA, name="x", output_mean_var=True), 2)
+    # A block that is called with a symbol may be saved, too.
+    layer = SyncBatchNorm(in_channels=3, kvstore=mx.kv.create("local"))
+    layer.initialize(ctx=mx.cpu(0))
+    with pytest.raises(TypeError, match="a symbol can be saved, so kvstore must be a name"):
+        layer(DATA)
+    with pytest.raises(ValueError, match="group_size=3 does not divide its 4 devices"):
+        SyncBatchNorm(num_devices=4, group_size=3)(DATA)
+    monkeypatch.setenv("MXNET_ENGINE_TYPE", "NaiveEngine")
+    for make in (SyncBatchNorm(num_devices=2), lambda data: SYNCHRONIZED(data, num_devices=2)):
+        with pytest.raises(RuntimeError, match="2 devices could never meet"):
+            make(DATA)
+
+
+DAMAGE = {  # of the description of a group
+    "num_devices must be a positive integer, not -2": {"num_devices": -2},
+    "num_devices must be a positive integer, not '2'": {"num_devices": "2"},
+    "group_size must be a positive integer, not 0": {"group_size": 0},
+    "the timeout must be a positive number of seconds, not nan": {"timeout": float("nan")},
+    "dtype must be 'float32' or 'float64', not 'int8'": {"dtype": "int8"},
+    "eps must be a number, not nan": {"epsilon": float("nan")},
+    "momentum must be a number, not None": {"momentum": None},
+    "scale must be true or false, not 1": {"scale": 1},
+    "kvstore 'dist_sync' is not supported": {"kvstore": "dist_sync"},
+    "unexpected keyword argument 'color'": {"color": "red"},
+    "describes its group as '{not a group'": "{not a group",
+    "no SyncBatchNorm layer number 123456 in this process": "123456",
+    # Of the mark: an error where it is read.
+    "axis": {"axis": "3"},
+    "in_place": {"in_place": 1},
+    "kvstore": {"kvstore": 5},
+    "process_group": {"process_group": 7},
+    "damaged": {"options": {}, "eps": 1},  # as version 0.1.0 wrote it, but without the rest
+}
+
+
+@pytest.mark.parametrize("text", list(DAMAGE))
+def test_a_damaged_file_is_refused(text, backend, tmp_path, capfd):
+    """Not read beyond, not waited for: it may come from anywhere."""
+    key = "group" if " " in text else "__syncbn__"
+    graph = json.loads(SYNCHRONIZED(DATA, num_devices=2, name="x").tojson())
+    (attributes,) = (node["attrs"] for node in graph["nodes"] if key in node.get("attrs", {}))
+    given = {} if text == "damaged" else json.loads(attributes[key])
+    attributes[key] = DAMAGE[text] if isinstance(DAMAGE[text], str) else json.dumps({**given, **DAMAGE[text]})
+    if key == "group":
+        with pytest.raises(mx.MXNetError) as caught:
+            mx.sym.load_json(json.dumps(graph)).simple_bind(mx.cpu(0), data=(2, 3))
+        # Where MXNet loses the text of an error, it has printed it.
+        assert text in (str(caught.value) if backend == "native" else capfd.readouterr().out)
+        return
+    (tmp_path / "x.json").write_text(json.dumps(graph), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"'x'.*{text}"):
+        gluon_syncbn.symbol.load(tmp_path / "x.json")
+
+
+def test_shapes_of_which_only_some_are_known():
+    """`BatchNorm` says what it can, and so does the compiled layer, if the number of axes is known."""
+    ours = SYNCHRONIZED(DATA, num_devices=2, name="x", backend="native")
+    plain = mx.sym.BatchNorm(DATA, name="x")
+    for shape in ((0, 3, 8, 8), (2, 0, 8, 8), (0, 0, 8, 8), (2, 3, 0, 0)):
+        assert ours.infer_shape_partial(data=shape) == plain.infer_shape_partial(data=shape)
+
+
+# Blocks of symbols
+
+
+IMAGES, MAPS = [(3, 2, 6, 6), (1, 2, 6, 6)], [(3, 3, 4, 4), (1, 3, 4, 4)]
+
+
+class Around(mx.gluon.HybridBlock):
+    """Calls a symbol block once or twice in a step, and has a layer beside it."""
+
+    def __init__(self, inner, factors):
+        super().__init__()
+        self.inner, self.beside, self.factors = inner, nn.BatchNorm(momentum=0.5, prefix="beside_"), factors
+
+    def hybrid_forward(self, F, x):
+        return self.beside(sum(self.inner(factor * x) for factor in self.factors))
+
+
+def load(block, contexts):
+    """Random parameters in float64."""
+    block.cast("float64")
+    block.initialize(ctx=contexts, force_reinit=True)
+    block(mx.nd.ones((1, *IMAGES[0][1:]), dtype="float64"))
+    rng = np.random.RandomState(3)
+    for _, parameter in sorted(block.collect_params().items()):
+        parameter.set_data(mx.nd.array(rng.uniform(0.5, 1.5, parameter.shape), dtype="float64"))
+    return block
+
+
+def draw_images(seed):
+    return random_shards(IMAGES, "float64", seed), random_shards(MAPS, "float64", seed + 9)
+
+
+@modes
+@pytest.mark.parametrize("factors", [(1,), (1, 3)], ids=["", "called twice"])
+@pytest.mark.parametrize("origin", ["converted", "made of synchronized nodes", "num_devices comes later"])
+def test_a_block_trains_as_on_one_device(origin, factors, mode):
+    number = {"made of synchronized nodes": 2}.get(origin)
+    symbol = expander() if origin == "converted" else expander(SYNCHRONIZED, num_devices=number, timeout=60)
+    net, theirs = Around(SymbolBlock(symbol, DATA), factors), Around(SymbolBlock(expander(), DATA), factors[::-1])
+    if origin == "converted":
+        convert_sync_batchnorm(net, timeout=60)
+        assert type(net.beside) is SyncBatchNorm and len(list(net.collect_params(".*gamma"))) == 3
+    else:
+        convert_sync_batchnorm(net.beside)
+    assert [options_of(layer)["timeout"] for layer in layers_of(net.inner)] == [60, 60]
+    # nn.BatchNorm updates statistics on the way back, in the opposite order.
+    results = [
+        train_block(load(block, cpus(count)), count, draw_images)
+        for block, count in ((set_mode(net, mode), 2), (theirs, 1))
+    ]
+    check_net(*results)
+
+
+@modes
+@pytest.mark.parametrize("has_relu", [False, True], ids=["BatchNorm", "BatchNormWithReLU"])
+def test_there_and_back_and_there_again(has_relu, mode, caplog):
+    """The block stays what it was, with its parameters and symbol: also the layer that stands for two operators."""
+    if has_relu and not hasattr(mx.sym.contrib, "BatchNormWithReLU"):
+        pytest.skip("this MXNet has no such operator")
+    net = SymbolBlock(expander(mx.sym.contrib.BatchNormWithReLU if has_relu else mx.sym.BatchNorm), DATA)
+    theirs = load(SymbolBlock(expander(relu_norm if has_relu else mx.sym.BatchNorm), DATA), cpus(1))
+    before, graph = dict(net.collect_params().items()), net(DATA).tojson()
+    assert graph.count("_contrib_BatchNormWithReLU") == 2 * has_relu
+    for _ in range(2):
+        convert_sync_batchnorm(net, num_devices=3, timeout=60)
+        convert_sync_batchnorm(net, num_devices=2)
+        made = [(options_of(layer)["num_devices"], options_of(layer)["timeout"]) for layer in layers_of(net)]
+        assert made == [(2, 60), (2, 60)] and not caplog.records
+        load(net, cpus(2))
+        set_mode(net, mode)
+        check_net(train_block(net, 2, draw_images), train_block(theirs, 1, draw_images))
+        x = mx.nd.array(random_shards(IMAGES)[0], dtype="float64")
+        predicted = {"output": theirs(x).asnumpy()}
+        check_net({"output": net(x).asnumpy()}, predicted)
+        convert_batchnorm(net)
+        assert type(net) is SymbolBlock and net(DATA).tojson() == graph
+        assert all(before[name] is parameter for name, parameter in net.collect_params().items())
+        net.cast("float32")  # MXNet has the one with a ReLU in float32 only
+        seen = net(x.astype("float32")).asnumpy()
+        check("output", seen, Sized(predicted["output"], np.full(3, np.abs(seen).max())), units=16)
+        load(theirs, cpus(1))
+
+
+def one_node(**options):
+    """A converted block of one node, the layer that stands for it, and its reference."""
+    block = SymbolBlock(mx.sym.BatchNorm(DATA, fix_gamma=False, name="bn0"), DATA)
+    convert_sync_batchnorm(block, timeout=60, **options)
+    (layer,) = layers_of(block)
+    layer.gamma.shape = layer.beta.shape = layer.running_mean.shape = layer.running_var.shape = (3,)
+    block.initialize(ctx=cpus(2))
+    random_affine(layer, 3)
+    layer.running_mean.set_data(mx.nd.arange(3))
+    layer.running_var.set_data(mx.nd.arange(1, 4))
+    return block, layer, reference_of(layer, group_size=options.get("group_size"))
+
+
+@modes
+def test_frozen_statistics_groups_and_devices_reach_the_nodes(mode):
+    for options in ({"group_size": 1}, {}):
+        block, layer, norm = one_node(**options)
+        set_mode(block, mode)
+        for seed, norm.frozen in enumerate((False, True, False)):
+            freeze_statistics(block, frozen=norm.frozen)
+            check_step(block, norm, *draw(MAPS, seed=seed), layer=layer)
+    shards, heads = draw(MAPS, seed=3)
+    with devices(cpus(1), block):
+        outputs, _ = step(block, shards[:1], heads[:1], cpus(1))
+    check("output", outputs[0].asnumpy(), norm.step(shards[:1], used=[0]).outputs[0], units=64, roundings=3)
+
+
+def test_a_device_that_does_not_come_is_named():
+    block, *_ = one_node()
+    convert_sync_batchnorm(block, timeout=0.5)
+    words = r"'bn0': forward pass waited 0.5 s for 1 of 2 devices. Arrived: cpu\(0\). Missing: cpu\(1\)"
+    words += r"[^$]*Usual reasons:\n\(1\)"
+    with pytest.raises(mx.MXNetError, match=words):
+        step(block, *draw(MAPS[:1]), cpus(1))[0][0].asnumpy()
+    gluon_syncbn.abandon_step()
+
+
+def test_gluoncvs_feature_expander():
+    """SSD on MobileNet, whose backbone and additional layers are one symbol: 35 norms, whatever way they come.
+
+    The second way is what gluoncv's train_ssd.py --syncbn does: a layer that is called with a symbol before there are
+    parameters. The additional layers are plain BatchNorm there, and take over the options of the others.
+    """
+    name, options = "ssd_300_mobilenet0.25_custom", {"classes": ["a"], "pretrained_base": False}
+    converted = model_zoo.get_model(name, **options)
+    assert type(converted.features) is FeatureExpander
+    convert_sync_batchnorm(converted, num_devices=2)
+    made = model_zoo.get_model(name, norm_layer=SyncBatchNorm, norm_kwargs={"num_devices": 2}, **options)
+    for net in (converted, made):
+        layers = layers_of(net.features)
+        assert [options_of(layer)["num_devices"] for layer in layers] == [2] * 35
+    convert_batchnorm(converted)
+    assert type(converted.features) is FeatureExpander
+
+
+def test_nodes_of_one_name_and_nodes_without_parameters(caplog):
+    """Two nodes are one layer if name and parameters are the same; a gamma that is computed stays as it is."""
+    shared = [mx.sym.var(f"n_{name}") for name in ("gamma", "beta", "mean", "var")]
+    first, second = (mx.sym.BatchNorm(item, *shared, fix_gamma=False, name="n") for item in (DATA, 3 * DATA))
+    others = [mx.sym.var(f"o_{name}") for name in ("gamma", "beta", "mean", "var")]
+    net = SymbolBlock([first, second, mx.sym.BatchNorm(DATA, *others, fix_gamma=False, name="n")], DATA)
+    convert_sync_batchnorm(net, timeout=60)
+    assert len(layers_of(net)) == 2 and not caplog.records
+    for parameter in net.collect_params().values():
+        parameter.shape = (3,)
+    net.initialize(ctx=cpus(2))
+    norms = []
+    for seed, layer in enumerate(layers_of(net)):
+        random_affine(layer, 3, seed)
+        layer.running_mean.set_data(mx.nd.arange(3))
+        norms.append(reference_of(layer, mean_is_rounded=True))
+    shards = random_shards([(4, 3), (2, 3)])
+    with mx.autograd.record():
+        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+    mx.autograd.backward([item for items in outputs for item in items])
+    for number, (factor, norm) in enumerate(((1, norms[0]), (3, norms[0]), (1, norms[1]))):
+        seen = [items[number].asnumpy() for items in outputs]
+        check_all("output", seen, norm.step([factor * shard for shard in shards]).outputs, units=64, roundings=3)
+    for layer, norm in zip(layers_of(net), norms):
+        for device in cpus(2):
+            check("mean", layer.running_mean.data(device).asnumpy(), norm.running()[0])
+    computed = mx.sym.BatchNorm(DATA, 2 * mx.sym.var("g"), name="c")
+    net = SymbolBlock(mx.sym.BatchNorm(computed, name="d"), DATA)
+    convert_sync_batchnorm(net)
+    assert [layer.name for layer in layers_of(net)] == ["d"]
+    assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text

@@ -1,0 +1,298 @@
+"""Runs layers and nets over several CPU devices the way a Gluon user does, and compares them with the reference.
+
+Here is all that the tests know of the inside of the package; they import `gluon_syncbn`, `reference` and this.
+"""
+
+import os
+import re
+import subprocess
+from typing import NamedTuple, Optional
+
+import mxnet as mx
+import numpy as np
+import prepared
+import reference
+from mxnet import autograd
+
+import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
+from gluon_syncbn.backends import choose, native
+from gluon_syncbn.backends.bfloat16 import mxnet_takes_bfloat16
+from gluon_syncbn.backends.portable import operator as portable
+from gluon_syncbn.base import library
+from gluon_syncbn.base.mxnet_private import graph_of
+from gluon_syncbn.meeting import processes, waiting
+from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, may_have_gpus
+from gluon_syncbn.step.abandon import failing_what_cannot_be_read
+
+MODES = {
+    "imperative": None,
+    "hybridize": {},
+    "static": {"static_alloc": True, "static_shape": True},
+}
+# Seconds after which a process of a test counts as hung. Limits are for hangs, not for slow machines: what ends by
+# itself takes a tenth of this where two cores are idle. A timeout of LONG is never reached: who waits for it, hangs.
+HANG, LONG = 600, 900
+# MXNet keeps a thread for each callback of custom operators that was ever queued at once with others, and adds one when
+# there is one more. How many depends on timing: at most as many as branches and devices allow, most of them at once.
+# A thread left behind by each call, step or net would be 80 or more in every test that counts them.
+LATE_THREADS = 8
+# Seconds that devices on their way get when waits are cut short, in place of 2, for which many tests would sleep.
+GRACE = 0.5
+# What a program begins with, before it imports the package, to run as where nothing was compiled.
+NOT_COMPILED = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
+"""
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Observed(NamedTuple):
+    outputs: list
+    input_gradients: list
+    gamma_gradient: np.ndarray
+    beta_gradient: np.ndarray
+
+
+def cpus(count: int) -> list:
+    return [mx.cpu(i) for i in range(count)]
+
+
+def set_mode(block, mode: str):
+    if MODES[mode] is not None:
+        block.hybridize(**MODES[mode])
+    return block
+
+
+def random_shards(shapes, dtype="float32", seed=0, mean=1.5, std=2.0) -> list:
+    rng = np.random.RandomState(seed)
+    return [(rng.standard_normal(shape) * std + mean).astype(dtype) for shape in shapes]
+
+
+def random_affine(layer, channels: int, seed=1):
+    """Give γ and β values that a mistake could not hide behind; returns them."""
+    rng = np.random.RandomState(seed)
+    gamma, beta = rng.uniform(0.5, 2, channels), rng.uniform(-1, 1, channels)
+    layer.gamma.set_data(mx.nd.array(gamma, dtype=layer.gamma.dtype))
+    layer.beta.set_data(mx.nd.array(beta, dtype=layer.beta.dtype))
+    return [layer.gamma.data(layer.gamma.list_ctx()[0]).asnumpy(), layer.beta.data(layer.beta.list_ctx()[0]).asnumpy()]
+
+
+def step(block, shards, heads, devices, train_mode=True) -> list:
+    """Forward and backward, by default in training mode; returns outputs and inputs, which have gradients."""
+    inputs = [mx.nd.array(shard, ctx=device, dtype=shard.dtype) for shard, device in zip(shards, devices)]
+    for item in inputs:
+        item.attach_grad()
+    with autograd.record(train_mode=train_mode):
+        outputs = [block(item) for item in inputs]
+    head_gradients = [mx.nd.array(head, ctx=device, dtype=head.dtype) for head, device in zip(heads, devices)]
+    autograd.backward(outputs, head_gradients, train_mode=train_mode)
+    return outputs, inputs
+
+
+def observe(block, shards, heads, devices, layer=None) -> Observed:
+    """One training step; gradients of the layer's parameters are added over devices, as Trainer does."""
+    outputs, inputs = step(block, shards, heads, devices)
+    layer = layer or block
+    return Observed(
+        [item.asnumpy() for item in outputs],
+        [item.grad.asnumpy() for item in inputs],
+        sum(layer.gamma.grad(device).asnumpy().astype(np.float64) for device in devices),
+        sum(layer.beta.grad(device).asnumpy().astype(np.float64) for device in devices),
+    )
+
+
+def precision(layer, is_plain=False) -> dict:
+    """What `reference.check` allows it: units of rounding, and how often a tensor is rounded.
+
+    The compiled kernels add up at most 128 values in the precision of the vectors, and those sums in float64; the
+    portable back end and `nn.BatchNorm` all of them in the precision of the vectors, and gradients in parts.
+    """
+    is_native = not is_plain and layer.backend == "native"
+    return {"units": 32} if is_native else {"units": 64, "roundings": 3}
+
+
+def is_plain(layer, norm=None) -> bool:
+    """Whether it computes as `nn.BatchNorm` does, by itself on each device."""
+    options = layer._kwargs  # of `nn.BatchNorm`
+    is_alone = len(layer.gamma.list_ctx()) == 1 or (norm is not None and norm.group_size == 1)
+    is_renormalized = norm is not None and norm.renorm is not None
+    is_plain_class = not isinstance(layer, gluon_syncbn.SyncBatchNorm)
+    return is_plain_class or options["use_global_stats"] or (is_alone and not is_renormalized)
+
+
+def reference_of(layer, **options) -> reference.Norm:
+    """The reference of a layer that has parameters: with its numbers, and what it is given of `reference.Norm`."""
+    gamma, beta, mean, var = (
+        getattr(layer, name).data(layer.gamma.list_ctx()[0]).asnumpy()
+        for name in ("gamma", "beta", "running_mean", "running_var")
+    )
+    told = layer._kwargs
+    own = {"axis": told["axis"], "epsilon": told["eps"], "momentum": told["momentum"], "scale": not told["fix_gamma"]}
+    norm = reference.Norm(gamma, beta, **{**own, **options})
+    # To float64 there is nothing wider.
+    norm.mean_is_rounded = gamma.dtype == np.float64 or is_plain(layer, norm) or layer.backend == "portable"
+    for device in range(len(layer.gamma.list_ctx())):
+        norm.set_running(mean, var, device)
+    return norm
+
+
+def check_step(
+    block, norm, shards, heads, devices=None, *, layer=None, used=None, times=1, train_mode=True, running=True
+) -> list:
+    """One training step of ``block``, compared with its reference: outputs, gradients and running statistics.
+
+    ``layer``: the one whose parameters they are, by default the block itself. ``used``: the numbers of the devices, for
+    the reference. ``times``: how many such gradients have been added up. ``running``: compare the statistics now.
+    Returns what was seen, for all that is exact.
+    """
+    layer, devices = layer or block, devices or cpus(len(shards))
+    how = precision(layer, is_plain(layer, norm) or not train_mode)
+    dtype, axis = str(shards[0].dtype), norm.axis
+    outputs, inputs = step(block, shards, heads, devices, train_mode)
+    seen = [item.asnumpy() for item in outputs]
+    assert [item.dtype for item in outputs] == [np.dtype(dtype)] * len(outputs)
+    expected = norm.step(shards, heads, used=used, seen=seen if norm.activation else None)
+    gradients = [item.grad.asnumpy() for item in inputs]
+    reference.check_all("output", seen, expected.outputs, dtype, axis=axis, **how)
+    reference.check_all("input gradient", gradients, expected.input_gradients, dtype, axis=axis, **how)
+    for name, parameter, wanted in (
+        ("gamma", layer.gamma, expected.gamma_gradient),
+        ("beta", layer.beta, expected.beta_gradient),
+    ):
+        if parameter.grad_req != "null":
+            total = sum(parameter.grad(device).asnumpy().astype(np.float64) for device in devices)
+            wanted = reference.Sized(times * wanted.value, times * wanted.size)
+            # `nn.BatchNorm` multiplies with an x̂ of float16.
+            lost = (
+                {"units": times, "real": dtype}
+                if "roundings" in how and dtype == "float16"
+                else {"units": times * how["units"]}
+            )
+            reference.check(f"gradient of {name}", total, wanted, vector_dtype(dtype), **lost)
+            gradients.append(total)
+    return [*seen, *gradients, *(check_running(layer, norm, dtype) if running else [])]
+
+
+def vector_dtype(dtype: str) -> str:
+    """The dtype of γ, β and statistics where tensors have ``dtype``."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def check_running(layer, norm, dtype="float32") -> list:
+    """Running statistics on all devices of a layer are those of its reference."""
+    how = {"dtype": vector_dtype(dtype), "units": precision(layer, is_plain(layer, norm))["units"]}
+    if is_plain(layer, norm):
+        mx.nd.waitall()  # it may write them in the backward pass, untold to the engine
+        how["real"] = "float16" if dtype == "float16" else "float32"  # as it does
+    found = []
+    for number, device in enumerate(layer.running_mean.list_ctx()):
+        for name, wanted in zip(("running_mean", "running_var"), norm.running(number)):
+            found.append(getattr(layer, name).data(device).asnumpy())
+            reference.check(f"{name} on {device}", found[-1], wanted, **how)
+    return found
+
+
+def options_of(layer) -> dict:
+    """All options of a layer, as they are."""
+    return layer._sync.options.options()
+
+
+def layers_of(block) -> list:
+    """The layers that stand for nodes of a SymbolBlock's symbol."""
+    return block.hidden_blocks()
+
+
+def has_failed() -> bool:
+    """Whether the package knows that a step has failed, without reading anything, by which MXNet forgets errors."""
+    return bool(failures.failure())
+
+
+def number_of_groups() -> int:
+    """Layers that the compiled core knows; an entry goes when it frees the layer's group."""
+    return len(native._groups.specs)
+
+
+def play_not_compiled(monkeypatch, reason="no compiler") -> None:
+    """As where nothing was compiled, for layers that are made from now on."""
+    monkeypatch.setattr(native, "unavailable_reason", reason)
+
+
+def instruction_set() -> str:
+    """Of the compiled kernels."""
+    return native.instruction_set()
+
+
+def takes_bfloat16() -> bool:
+    """Whether MXNet's own BatchNorm does, on this processor."""
+    return mxnet_takes_bfloat16()
+
+
+def guarded(read):
+    """``read`` of an array, guarded as the package guards ``asnumpy``."""
+    return failing_what_cannot_be_read(read)
+
+
+def meet_in_pairs(most_rows=None, most_bytes=None) -> None:
+    """More processes than these, or that send more, meet in pairs; what is not given stays as it is."""
+    processes.MOST_ROWS = int(most_rows or processes.MOST_ROWS)
+    processes.MOST_BYTES = int(most_bytes or processes.MOST_BYTES)
+
+
+def play_gpus(monkeypatch) -> None:
+    """The portable back end takes the operators, and the way for vectors, that it takes on GPUs; none needs one."""
+    centre = portable._centre
+    monkeypatch.setattr(portable, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
+    monkeypatch.setattr(portable.HostArrays, "__init__", lambda self, device: setattr(self, "_direct", False))
+
+
+def operators_of(net) -> set:
+    """Of the graph that a hybridized net has made."""
+    return set(re.findall(r'"op": "(\w+)"', graph_of(net)[1].tojson()))
+
+
+def forget_choices(monkeypatch) -> None:
+    """What was said of back ends is said again."""
+    monkeypatch.setattr(choose, "_said", set())
+
+
+def shorten_grace(seconds: float = GRACE) -> None:
+    """Of all waits in this process."""
+    waiting.GRACE_SECONDS = seconds
+    if library.core is not None:
+        library.core.gluon_syncbn_set_waiting_times(seconds, 0.05)
+
+
+def lean_environment() -> dict:
+    """For processes that need neither scikit-learn nor ONNX.
+
+    MXNet imports them where they are, which takes a third of its start, and there are hundreds of processes.
+    """
+    folders = [os.path.join(ROOT, "tests", "lean"), ROOT, os.path.join(ROOT, "tests")]
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+
+
+def run_program(arguments, merged=False, limit=HANG, **environment) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own with a hard limit of seconds, so that a hang is a failed test.
+
+    ``merged``: what it says on its standard error is in ``stdout``.
+    """
+    env = {**lean_environment(), **{name: str(value) for name, value in environment.items()}}
+    return prepared.run([str(word) for word in arguments], ROOT, env, limit, _usual_environment(), merged)
+
+
+def run_python(code: str, **environment) -> subprocess.CompletedProcess:
+    """Run ``code`` in a process of its own with a hard limit, with our defaults for MXNet's engine."""
+    variables = lean_environment()
+    if "examples" in code:  # they draw scikit-learn's digits
+        variables["PYTHONPATH"] = variables["PYTHONPATH"].split(os.pathsep, 1)[1]
+    for name in CPU_RESOURCES:
+        variables.pop(name, None)
+    variables.update({name: str(value) for name, value in environment.items()})
+    return prepared.run(["-c", code], ROOT, variables, HANG, _usual_environment(), False)
+
+
+def _usual_environment() -> Optional[dict]:
+    """Of processes that may be forked; none where there are GPUs, since a fork cannot use CUDA after its parent."""
+    return None if may_have_gpus() else lean_environment()
