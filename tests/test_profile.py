@@ -1,11 +1,14 @@
 """`gluon_syncbn.profile` says who waits for whom."""
 
 import json
+import re
 import time
 
 import mxnet as mx
+import numpy as np
 import pytest
 import testing
+from matplotlib.figure import Figure
 from testing import MODES, check_step, cpus, random_affine, random_shards, reference_of, set_mode
 
 import gluon_syncbn
@@ -45,7 +48,18 @@ def test_a_table_by_layer_and_direction(mode):
     for name in ("waiting_share", "kernel_share"):
         assert getattr(report, name) == sum(getattr(row, name) for row in report.rows) < 1
     text = str(report)
-    assert "layer  forward" in text and "layer  backward" in text and "Last to come: cpu(" in text
+    told = re.findall(
+        r"^layer +(\w+) +(\d+) +([\d.]+) ms +([\d.]+) ms +([\d.]+) ms +([\d.]+)%  (.*)$", text, re.MULTILINE
+    )
+    rows = sorted(report.rows, key=lambda row: -row.waiting_share)
+    assert [found[:2] for found in told] == [(row.direction, str(row.calls)) for row in rows]
+    for (*_, spread, most, kernels, waiting, last), row in zip(told, rows):
+        seen = [float(word) for word in (spread, most, kernels, waiting)]
+        numbers = [1e3 * row.spread, 1e3 * row.spread_90, 1e3 * row.kernels, 100 * row.waiting_share]
+        np.testing.assert_allclose(seen, numbers, atol=0.051)
+        assert sorted(last.split(", ")) == sorted(f"{name} {n / row.calls:.0%}" for name, n in row.last.items())
+    shares = f"waiting {report.waiting_share:.1%}, the layers' kernels {report.kernel_share:.1%} of a device's time"
+    assert f"{report.seconds:.2f} s on cpu(0), cpu(1): {shares}. Last to come: cpu(" in text
 
 
 def test_the_late_device_is_named():
@@ -86,7 +100,7 @@ def test_nothing_is_noted_outside_and_one_at_a_time():
     assert [row.calls for row in second.rows] == [2, 2]
 
 
-def test_json_and_picture(tmp_path):
+def test_json_and_picture(tmp_path, monkeypatch):
     net = mx.gluon.nn.HybridSequential()
     net.add(*(SyncBatchNorm(in_channels=4, prefix=f"layer{i}_") for i in range(20)))
     net.initialize(ctx=cpus(2))
@@ -99,8 +113,21 @@ def test_json_and_picture(tmp_path):
     for name in ("seconds", "devices", "waiting_share", "kernel_share"):
         assert told[name] == getattr(report, name)
     assert told["last"] == report.last() and "... and 10 more" in str(report)
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **how: (figures.append(self), save(self, *args, **how)))
     report.plot(tmp_path / "waiting.png")
     assert (tmp_path / "waiting.png").read_bytes().startswith(b"\x89PNG")
+    waits, lasts = figures[0].axes
+    shown = sorted(report.rows, key=lambda row: -row.waiting_share)[:30]
+    shown = {(row.layer, row.direction): row for row in reversed(report.rows) if row in shown}
+    assert [label.get_text() for label in waits.get_yticklabels()] == [layer for layer, _ in shown]
+    by_place = {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in waits.patches}
+    np.testing.assert_allclose([by_place[i] for i in range(30)], [1e3 * row.spread for row in shown.values()])
+    for place, row in enumerate(shown.values()):
+        bars = [bar for bar in lasts.patches if round(bar.get_y() + bar.get_height() / 2) == place]
+        expected = [100 * row.last[name] / row.calls for name in report.devices]
+        np.testing.assert_allclose([bar.get_width() for bar in bars], expected)
+        np.testing.assert_allclose([bar.get_x() for bar in bars], [0, expected[0]])
 
 
 def test_a_layer_of_the_portable_back_end_is_refused(monkeypatch):
