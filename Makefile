@@ -30,9 +30,10 @@ test: .venv/installed .venv/horovod
 processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
 
-# Tens of thousands of steps of the ordinary loop, in every mode.
-long: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long tests/test_cpu_devices.py
+# What takes long: tens of thousands of steps in every mode, more failures, all networks, faults in the package.
+LONG := cpu_devices endings failures faults gpu_bundle install whole_nets
+long: .venv/installed .venv/horovod
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(LONG:%=tests/test_%.py)
 
 # Jobs over several hosts, which are made here (as root) with a network that is slow, lossy and breaks.
 hosts: .venv/installed .venv/horovod
@@ -66,7 +67,7 @@ lint: .venv/installed
 
 # If it cannot be built, the tests that need it fail and say so, and the next command tries again.
 # Not beside another pip in the same environment.
-.venv/horovod: .venv/training | $(if $(filter test processes hosts,$(MAKECMDGOALS)),.venv/packages)
+.venv/horovod: .venv/training | $(if $(filter test processes long hosts,$(MAKECMDGOALS)),.venv/packages)
 	if $(BIN)/python .ci/horovod.py; then touch $@; else test -z "$$CI_NEEDS_ALL"; fi
 
 wheels: .venv/installed
