@@ -123,6 +123,27 @@ void disturb() {
   }
 }
 
+// What the user has set for a signal between two watches stands again after the second: handler, flags and mask.
+void set_anew() {
+  for (const int flags : {0, SA_RESTART}) {
+    for (const int masked : {SIGUSR1, SIGUSR2, 0}) {
+      struct sigaction own {};
+      own.sa_handler = [](int) { handled += 1; };
+      own.sa_flags = flags;
+      sigemptyset(&own.sa_mask);
+      if (masked) sigaddset(&own.sa_mask, masked);
+      sigaction(SIGTERM, &own, nullptr);
+      { const gluon_syncbn::SignalWatch watch; }
+      struct sigaction found {};
+      sigaction(SIGTERM, nullptr, &found);
+      bool same = found.sa_handler == own.sa_handler && (found.sa_flags & SA_RESTART) == flags;
+      for (const int number : {SIGUSR1, SIGUSR2})
+        same = same && sigismember(&found.sa_mask, number) == (number == masked);
+      check(same, "another handler, flag or mask stands after a watch", static_cast<uint64_t>(masked));
+    }
+  }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -136,6 +157,7 @@ int main(int count, char** arguments) {
   const auto backward = std::make_shared<Rendezvous>("backward", names, 0.5, "");
   Barrier barrier;
   signal(SIGINT, [](int) { handled += 1; });
+  set_anew();
   std::thread disturber(disturb);
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < kRanks; ++rank) {
