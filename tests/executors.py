@@ -133,12 +133,6 @@ def check_net(seen, expected, dtype="float64", units=1e7) -> None:
         axis = 1 if value.ndim > 1 and "weight" not in name else 0
         size = np.abs(np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])).max(0)
         if name in seen:
-            check(
-                name,
-                seen[name],
-                Sized(value, np.maximum(size, 0.1 * max(size.max(), 0.1))),
-                dtype,
-                axis=axis,
-                units=units,
-            )
+            wanted = Sized(value, np.maximum(size, 0.1 * max(size.max(), 0.1)))
+            check(name, seen[name], wanted, dtype, axis=axis, units=units)
     assert expected.keys() - seen.keys() <= {name for name in expected if "gamma" in name}  # fixed ones have none

@@ -206,9 +206,8 @@ def run_two_devices(device, case: Case) -> list:
     if has_skip:
         check_all("d_skip", d_skip, on_top(expected.skip_gradients), **how)
     for own in running:
-        for name, allowed, vector, wanted in zip(
-            ("mean", "variance"), (units, VARIANCE_UNITS[real]), own, norm.running()
-        ):
+        for name, vector, wanted in zip(("mean", "variance"), own, norm.running()):
+            allowed = units if name == "mean" else VARIANCE_UNITS[real]
             check(f"running {name}", vector.numpy(), wanted, real, units=allowed)
     for i, wanted in enumerate((expected.gamma_gradient, expected.beta_gradient)):
         own = [there[n][i] * add for n in (0, 1)]
@@ -221,11 +220,8 @@ def run_two_devices(device, case: Case) -> list:
 def check_moments(x, mean, m2, real="float32") -> None:
     """Of float64 values; their errors are in proportion to the deviation, however large the mean is."""
     first = x[:1, :, :1]  # from which NumPy is exact, too
-    exact, var, spread = (
-        first[0, :, 0] + (x - first).mean((0, 2)),
-        (x - first).var((0, 2)),
-        np.abs(x - first).max((0, 2)),
-    )
+    rest = x - first
+    exact, var, spread = first[0, :, 0] + rest.mean((0, 2)), rest.var((0, 2)), np.abs(rest).max((0, 2))
     lost = np.abs(exact) * (real == "float64")  # to which there is nothing wider
     check("mean of a device", mean, Sized(exact, spread + lost), "float64", units=UNITS[real], real=real)
     # Counted from the first value, the mean of the rest loses a unit of its distance.

@@ -12,7 +12,7 @@ import pytest
 from executors import bind, check_executors, norm_of
 from mxnet.gluon import SymbolBlock, nn
 from reference import Sized, check, check_all
-from test_layer import CASES, draw, make
+from test_layer import CASES, make
 from testing import (
     HANG,
     MODES,
@@ -22,6 +22,7 @@ from testing import (
     cpus,
     forget_choices,
     instruction_set,
+    layers_of,
     observe,
     operators_of,
     options_of,
@@ -31,6 +32,7 @@ from testing import (
     reference_of,
     run_python,
     set_mode,
+    shards_and_heads,
     step,
 )
 
@@ -89,7 +91,7 @@ def check_fact(use, site, group_size, renorm, num_devices, count, backend):
     if fact == "together":  # not in so short a time
         options["timeout"] = 60
     options["use_global_stats"] = use == "frozen"
-    shards, heads = draw(SHAPES[:count], seed=num_devices or 0)
+    shards, heads = shards_and_heads(SHAPES[:count], seed=num_devices or 0)
     own = {"frozen": use != "training", "group_size": 1 if fact == "alone" else None, "renorm": renorm}
     if site == "symbol":
         symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), fix_gamma=False, name="bn", **options)
@@ -127,7 +129,7 @@ def test_a_layer_on_one_device_is_plain_only_for_now(where, backend):
     layer.initialize(ctx=mx.cpu(0))
     data = mx.sym.var("data")
     symbol = layer(data)
-    shards, heads = draw(SHAPES)
+    shards, heads = shards_and_heads(SHAPES)
     norm = norm_of(4, "portable", activation="relu", momentum=0.75, group_size=1)
     check_executors(bind(symbol, shards, {"bn": norm}), norm, shards, heads)
     if where == "converted":
@@ -137,7 +139,7 @@ def test_a_layer_on_one_device_is_plain_only_for_now(where, backend):
     block = SymbolBlock(symbol, data)
     block.initialize(ctx=cpus(2))
     block(mx.nd.array(shards[0]))
-    (inside,) = block.hidden_blocks()
+    (inside,) = layers_of(block)
     check_step(block, reference_of(inside, activation="relu"), shards, heads, layer=inside)
     assert options_of(inside)["timeout"] == 60
 
@@ -172,7 +174,7 @@ def test_a_layer_says_once_which_back_end_it_takes(options, backend, words, said
     for _ in range(3):
         layer = make_layer(**options)
         assert layer.backend == backend
-        check_step(layer, reference_of(layer), *draw(SHAPES))
+        check_step(layer, reference_of(layer), *shards_and_heads(SHAPES))
     assert said.messages == [f"back end {backend}: {words}."]
     assert not [item for item in recwarn if issubclass(item.category, UserWarning)]
 
@@ -198,7 +200,7 @@ def test_portable_with_a_warning_where_mxnet_was_built_without_cuda(said, recwar
 def test_portable_where_nothing_was_compiled(said, monkeypatch):
     play_not_compiled(monkeypatch)
     layer = make_layer()
-    check_step(layer, reference_of(layer), *draw(SHAPES))
+    check_step(layer, reference_of(layer), *shards_and_heads(SHAPES))
     assert layer.backend == "portable"
     assert said.messages == ["back end portable: the compiled operator is not available: no compiler."]
     with pytest.raises(RuntimeError, match="SyncBatchNorm 'stem': backend='native' cannot run here.*no compiler"):
@@ -229,7 +231,7 @@ def test_the_flags_of_the_block_that_owns_the_graph_count(outer, inner, backend)
         net[1].hybridize(**FLAGS[inner])
     norm, how = reference_of(net[1], activation="relu"), precision(net[1])
     for seed in range(4):
-        shards, heads = draw(SHAPES, seed=seed)
+        shards, heads = shards_and_heads(SHAPES, seed=seed)
         outputs, inputs = step(net, shards, heads, cpus(2))
         seen = [item.asnumpy() for item in outputs]
         expected = norm.step([np.sin(shard) for shard in shards], heads, seen=seen)
@@ -290,17 +292,17 @@ def test_what_portable_lacks_is_refused_where_the_layer_trains_and_changes_nothi
     with monkeypatch.context() as changed:
         changed.setenv("GLUON_SYNCBN_BACKEND", "portable")
         with refused(words):
-            step(layer, *draw(SHAPES), cpus(2))
+            step(layer, *shards_and_heads(SHAPES), cpus(2))
         if mode == "imperative":
-            x = draw(SHAPES)[0][0]
+            x = shards_and_heads(SHAPES)[0][0]
             expected = norm.step([x], training=False).outputs[0]
             check("prediction", layer(mx.nd.array(x)).asnumpy(), expected, units=64)
     with monkeypatch.context() as changed:
         play_not_compiled(changed)
         with refused(f"the compiled operator is not available: no compiler; and {words}", "auto"):
-            step(layer, *draw(SHAPES), cpus(2))
+            step(layer, *shards_and_heads(SHAPES), cpus(2))
     set_mode(layer, mode)
-    check_step(layer, norm, *draw(SHAPES))
+    check_step(layer, norm, *shards_and_heads(SHAPES))
 
 
 @pytest.mark.parametrize("given, requested", [({"backend": "portable"}, "portable"), ({"kvstore": "local"}, "auto")])
@@ -325,7 +327,7 @@ def test_what_portable_lacks_is_refused_of_symbols_and_files(options, words, giv
     block = SymbolBlock(mx.sym.load(file), data)
     block.initialize(mx.init.One(), ctx=cpus(2))
     with refused(words):
-        step(block, *draw(SHAPES), cpus(2))
+        step(block, *shards_and_heads(SHAPES), cpus(2))
 
 
 # Profiles
@@ -333,7 +335,7 @@ def test_what_portable_lacks_is_refused_of_symbols_and_files(options, words, giv
 
 @pytest.mark.parametrize("site", [*MODES, "symbol"])
 def test_no_profile_beside_a_portable_layer_and_no_such_layer_in_a_profile(site):
-    shards, heads = draw(SHAPES)
+    shards, heads = shards_and_heads(SHAPES)
     if site == "symbol":
         options = {"num_devices": 2, "fix_gamma": False, "backend": "portable", "timeout": 60}
         symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="stem", **options)
@@ -490,7 +492,7 @@ def test_what_portable_does_on_gpus_is_right_too(case, mode, monkeypatch):
     layer, norm = make(*CASES[case], mode=mode, backend="portable")
     layer.gamma.grad_req = layer.beta.grad_req = "add"
     for times in (1, 2):
-        check_step(layer, norm, *draw(CASES[case][0]), times=times)
+        check_step(layer, norm, *shards_and_heads(CASES[case][0]), times=times)
 
 
 STORES = {
@@ -511,11 +513,11 @@ def test_vectors_arrive_through_a_store_as_they_were(ranks, store, backend):
         layer.cast("float64")
         layer.initialize(ctx=cpus(ranks))
         norm = reference_of(layer)
-        check_step(layer, norm, *draw(shapes, "float64"))
+        check_step(layer, norm, *shards_and_heads(shapes, "float64"))
         sizes = 10.0 ** np.array([-120, -60, -3, 0, 7, 60, 120]).reshape(7, 1, 1)
-        shards = [shard * sizes for shard in draw(shapes, "float64", 1)[0]]
+        shards = [shard * sizes for shard in shards_and_heads(shapes, "float64", 1)[0]]
         shards[0][0, 3, 0, 0], shards[-1][0, 4, 0, 0] = np.nan, np.inf
-        seen = observe(layer, shards, draw(shapes, "float64", 2)[1], cpus(ranks))
+        seen = observe(layer, shards, shards_and_heads(shapes, "float64", 2)[1], cpus(ranks))
         results.append([*seen.outputs, *seen.input_gradients, layer.running_var.data(mx.cpu(1)).asnumpy()])
     for array, other in zip(*results):
         np.testing.assert_array_equal(array, other)
@@ -532,20 +534,20 @@ def test_layers_share_a_store_of_the_users_which_does_not_grow_and_is_the_one_th
         layer = make_layer(kvstore=store)
         norm = reference_of(layer)
         for seed in range(2):
-            check_step(layer, norm, *draw(SHAPES, seed=number + 10 * seed))
+            check_step(layer, norm, *shards_and_heads(SHAPES, seed=number + 10 * seed))
     there_and_back = ["gluon_syncbn/cpu(0)/cpu(1)/9", "gluon_syncbn/cpu(0)/cpu(1)/8"]
     assert made == there_and_back  # a count, a mean and an M2 each; two sums each
     assert pushed == there_and_back * 10
     layer = make_layer(cpus(3), kvstore=store)
-    check_step(layer, reference_of(layer), *draw([*SHAPES, SHAPES[0]]))
+    check_step(layer, reference_of(layer), *shards_and_heads([*SHAPES, SHAPES[0]]))
     assert made[2:] == [f"gluon_syncbn/cpu(0)/cpu(1)/cpu(2)/{length}" for length in (9, 8)]
     store.pull = lambda key, out: out.__setitem__(slice(None), 7)
     layer = make_layer(kvstore=store)
     with pytest.raises(AssertionError, match="output"):
-        check_step(layer, reference_of(layer), *draw(SHAPES))
+        check_step(layer, reference_of(layer), *shards_and_heads(SHAPES))
     store.pull = pull
     layer = make_layer(kvstore=store)
-    check_step(layer, reference_of(layer), *draw(SHAPES))
+    check_step(layer, reference_of(layer), *shards_and_heads(SHAPES))
 
 
 def test_layers_that_meet_at_the_same_time_share_a_store():
@@ -557,7 +559,7 @@ def test_layers_that_meet_at_the_same_time_share_a_store():
         layer.initialize(ctx=cpus(2))
         norm = reference_of(layer)
         for seed in range(15):
-            check_step(layer, norm, *draw(SHAPES, seed=10 * seed + number))
+            check_step(layer, norm, *shards_and_heads(SHAPES, seed=10 * seed + number))
 
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(train, number) for number in range(4)]:

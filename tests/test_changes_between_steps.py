@@ -23,9 +23,9 @@ from testing import (
     options_of,
     precision,
     random_affine,
-    random_shards,
     reference_of,
     set_mode,
+    shards_and_heads,
     step,
     vector_dtype,
 )
@@ -42,10 +42,6 @@ modes = pytest.mark.parametrize("mode", list(MODES))
 CHANNELS = 5
 VECTORS = ("gamma", "beta", "running_mean", "running_var")
 SHAPES = [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6)]
-
-
-def draw(shapes, seed=0, dtype="float32"):
-    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
 
 
 def make_block(kind):
@@ -109,7 +105,7 @@ class Training:
             norm.set_running(vectors["running_mean"][number], vectors["running_var"][number], number)
         for count in (len(self.devices), len(self.devices), *([1] if is_plain(self.layer, norm) else [])):
             shapes = [(self.rng.randint(1, 4), CHANNELS, 3, self.rng.randint(2, 6)) for _ in range(count)]
-            shards, heads = draw(shapes, self.rng.randint(1 << 20), self.dtype)
+            shards, heads = shards_and_heads(shapes, self.dtype, self.rng.randint(1 << 20))
             used = list(range(count))
             check_step(self.block, norm, shards, heads, self.devices[:count], layer=self.layer, used=used)
 
@@ -172,7 +168,7 @@ class Training:
         told = None if self.is_back else options_of(self.layer)["num_devices"]
         if told not in (None, count):
             with pytest.raises(ValueError, match=f"num_devices={told}, but its parameters live on {count} "):
-                step(self.block, *draw([(2, CHANNELS, 3)] * count, dtype=self.dtype), self.devices)
+                step(self.block, *shards_and_heads([(2, CHANNELS, 3)] * count, dtype=self.dtype), self.devices)
             self.convert(num_devices=self.random([None, count]))
 
     def freeze_statistics(self, is_frozen):
@@ -290,7 +286,7 @@ def test_weights_may_be_there_before_the_devices_are(mode, hybridized_first, tmp
     random_affine(net[0], CHANNELS)
     if hybridized_first:
         set_mode(net, mode)
-    shards, heads = draw(SHAPES)
+    shards, heads = shards_and_heads(SHAPES)
     net(mx.nd.array(shards[0])).wait_to_read()
     check_step(net, reference_of(net[0]), shards[:1], heads[:1], layer=net[0])
     if not hybridized_first:
@@ -302,7 +298,7 @@ def test_weights_may_be_there_before_the_devices_are(mode, hybridized_first, tmp
         norm = reference_of(net[0])
         for seed in range(2):
             shapes = [(1 + number, *SHAPES[0][1:]) for number in range(len(devices))]
-            check_step(net, norm, *draw(shapes, seed), devices, layer=net[0])
+            check_step(net, norm, *shards_and_heads(shapes, seed=seed), devices, layer=net[0])
 
 
 @modes
@@ -316,15 +312,15 @@ def test_a_symbol_that_is_made_of_weights_on_one_device(mode, num_devices, has_r
     block = set_mode(gluon.SymbolBlock(net(data), data, params=net.collect_params()), mode)
     (layer,) = layers_of(block)
     if has_run:
-        block(mx.nd.array(draw(SHAPES)[0][0])).wait_to_read()
-        check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), *draw(SHAPES[:1]), layer=layer)
+        block(mx.nd.array(shards_and_heads(SHAPES)[0][0])).wait_to_read()
+        check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), *shards_and_heads(SHAPES[:1]), layer=layer)
     if num_devices is not None:
         with pytest.raises(ValueError, match="num_devices=2, but its parameters live on 1"):
-            step(block, *draw(SHAPES[:1]), cpus(1))
+            step(block, *shards_and_heads(SHAPES[:1]), cpus(1))
     block.collect_params().reset_ctx(cpus(2))
     norm = reference_of(layer, epsilon=1e-3, momentum=0.7)
     for seed in range(2):
-        check_step(block, norm, *draw(SHAPES, seed), layer=layer)
+        check_step(block, norm, *shards_and_heads(SHAPES, seed=seed), layer=layer)
 
 
 @modes
@@ -339,7 +335,7 @@ def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode)
     norms = [reference_of(net[1]), reference_of(net[3])]
     set_mode(net, mode)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
-    shards, heads = draw(SHAPES)
+    shards, heads = shards_and_heads(SHAPES)
 
     def check_statistics():
         """Read while the net may still run."""

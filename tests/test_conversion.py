@@ -31,6 +31,7 @@ from testing import (
     reference_of,
     run_python,
     set_mode,
+    shards_and_heads,
     step,
 )
 
@@ -42,7 +43,7 @@ NODE = {"fix_gamma": False, "eps": 1e-5}
 
 
 def draw(seed=0, shapes=SHAPES):
-    return random_shards(shapes, seed=seed, mean=0.5), random_shards(shapes, seed=seed + 100)
+    return shards_and_heads(shapes, seed=seed, mean=0.5)
 
 
 def check_alone(layer, **told):

@@ -11,7 +11,16 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet.gluon import nn
-from testing import MODES, check_step, cpus, random_affine, random_shards, reference_of, run_python, set_mode
+from testing import (
+    MODES,
+    check_step,
+    cpus,
+    random_affine,
+    reference_of,
+    run_python,
+    set_mode,
+    shards_and_heads,
+)
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
@@ -42,7 +51,7 @@ def make(leaky, gamma, mode="imperative", dtype="float32", axis=1, beta=BETA, **
 
 def draw(dtype="float32", axis=1, seed=0, **how):
     shapes = [(2, 3, 5, CHANNELS), (1, 3, 5, CHANNELS)] if axis == -1 else [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
-    return random_shards(shapes, dtype, seed, **how), random_shards(shapes, dtype, seed + 100)
+    return shards_and_heads(shapes, dtype, seed, **how)
 
 
 # MXNet's own leaky ReLU, which is by itself in imperative mode, multiplies float64 in float32.

@@ -22,6 +22,7 @@ from testing import (
     random_shards,
     reference_of,
     set_mode,
+    shards_and_heads,
     step,
 )
 
@@ -63,10 +64,6 @@ def make(shapes, axis=1, dtype="float32", mode="imperative", **options):
     return set_mode(layer, mode), reference_of(layer, **own)
 
 
-def draw(shapes, dtype="float32", seed=0, **how):
-    return random_shards(shapes, dtype, seed, **how), random_shards(shapes, dtype, seed + 100)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @modes
 @pytest.mark.parametrize("case", list(CASES))
@@ -74,7 +71,7 @@ def test_two_steps(case, mode, dtype):
     shapes, axis = CASES[case]
     layer, norm = make(shapes, axis, dtype, mode)
     for seed in range(2):
-        check_step(layer, norm, *draw(shapes, dtype, seed))
+        check_step(layer, norm, *shards_and_heads(shapes, dtype, seed))
     for parameter in (layer.running_mean, layer.running_var):
         first, *others = (parameter.data(device).asnumpy() for device in cpus(len(shapes)))
         assert all((first == other).all() for other in others)
@@ -87,7 +84,7 @@ def test_the_order_of_the_sums_is_that_of_the_devices_numbers(mode):
     results = []
     for order in (range(12), reversed(range(12))):
         layer, _ = make(shapes, mode=mode)
-        shards, heads = draw(shapes, mean=0)
+        shards, heads = shards_and_heads(shapes, mean=0)
         inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(12))]
         outputs = {}
         with autograd.record():
@@ -104,7 +101,7 @@ def test_center_scale_and_activation(options, activation, mode):
     shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
     layer, norm = make(shapes, mode=mode, activation=activation, epsilon=1e-2, momentum=0.5, **options)
     for seed in range(2):
-        check_step(layer, norm, *draw(shapes, seed=seed, mean=0.3))
+        check_step(layer, norm, *shards_and_heads(shapes, seed=seed, mean=0.3))
     assert layer.beta.grad_req == ("write" if options.get("center", True) else "null")
     assert layer.gamma.grad_req == ("write" if options.get("scale", True) else "null")
 
@@ -115,14 +112,14 @@ def test_gradients_that_are_added_or_not_asked_for(mode):
     layer, norm = make(shapes, mode=mode)
     layer.gamma.grad_req = layer.beta.grad_req = "add"
     for times in (1, 2, 3):
-        check_step(layer, norm, *draw(shapes), times=times)
+        check_step(layer, norm, *shards_and_heads(shapes), times=times)
     layer.gamma.grad_req = "null"
     layer.beta.grad_req = "write"
-    check_step(layer, norm, *draw(shapes))
+    check_step(layer, norm, *shards_and_heads(shapes))
     layer.beta.grad_req = "null"
-    check_step(layer, norm, *draw(shapes))
+    check_step(layer, norm, *shards_and_heads(shapes))
     layer.gamma.grad_req = layer.beta.grad_req = "write"
-    check_step(layer, norm, *draw(shapes))
+    check_step(layer, norm, *shards_and_heads(shapes))
 
 
 @modes
@@ -156,7 +153,7 @@ def test_prediction_is_batchnorm_to_the_last_bit(dtype, mode, backend):
             else:  # within a graph the compiled operator rounds in another order
                 rounding = 2 * np.finfo(dtype).eps * np.nanmax(np.abs(expected))
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding)
-        check_step(layer, norm, *draw(shapes, dtype, seed))
+        check_step(layer, norm, *shards_and_heads(shapes, dtype, seed))
 
 
 @modes
@@ -179,7 +176,7 @@ def test_where_it_meets_nobody_it_is_batchnorm(why, activation, mode):
     for seed in range(2):
         results = []
         for block, norm in ((layer, layer), (net, net[0])):
-            seen = observe(block, *draw([(3, 5, 4, 6)], seed=seed, mean=0), cpus(1), layer=norm)
+            seen = observe(block, *shards_and_heads([(3, 5, 4, 6)], seed=seed, mean=0), cpus(1), layer=norm)
             mx.nd.waitall()  # MXNet's own writes its statistics in the backward pass, untold to the engine
             statistics = [item.data(mx.cpu(0)).asnumpy() for item in (norm.running_mean, norm.running_var)]
             results.append([*seen.outputs, *seen.input_gradients, seen.gamma_gradient, seen.beta_gradient, *statistics])
@@ -191,7 +188,7 @@ def test_where_it_meets_nobody_it_is_batchnorm(why, activation, mode):
 def test_running_statistics_change_in_the_forward_pass_in_training_mode_only(mode):
     shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
     layer, norm = make(shapes, mode=mode)
-    shards, heads = draw(shapes)
+    shards, heads = shards_and_heads(shapes)
     inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(2))]
     for is_recorded in (False, True):
         with autograd.record(train_mode=False) if is_recorded else autograd.predict_mode():
@@ -216,12 +213,12 @@ def test_gradients_through_prediction_mode(mode):
     """Recorded with train_mode=False, as for adversarial examples: those of nn.BatchNorm with running statistics."""
     shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
     layer, norm = make(shapes, mode=mode)
-    check_step(layer, norm, *draw(shapes))
+    check_step(layer, norm, *shards_and_heads(shapes))
     norm.frozen = True
     for _ in range(2):
-        check_step(layer, norm, *draw(shapes, seed=1), train_mode=False)
+        check_step(layer, norm, *shards_and_heads(shapes, seed=1), train_mode=False)
     norm.frozen = False
-    check_step(layer, norm, *draw(shapes, seed=2))
+    check_step(layer, norm, *shards_and_heads(shapes, seed=2))
 
 
 class Head(mx.gluon.HybridBlock):
@@ -308,4 +305,4 @@ PLAIN = {"epsilon": 1e-5, "momentum": 0.0, "center": False, "scale": False, "gro
 def test_any_layer(mode, case, dtype, mean, seed):
     shapes, axis, options = case
     layer, norm = make(shapes, axis, dtype, mode, **options)
-    check_step(layer, norm, *draw(shapes, dtype, seed, mean=mean, std=1))
+    check_step(layer, norm, *shards_and_heads(shapes, dtype, seed, mean=mean, std=1))

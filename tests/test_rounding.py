@@ -27,6 +27,7 @@ from testing import (
     is_plain,
     layers_of,
     observe,
+    of_vectors,
     precision,
     random_affine,
     random_shards,
@@ -108,10 +109,8 @@ def errors_of_batchnorm(*case):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_error_against_float64_is_no_larger_than_that_of_batchnorm(dtype, case, mean, std, mode, backend):
     """After ``net.cast(dtype)``. γ, β and statistics stay in float32."""
-    ours, theirs = (
-        errors_of(SyncBatchNorm, 2, mode, dtype, case, mean, std),
-        errors_of_batchnorm(dtype, case, mean, std),
-    )
+    ours = errors_of(SyncBatchNorm, 2, mode, dtype, case, mean, std)
+    theirs = errors_of_batchnorm(dtype, case, mean, std)
     assert np.all(ours <= LARGEST_RATIO[backend] * theirs), (ours, theirs)
 
 
@@ -152,8 +151,7 @@ def check_low(block, norm, shards, heads, layer, dtype="bfloat16", one_step=step
     expected = norm.step(shards, heads, seen=seen if norm.activation else None)
     check_all("output", seen, expected.outputs, dtype, axis=norm.axis, **allowed)
     check_all("input gradient", gradients, expected.input_gradients, dtype, axis=norm.axis, **allowed)
-    # `nn.BatchNorm` multiplies with an x̂ of float16.
-    lost = {"units": 1, "real": dtype} if "roundings" in allowed and dtype == "float16" else {"units": allowed["units"]}
+    lost = of_vectors(allowed, dtype)
     for parameter, wanted in ((layer.gamma, expected.gamma_gradient), (layer.beta, expected.beta_gradient)):
         parts = [parameter.grad(device) for device in devices]
         assert {part.dtype for part in parts} == {np.float32}

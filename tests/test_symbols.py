@@ -23,6 +23,7 @@ from testing import (
     random_shards,
     reference_of,
     set_mode,
+    shards_and_heads,
     step,
 )
 
@@ -42,10 +43,6 @@ modes = pytest.mark.parametrize("mode", list(MODES))
 DATA = mx.sym.var("data")
 SYNCHRONIZED = gluon_syncbn.symbol.SyncBatchNorm
 SHAPES = [(3, 5, 4, 2), (1, 5, 4, 2), (2, 5, 4, 2), (1, 5, 4, 2)]
-
-
-def draw(shapes, dtype="float32", seed=0):
-    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
 
 
 # One node
@@ -108,7 +105,7 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         kept = {"timeout": 60, "num_devices": 4, "fuse": options.get("fuse", True)}
         assert kept.items() <= options_of(layer).items()
         for seed in range(2):
-            check_step(block, norm, *draw(shapes, dtype, seed), layer=layer)
+            check_step(block, norm, *shards_and_heads(shapes, dtype, seed), layer=layer)
         return
     if way == "loaded on a back end" and not is_plain:
         assert ("gluon_syncbn_native" in symbol.tojson()) == (backend == "native")
@@ -116,10 +113,10 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         symbol = plain_symbol(symbol)
         assert "syncbn" not in symbol.tojson() and plain_symbol(symbol).tojson() == symbol.tojson()
         norm.group_size, norm.renorm, norm.in_place, norm.mean_is_rounded = 1, None, None, True
-    executors = bind(symbol, draw(shapes, dtype)[0], {"bn": norm})
+    executors = bind(symbol, shards_and_heads(shapes, dtype)[0], {"bn": norm})
     for seed in range(2):
-        check_executors(executors, norm, *draw(shapes, dtype, seed))
-    check_executors(executors, norm, *draw(shapes, dtype, 2), is_train=False)
+        check_executors(executors, norm, *shards_and_heads(shapes, dtype, seed))
+    check_executors(executors, norm, *shards_and_heads(shapes, dtype, 2), is_train=False)
 
 
 @pytest.mark.parametrize("operator", ["BatchNorm", "contrib.SyncBatchNorm", "contrib.BatchNormWithReLU"])
@@ -136,9 +133,9 @@ def test_every_operator_is_converted(operator, backend):
     for listed in ("list_arguments", "list_auxiliary_states"):
         assert getattr(symbol, listed)() == getattr(plain, listed)()
     norm = norm_of(5, backend, epsilon=1e-2, momentum=0.6, activation="relu" if "ReLU" in operator else None)
-    executors = bind(symbol, draw(SHAPES[:2])[0], {"bn": norm})
+    executors = bind(symbol, shards_and_heads(SHAPES[:2])[0], {"bn": norm})
     for seed in range(2):
-        check_executors(executors, norm, *draw(SHAPES[:2], seed=seed))
+        check_executors(executors, norm, *shards_and_heads(SHAPES[:2], seed=seed))
     if operator == "BatchNorm":
         frozen = mx.sym.BatchNorm(DATA, name="bn", use_global_stats=True)
         assert convert_symbol(frozen, 2).tojson() == frozen.tojson()
@@ -148,7 +145,7 @@ def test_nodes_that_share_their_statistics(backend):
     """Pairs of four devices; the running mean that two nodes share sees both, in the order of the graph."""
     variables = [mx.sym.var(f"shared_{name}") for name in ("gamma", "beta", "moving_mean", "moving_var")]
     both = [mx.sym.BatchNorm(item, *variables, fix_gamma=False) for item in (DATA, 3 * DATA)]
-    norm, (shards, heads) = norm_of(5, backend, group_size=2), draw(SHAPES)
+    norm, (shards, heads) = norm_of(5, backend, group_size=2), shards_and_heads(SHAPES)
     symbol = convert_symbol(mx.sym.Group(both), num_devices=4, group_size=2, timeout=60)
     executors = bind(symbol, shards, {"shared": norm})
     how = {"units": 64, "roundings": 3} if backend == "portable" else {"units": 16}
@@ -470,8 +467,8 @@ def test_frozen_statistics_groups_and_devices_reach_the_nodes(mode):
         set_mode(block, mode)
         for seed, norm.frozen in enumerate((False, True, False)):
             freeze_statistics(block, frozen=norm.frozen)
-            check_step(block, norm, *draw(MAPS, seed=seed), layer=layer)
-    shards, heads = draw(MAPS, seed=3)
+            check_step(block, norm, *shards_and_heads(MAPS, seed=seed), layer=layer)
+    shards, heads = shards_and_heads(MAPS, seed=3)
     with devices(cpus(1), block):
         outputs, _ = step(block, shards[:1], heads[:1], cpus(1))
     check("output", outputs[0].asnumpy(), norm.step(shards[:1], used=[0]).outputs[0], units=64, roundings=3)
@@ -483,7 +480,7 @@ def test_a_device_that_does_not_come_is_named():
     words = r"'bn0': forward pass waited 0.5 s for 1 of 2 devices. Arrived: cpu\(0\). Missing: cpu\(1\)"
     words += r"[^$]*Usual reasons:\n\(1\)"
     with pytest.raises(mx.MXNetError, match=words):
-        step(block, *draw(MAPS[:1]), cpus(1))[0][0].asnumpy()
+        step(block, *shards_and_heads(MAPS[:1]), cpus(1))[0][0].asnumpy()
     gluon_syncbn.abandon_step()
 
 

@@ -70,6 +70,11 @@ def random_shards(shapes, dtype="float32", seed=0, mean=1.5, std=2.0) -> list:
     return [(rng.standard_normal(shape) * std + mean).astype(dtype) for shape in shapes]
 
 
+def shards_and_heads(shapes, dtype="float32", seed=0, **how) -> tuple:
+    """What a step takes; ``how`` is that of the shards."""
+    return random_shards(shapes, dtype, seed, **how), random_shards(shapes, dtype, seed + 100)
+
+
 def random_affine(layer, channels: int, seed=1):
     """Give γ and β values that a mistake could not hide behind; returns them."""
     rng = np.random.RandomState(seed)
@@ -164,15 +169,16 @@ def check_step(
         if parameter.grad_req != "null":
             total = sum(parameter.grad(device).asnumpy().astype(np.float64) for device in devices)
             wanted = reference.Sized(times * wanted.value, times * wanted.size)
-            # `nn.BatchNorm` multiplies with an x̂ of float16.
-            lost = (
-                {"units": times, "real": dtype}
-                if "roundings" in how and dtype == "float16"
-                else {"units": times * how["units"]}
-            )
-            reference.check(f"gradient of {name}", total, wanted, vector_dtype(dtype), **lost)
+            reference.check(f"gradient of {name}", total, wanted, vector_dtype(dtype), **of_vectors(how, dtype, times))
             gradients.append(total)
     return [*seen, *gradients, *(check_running(layer, norm, dtype) if running else [])]
+
+
+def of_vectors(how: dict, dtype: str, times=1) -> dict:
+    """What `reference.check` allows gradients of γ and β, if it allows tensors of ``dtype`` what `precision` says."""
+    if "roundings" in how and dtype == "float16":  # `nn.BatchNorm` multiplies with an x̂ of float16
+        return {"units": times, "real": dtype}
+    return {"units": times * how["units"]}
 
 
 def vector_dtype(dtype: str) -> str:
@@ -180,14 +186,15 @@ def vector_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def check_running(layer, norm, dtype="float32") -> list:
-    """Running statistics on all devices of a layer are those of its reference."""
-    how = {"dtype": vector_dtype(dtype), "units": precision(layer, is_plain(layer, norm))["units"]}
-    if is_plain(layer, norm):
+def check_running(layer, norm, dtype="float32", first=0, units=None) -> list:
+    """Running statistics on all devices of a layer are those of its reference, where the first has this number."""
+    plain = is_plain(layer, norm)
+    how = {"dtype": vector_dtype(dtype), "units": units or precision(layer, plain)["units"]}
+    if plain:
         mx.nd.waitall()  # it may write them in the backward pass, untold to the engine
         how["real"] = "float16" if dtype == "float16" else "float32"  # as it does
     found = []
-    for number, device in enumerate(layer.running_mean.list_ctx()):
+    for number, device in enumerate(layer.running_mean.list_ctx(), start=first):
         for name, wanted in zip(("running_mean", "running_var"), norm.running(number)):
             found.append(getattr(layer, name).data(device).asnumpy())
             reference.check(f"{name} on {device}", found[-1], wanted, **how)

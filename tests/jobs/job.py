@@ -90,15 +90,7 @@ def check_step(net, norm, shards, heads, devices, *, layer=None, used=None, memb
     totals = np.split(gathered(sums)[members].sum(axis=0), 2)
     for name, total, wanted in zip(("gamma", "beta"), totals, (expected.gamma_gradient, expected.beta_gradient)):
         check(f"gradient of {name}", total, wanted, units=how["units"])
-    check_running(layer, norm, first, devices)
-
-
-def check_running(layer, norm, first: int, devices) -> None:
-    """Running statistics on the devices of this process, the first of which has this number among all."""
-    mx.nd.waitall()  # nn.BatchNorm may write them in the backward pass
-    for number, device in enumerate(devices, start=first):
-        for name, wanted in zip(("running_mean", "running_var"), norm.running(number)):
-            check(f"{name} on {device}", getattr(layer, name).data(device).asnumpy(), wanted, units=32)
+    testing.check_running(layer, norm, first=first, units=32)
 
 
 def twins(make, devices, shape, norm=OURS) -> list:
