@@ -86,7 +86,7 @@ def train(net, trainer, count=2, inputs=None, is_missed=False):
     with autograd.record():
         losses = [net(part).sum() for part in inputs or parts(count)]
     autograd.backward(losses)
-    trainer.step(4, ignore_stale_grad=count < 2)
+    trainer.step(4, count < 2)  # ignore_stale_grad
     return losses
 
 
