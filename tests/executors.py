@@ -93,8 +93,7 @@ def train_executors(symbol, count, draw, values, steps=3) -> dict:
                 {**executor.arg_dict, **executor.aux_dict}[name][:] = mx.nd.array(value)
         outputs = [items[0] for items in run(executors, shards, heads)]
         mx.nd.waitall()
-    states = [item.aux_dict for item in executors]
-    return results_of(outputs, [dict(item.grad_dict) for item in executors], states)
+    return results_of(outputs, [dict(item.grad_dict) for item in executors], [item.aux_dict for item in executors])
 
 
 def train_block(block, count, draw, steps=3) -> dict:
@@ -102,16 +101,11 @@ def train_block(block, count, draw, steps=3) -> dict:
     for seed in range(steps):
         outputs, inputs = step(block, *data_of(draw, seed, count), cpus(count))
         mx.nd.waitall()
-    known = dict(block.collect_params().items())
-    trained, states = (
-        [
-            {name: getattr(item, kind)(device) for name, item in known.items() if (item.grad_req == "null") == is_state}
-            for device in cpus(count)
-        ]
-        for kind, is_state in (("grad", False), ("data", True))
-    )
-    for item, x in zip(trained, inputs):
-        item["data"] = x.grad
+    parameters, trained, states = block.collect_params().items(), [], []
+    for device, x in zip(cpus(count), inputs):
+        trained.append({name: item.grad(device) for name, item in parameters if item.grad_req != "null"})
+        trained[-1]["data"] = x.grad
+        states.append({name: item.data(device) for name, item in parameters if item.grad_req == "null"})
     return results_of([item.asnumpy() for item in outputs], trained, states)
 
 

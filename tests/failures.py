@@ -18,11 +18,11 @@ import argparse
 import contextlib
 import gc
 import logging
-import os
 import random
 import signal
-import threading
 import time
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import endings
@@ -100,7 +100,7 @@ FAULTS = {
 }
 READS = ("before", "during", "after", "weights", "gradients", "never")
 SETTLES = ("abandon", "go on")
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = {"sgd": {"momentum": 0.9}, "adam": {}}
 # The Trainer's KVStore, whether that updates the weights, and whether gradients are added up apart from the update.
 UPDATES = {
     "each device by itself": (None, False, False),
@@ -111,6 +111,8 @@ UPDATES = {
     "device, by the store": ("device", True, False),
     "a loop of its own": None,
 }
+# What is drawn; ``steps``: before the one that fails.
+Case = namedtuple("Case", "backend mode fault read settle optimizer update activation grad_req steps")
 
 
 class Net(HybridBlock):
@@ -182,7 +184,7 @@ def make(case, weights=None, timeout=LONG):
     if UPDATES[case.update] is None:
         return net, OwnLoop(net.collect_params())
     kvstore, by_store, is_apart = UPDATES[case.update]
-    options = {"learning_rate": 0.05, "wd": 1e-3, **({"momentum": 0.9} if case.optimizer == "sgd" else {})}
+    options = {"learning_rate": 0.05, "wd": 1e-3, **OPTIMIZERS[case.optimizer]}
     how = {} if kvstore is None else {"update_on_kvstore": by_store}
     trainer = (Apart if is_apart else gluon.Trainer)(net.collect_params(), case.optimizer, options, kvstore, **how)
     return net, trainer
@@ -200,9 +202,9 @@ def states_of(trainer):
         for index, state in updater.states.items():
             items = state if isinstance(state, (list, tuple)) else [state]
             found[number, index] = [item.asnumpy() for item in items if item is not None]
-        optimizer = updater.optimizer
-        counts = optimizer._all_index_update_counts  # the only place
-        found[number, "counts"] = sorted(n for some in counts.values() for n in some.values()), optimizer.num_update
+        counts = updater.optimizer._all_index_update_counts  # the only place
+        updates = sorted(n for some in counts.values() for n in some.values())
+        found[number, "counts"] = updates, updater.optimizer.num_update
     return found
 
 
@@ -228,9 +230,11 @@ def batch(number):
     return [[values.standard_normal(shape) for _ in DEVICES] for shape in shapes]
 
 
-def interrupt(earliest, latest):
-    """Ctrl-C at some time between these, from now."""
-    threading.Timer(random.uniform(earliest, latest), os.kill, (os.getpid(), signal.SIGINT)).start()
+def wait_until_failed():
+    deadline = time.monotonic() + 60
+    while not has_failed():
+        assert time.monotonic() < deadline, "the failure was not noticed"
+        time.sleep(0.005)
 
 
 def passes(net, number, fault=Fault()):  # noqa: B008
@@ -242,7 +246,7 @@ def passes(net, number, fault=Fault()):  # noqa: B008
     parts = list(inputs)
     for rank in fault.on if fault.broken == "input" else ():
         parts[rank] = break_off(parts[rank])
-    limit = random.randrange(1, len(fault.runs)) if fault.raises else 0
+    limit = random.randrange(1, len(fault.runs)) if "between" in fault.raises else 0
     losses, outputs = [], []
     with autograd.record():
         for calls, rank in enumerate(fault.runs):
@@ -250,13 +254,9 @@ def passes(net, number, fault=Fault()):  # noqa: B008
                 time.sleep(random.choice([0, 0.01]))
                 raise ValueError("in between")
             outputs.append(net(parts[rank]))
-            loss = sum(
-                (out * mx.nd.array(head[rank], ctx=out.context, dtype="float64")).sum()
-                for out, head in zip(outputs[-1], heads)
-            )
+            factors = [mx.nd.array(head[rank], ctx=DEVICES[rank], dtype="float64") for head in heads]
+            loss = sum((out * factor).sum() for out, factor in zip(outputs[-1], factors))
             losses.append(break_off(loss) if fault.broken == "loss" and rank in fault.on else loss)
-    if fault.raises == "before backward":
-        raise ValueError("in between")
     if fault.raises:
         for loss in losses[:limit]:
             loss.backward()
@@ -275,35 +275,33 @@ def pass_until_interrupted(net):
 
 
 def step(net, trainer, number, fault=None, read=None):
-    """Forward, backward, update; the loss is read ``before``, ``during`` or ``after`` the update, or ``never``."""
+    """Forward, backward, update; the loss is read ``before``, ``during`` or ``after`` the update, or ``never``.
+
+    Without a fault it returns the outputs and the gradients of the inputs.
+    """
     fault, is_usual = fault or Fault(), fault is None
     if fault.subset:
         with gluon_syncbn.devices(DEVICES[:2], net):
             passes(net, number, Fault(runs=(0, 1)))
             passes(net, number, fault._replace(runs=(0, 1)))
     if fault.interrupt in ("passes", "graph"):
-        interrupt(0, 0.3 if fault.interrupt == "passes" else 0.06)
+        endings.send(signal.SIGINT, random.uniform(0, 0.3 if fault.interrupt == "passes" else 0.06))
         pass_until_interrupted(net)
     losses, outputs, inputs = passes(net, number, fault)
     if fault.forks:
         endings.fork(0)
     if fault.interrupt:
-        interrupt(0.1, 0.4)  # in its first tenth of a second a wait does not notice
+        endings.send(signal.SIGINT, random.uniform(0.1, 0.4))  # before that a wait does not notice
     which = losses if read is None or random.random() < 0.5 else losses[::-1]
-    reader = None
     if read == "before":
         with contextlib.suppress(mx.MXNetError, KeyboardInterrupt):
             [loss.asnumpy() for loss in which]
-    if read == "during":
-        reader = threading.Thread(target=read_quietly, args=(which,))
-        reader.start()
-        time.sleep(random.choice([0, 0, 0.001, 0.01, 0.5]))
-    try:
-        is_stale = not is_usual and (set(fault.runs) != set(ALL) or fault.backward < len(fault.runs))
+    with ThreadPoolExecutor(1) as pool:
+        if read == "during":
+            pool.submit(read_quietly, which)
+            time.sleep(random.choice([0, 0, 0.001, 0.01, 0.5]))
+        is_stale = set(fault.runs) != set(ALL) or fault.backward < len(fault.runs)
         trainer.step(len(DEVICES) * SHAPE[0], ignore_stale_grad=is_stale)
-    finally:
-        if reader is not None:
-            reader.join()
     if read in ("weights", "gradients"):
         parameters = learning(net.collect_params())
         random.shuffle(parameters)
@@ -315,7 +313,7 @@ def step(net, trainer, number, fault=None, read=None):
         for parameter in learning(net.collect_params()):
             if parameter.grad_req == "add":
                 parameter.zero_grad()
-        return [item.asnumpy() for item in (*(out for both in outputs for out in both), *(x.grad for x in inputs))]
+        return [out.asnumpy() for both in outputs for out in both], [item.grad.asnumpy() for item in inputs]
 
 
 def on_one_device(weights, number, activation):
@@ -330,8 +328,8 @@ def on_one_device(weights, number, activation):
     with autograd.record():
         outputs = net(whole)
     autograd.backward(outputs, heads)
-    main, side, gradient = (np.split(item.asnumpy(), len(DEVICES)) for item in (*outputs, whole.grad))
-    return [part for pair in zip(main, side) for part in pair], gradient
+    main, side, gradients = (np.split(item.asnumpy(), len(DEVICES)) for item in (*outputs, whole.grad))
+    return [part for pair in zip(main, side) for part in pair], gradients
 
 
 def check_numbers(seen, expected, activation):
@@ -339,27 +337,10 @@ def check_numbers(seen, expected, activation):
 
     At the edge of a ReLU a rounding changes a gradient.
     """
-    outputs, gradients = expected
-    for what, arrays, wanted in (
-        ("output", seen[: -len(DEVICES)], outputs),
-        ("gradient", seen[-len(DEVICES) :], gradients),
-    ):
+    for what, arrays, wanted in zip(("output", "gradient"), seen, expected):
         if what == "output" or activation != "relu":
             sized = [Sized(item, np.abs(item).max((0, 2, 3))) for item in wanted]
             check_all(what, arrays, sized, "float64", units=2**20)
-
-
-class Case(NamedTuple):
-    backend: str
-    mode: str
-    fault: str
-    read: str
-    settle: str
-    optimizer: str
-    update: str
-    activation: str
-    grad_req: str
-    steps: int  # before it
 
 
 def draw(backend, mode, name):
@@ -368,7 +349,7 @@ def draw(backend, mode, name):
     steps = 2 if name == "called_twice" else random.choice([0, 2])
     # Gradients that are added up are cleared where a Trainer has updated, or the step has failed in its first update.
     may_add = update != "a loop of its own" and not fault.interrupt and (steps or not fault.raises)
-    how = [random.choice(some) for some in (READS, SETTLES, OPTIMIZERS)]
+    how = [random.choice(some) for some in (READS, SETTLES, list(OPTIMIZERS))]
     activation, grad_req = (
         random.choice(["relu", "softrelu"]),
         random.choice(["write", "add"] if may_add else ["write"]),
@@ -399,6 +380,10 @@ def run_case(case, is_strict=False):
     changed = set()
     wrong = []
 
+    def require(is_right, words):
+        if not is_right:
+            wrong.append(words)
+
     def compare(when):
         now, theirs = arrays_of(net), states_of(trainer)
         for name in before:
@@ -411,14 +396,15 @@ def run_case(case, is_strict=False):
                 if "running" in name and is_left_out and not is_strict:
                     continue
                 if "running" in name and (fault.has_other_statistics or np.array_equal(seen, new)):
-                    wrong.extend([] if np.isfinite(seen).all() else [f"{when}: {name} is {seen}"])
-                elif not np.array_equal(seen, old):
-                    wrong.append(f"{when}: {name} on {device} changed by {np.abs(seen - old).max()}")
+                    require(np.isfinite(seen).all(), f"{when}: {name} is {seen}")
+                else:
+                    change = np.abs(seen - old).max()
+                    require(np.array_equal(seen, old), f"{when}: {name} on {device} changed by {change}")
         for key, old in states.items():
             seen = theirs.get(key, [] if case.steps else old)  # the first step decides who has them
             is_updated = may_be_partial and same(states_after.get(key, []), seen)
-            if not is_updated and not same(old, seen) and not (changed and key[1] == "counts"):
-                wrong.append(f"{when}: state {key} changed")
+            is_counted = changed and key[1] == "counts"
+            require(is_updated or is_counted or same(old, seen), f"{when}: state {key} changed")
 
     if fault.interrupt == "graph":
         set_mode(net, case.mode)  # drops it
@@ -435,8 +421,8 @@ def run_case(case, is_strict=False):
     if fault.raises:
         assert "in between" in str(error), error
     is_told = error is not None or fault.forks  # of a fork the log says it
-    if not is_told and case.read == "after" and fault.operator != "backward" and fault.backward == Fault().backward:
-        wrong.append("no error")
+    comes_later = case.read != "after" or fault.operator == "backward" or fault.backward != Fault().backward
+    require(is_told or comes_later, "no error")
     if trouble:
         assert fired.wait(60)
     time.sleep(random.choice([0, 0, 0.01, 0.1]))
@@ -444,23 +430,21 @@ def run_case(case, is_strict=False):
         gluon_syncbn.abandon_step()
         compare("after abandon_step")
     elif not fault.raises:  # else it is given up when a layer is called
-        deadline = time.monotonic() + 60
-        while not has_failed():
-            assert time.monotonic() < deadline, "the failure was not noticed"
-            time.sleep(0.005)
+        wait_until_failed()
         for attempt in range(2):
             try:
                 with autograd.record():
                     pass
             except mx.MXNetError as problem:
-                wrong.extend([f"second record() raised {problem}"] if attempt else [])
+                require(attempt == 0, f"second record() raised {problem}")
                 error = problem
         compare("after record")
-        wrong.extend(["nobody was told"] if not is_told and error is None and case.read == "never" else [])
+        require(is_told or error is not None or case.read != "never", "nobody was told")
     trouble.clear()
     fired.clear()
-    if fault.forks and not ("When the process forked, pending work" in str(logged) and "scale param" in str(logged)):
-        wrong.append(f"at the fork: {logged}")
+    if fault.forks:
+        expected_words = "When the process forked, pending work", "scale param"
+        require(all(words in str(logged) for words in expected_words), f"at the fork: {logged}")
     logged.clear()
     try:
         results = step(net, trainer, 2)
@@ -471,9 +455,10 @@ def run_case(case, is_strict=False):
         if not changed:
             if is_reduced or not case.steps:  # else each device has weights of its own
                 check_numbers(results, expected, case.activation)
-            wrong.extend([] if same(results, its_results) else ["the next step: not the bits of the other net"])
-            ours, theirs = arrays_of(net), arrays_of(twin)
-            wrong += [f"two steps later: {n}" for n in ours if "running" not in n and not same(ours[n], theirs[n])]
+            require(all(map(same, results, its_results)), "the next step: not the bits of the other net")
+            theirs = arrays_of(twin)
+            for name, arrays in arrays_of(net).items():
+                require("running" in name or same(arrays, theirs[name]), f"two steps later: {name}")
     except (AssertionError, mx.MXNetError) as problem:
         wrong.append(f"the next step: {str(problem)[:300]}")
         gluon_syncbn.abandon_step()
@@ -499,13 +484,11 @@ def main():
         case = draw(options.backend, options.mode, options.fault or list(FAULTS)[number % len(FAULTS)])
         while has_known_defect(case) and not options.strict:
             case = draw(*case[:3])
-        started = time.monotonic()
         gc.collect()  # Trainers of cases before
         wrong = run_case(case, options.strict)
         number_wrong += bool(wrong)
-        if wrong or os.environ.get("VERBOSE"):
-            words = f"seed {options.seed + number}: {case} ({time.monotonic() - started:.1f} s)"
-            print("WRONG" if wrong else "right", words, *wrong[:4], sep="\n    ", flush=True)
+        if wrong:
+            print("WRONG", f"seed {options.seed + number}: {case}", *wrong[:4], sep="\n    ", flush=True)
     print(f"{number_wrong} of {options.cases} cases wrong")
     raise SystemExit(number_wrong > 0)
 

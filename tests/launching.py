@@ -1,5 +1,4 @@
-"""Starts jobs of several processes, as `mpirun` and `horovodrun` do, with a hard limit; and what they run has in
-common."""
+"""Starts jobs of several processes, as `mpirun` and `horovodrun` do, with a hard limit."""
 
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from testing import HANG, ROOT, lean_environment
 
 ENGINES = ["mpi", "horovod"]
 SCRIPTS = os.path.join(ROOT, "tests", "jobs")
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
 
 
 class Done(NamedTuple):
@@ -22,27 +22,11 @@ class Done(NamedTuple):
     text: str
 
 
-def missing(engine: str) -> str:
-    """Why jobs with this engine cannot run here; empty if they can."""
-    module = {"mpi": "mpi4py", "horovod": "horovod"}[engine]
-    if importlib.util.find_spec(module) is None:
-        return f"{module} is not installed"
-    program = launcher(engine, 1)[0]
-    return "" if os.path.exists(program) else f"there is no {program}"
-
-
 def need(engine: str) -> None:
     """Fail the test where the engine is not there."""
-    reason = missing(engine)
-    if reason:
-        pytest.fail(f"NOT RUN: {reason}; `make .venv/horovod` installs Horovod")
-
-
-def environment(**variables) -> dict:
-    """Without scikit-learn, which takes a part of every start (tests/lean)."""
-    chosen = {**lean_environment(), "PATH": path_of_launchers(), "OMP_NUM_THREADS": "1"}
-    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], SCRIPTS, os.path.join(ROOT, "examples")])
-    return {**chosen, **{name: str(value) for name, value in variables.items()}}
+    module, program = {"mpi": "mpi4py", "horovod": "horovod"}[engine], launcher(engine, 1)[0]
+    if importlib.util.find_spec(module) is None or not os.path.exists(program):
+        pytest.fail(f"NOT RUN: there is no {module}, or no {program}; `make .venv/horovod` installs Horovod")
 
 
 def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, **variables) -> tuple:
@@ -50,27 +34,27 @@ def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, 
 
     Each process is told the engine first. ``hosts`` are `hosts.Hosts`; else all processes are on this one.
     """
-    chosen = environment(**variables)
-    ours = [
-        name
-        for name in chosen
-        if name.startswith(("GLUON_SYNCBN_", "HOROVOD_", "JOB_", "MXNET_", "OMP_", "PYTHONPATH"))
-    ]
+    need(engine)
+    chosen = {**lean_environment(), "PATH": path_of_launchers(), "OMP_NUM_THREADS": "1"}
+    chosen["PYTHONPATH"] = os.pathsep.join([chosen["PYTHONPATH"], SCRIPTS, os.path.join(ROOT, "examples")])
+    chosen.update({name: str(value) for name, value in variables.items()})
+    kinds = ("GLUON_SYNCBN_", "HOROVOD_", "JOB_", "MXNET_", "OMP_", "PYTHONPATH")
+    ours = [name for name in chosen if name.startswith(kinds)]
     words = launcher(engine, size, hosts, variables=ours, folder=ROOT)
     return [*words, sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)], chosen
 
 
-def run_job(engine: str, size: int, script: str, *arguments, limit=HANG, hosts=None, **variables) -> Done:
+def run_job(engine: str, size: int, script: str, *arguments, hosts=None, **variables) -> Done:
     """Run it to its end."""
     command, chosen = command_of_job(engine, size, script, *arguments, hosts=hosts, **variables)
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=chosen,
-        timeout=limit,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
+    done = subprocess.run(command, cwd=ROOT, env=chosen, timeout=HANG, **PIPES)
     return Done(done.returncode, done.stdout)
+
+
+def run_ways(engine: str, size: int, ways: str, *arguments, hosts=None, **variables) -> str:
+    """Run ways of jobs/ways.py in one job, one after the other, all of which must be right; what it has said."""
+    done = run_job(engine, size, "ways.py", ",".join(ways.split()), *arguments, hosts=hosts, **variables)
+    assert done.returncode == 0 and "pending work had failed" not in done.text, done.text
+    for way in ways.split():
+        assert done.text.count(f"RIGHT {way}\n") == size, (way, done.text)
+    return done.text

@@ -3,6 +3,7 @@ error's text."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import numpy as np
 from standalone import library
@@ -13,20 +14,20 @@ from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.meeting import waiting
 
 
-class MeetingPoint:
+class MeetingPoint(AbstractContextManager):
     def __init__(self, ranks, timeout=float(LONG), **options):
-        self.ranks = ranks
         self._open(ranks, timeout, **options)
         self._threads = ThreadPoolExecutor(4 * ranks)
 
     def meet(self, rank, values, key=0):
         return self._threads.submit(self._meet, rank, np.array(values, np.float64), key)
 
-    def all(self, values, key=0):
-        meetings = [self.meet(rank, values[rank], key) for rank in range(self.ranks)]
+    def all(self, values, first=0):
+        """Of what the ranks from the ``first`` on bring."""
+        meetings = [self.meet(rank, value) for rank, value in enumerate(values, first)]
         return [item.result(timeout=HANG) for item in meetings]
 
-    def close(self):
+    def __exit__(self, *_):
         self._threads.shutdown()
 
 
@@ -43,8 +44,8 @@ class Native(MeetingPoint):
         number = self._call(self._handle, rank, address, size, place, error, ctypes.c_int64(1000))
         return (number, total.tolist()) if number else error.value.decode().strip()
 
-    def close(self):
-        super().close()
+    def __exit__(self, *_):
+        super().__exit__()
         library().gluon_syncbn_rendezvous_free(self._handle)
 
 

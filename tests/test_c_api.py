@@ -2,12 +2,13 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import mxnet as mx
 from testing import HANG, ROOT
 
-CHECK = os.path.join(ROOT, "tests", "csrc", "check_c_api.cpp")
-OURS = os.path.join(ROOT, "gluon_syncbn", "csrc", "mxnet", "c_api.h")
+CHECK = Path(ROOT, "tests", "csrc", "check_c_api.cpp")
+OURS = Path(ROOT, "gluon_syncbn", "csrc", "mxnet", "c_api.h")
 
 
 def compile_check(file):
@@ -22,18 +23,13 @@ def test_it_is_what_the_headers_say():
 
 
 def test_a_difference_would_be_seen(tmp_path):
-    with open(CHECK, encoding="utf-8") as lines, open(OURS, encoding="utf-8") as ours:
-        text, declared = lines.read(), ours.read()
+    text, declared = (file.read_text(encoding="utf-8") for file in (CHECK, OURS))
     wrong = declared.replace("const int* requests, int is_train", "const int* requests, long is_train")
     wrong = wrong.replace("kPinned = 3", "kPinned = 5")
     wrong = wrong.replace("  void* engine;\n  void* operation;", "  void* operation;\n  void* engine;")
     (tmp_path / "c_api.h").write_text(wrong, encoding="utf-8")
-    (tmp_path / "check.cpp").write_text(
-        text.replace("../../gluon_syncbn/csrc/mxnet/c_api.h", "c_api.h").replace(
-            "../../gluon_syncbn", f"{ROOT}/gluon_syncbn"
-        ),
-        encoding="utf-8",
-    )
-    words = compile_check(str(tmp_path / "check.cpp")).stderr
+    text = text.replace("../../gluon_syncbn/csrc/mxnet/c_api.h", "c_api.h").replace("../..", ROOT)
+    (tmp_path / "check.cpp").write_text(text, encoding="utf-8")
+    words = compile_check(tmp_path / "check.cpp").stderr
     assert "static assertion failed: CustomOpFBFunc" in words and "kCPUPinned" in words
     assert words.count("static assertion failed") == 4  # two members have changed places

@@ -5,6 +5,7 @@ per case, in an order that is drawn, and after each of them whole steps are comp
 which changes came before.
 """
 
+import contextlib
 import types
 
 import mxnet as mx
@@ -16,6 +17,7 @@ from mxnet.gluon import nn
 from reference import UNIT, Sized, check
 from testing import (
     MODES,
+    check_running,
     check_step,
     cpus,
     is_plain,
@@ -30,7 +32,7 @@ from testing import (
     vector_dtype,
 )
 
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, freeze_statistics
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, devices, freeze_statistics
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
@@ -46,15 +48,14 @@ SHAPES = [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6)]
 
 def make_block(kind):
     """A layer; one with a ReLU, which it computes, too; a node of a symbol."""
-    if kind == "layer":
-        return SyncBatchNorm(in_channels=CHANNELS)
+    net = nn.BatchNorm(in_channels=CHANNELS)
     if kind == "net":
         net = nn.HybridSequential()
         net.add(nn.BatchNorm(in_channels=CHANNELS), nn.Activation("relu"))
-        return convert_sync_batchnorm(net)
-    data = mx.sym.var("data")
-    node = mx.sym.BatchNorm(data, name="norm", fix_gamma=False, eps=1e-3)  # by default it is a float32
-    return convert_sync_batchnorm(gluon.SymbolBlock(node, data))
+    elif kind == "symbol":
+        data = mx.sym.var("data")
+        net = gluon.SymbolBlock(mx.sym.BatchNorm(data, name="norm", fix_gamma=False, eps=1e-3), data)
+    return convert_sync_batchnorm(net)
 
 
 class Training:
@@ -94,20 +95,22 @@ class Training:
         return options[self.rng.randint(len(options))]
 
     def train(self):
-        """Two steps of all devices, and one of the first alone where it needs no other."""
+        """Two steps of all devices, and one of the first alone."""
         told = {"activation": "relu" if self.kind == "net" else None, "group_size": self.group_size}
         means, size = self.vectors()["running_mean"], self.group_size or len(self.devices)
         if any((mean != means[number - number % size]).any() for number, mean in enumerate(means)):
             self.block.collect_params().reset_ctx(self.devices)  # a group has one, after other groups their average
         norm = reference_of(self.layer, frozen=self.is_frozen, **told, **self.numbers)
-        vectors = self.vectors()
-        for number in range(len(self.devices)):
-            norm.set_running(vectors["running_mean"][number], vectors["running_var"][number], number)
-        for count in (len(self.devices), len(self.devices), *([1] if is_plain(self.layer, norm) else [])):
+        for number, values in enumerate(zip(*(self.vectors()[name] for name in VECTORS[2:]))):
+            norm.set_running(*values, number)
+        is_alone = is_plain(self.layer, norm)
+        for count in (len(self.devices), len(self.devices), 1):
             shapes = [(self.rng.randint(1, 4), CHANNELS, 3, self.rng.randint(2, 6)) for _ in range(count)]
             shards, heads = shards_and_heads(shapes, self.dtype, self.rng.randint(1 << 20))
-            used = list(range(count))
-            check_step(self.block, norm, shards, heads, self.devices[:count], layer=self.layer, used=used)
+            where = {"devices": self.devices[:count], "used": list(range(count)), "layer": self.layer}
+            with contextlib.nullcontext() if is_alone else devices(self.devices[:count], self.block):
+                check_step(self.block, norm, shards, heads, running=False, **where)
+            check_running(self.layer, norm, self.dtype)
 
     def change(self, name):
         """Parameters and statistics stay as they are, or become what ``self.expected`` then has."""
@@ -277,63 +280,54 @@ def test_every_change_counts_from_the_next_step_on(kind, mode, seed, tmp_path):
 
 
 @modes
-@pytest.mark.parametrize("hybridized_first", [True, False])
-def test_weights_may_be_there_before_the_devices_are(mode, hybridized_first, tmp_path):
-    """On one device, as GluonCV loads base weights; run there, saved, loaded; on two, on others, and back again."""
+@pytest.mark.parametrize("before", ["nothing", "a pass", "a pass, then the mode", "a pass that is refused"])
+@pytest.mark.parametrize("kind", ["net", "symbol"])
+def test_weights_may_be_there_before_the_devices_are(kind, before, mode, tmp_path):
+    """On one device, as GluonCV loads base weights, and makes SSD's symbol of them; on two, on others, and back again.
+
+    ``num_devices`` counts where it trains.
+    """
     net, file = nn.HybridSequential(), str(tmp_path / "net.params")
-    net.add(SyncBatchNorm(in_channels=CHANNELS))
+    is_for_2 = before == "a pass that is refused"
+    net.add(SyncBatchNorm(in_channels=CHANNELS, num_devices=2 if is_for_2 else None, epsilon=1e-3, momentum=0.7))
     net.initialize(ctx=mx.cpu(0))
     random_affine(net[0], CHANNELS)
-    if hybridized_first:
-        set_mode(net, mode)
-    shards, heads = shards_and_heads(SHAPES)
-    net(mx.nd.array(shards[0])).wait_to_read()
-    check_step(net, reference_of(net[0]), shards[:1], heads[:1], layer=net[0])
-    if not hybridized_first:
-        set_mode(net, mode)
-    net.save_parameters(file)
-    net.load_parameters(file)
-    for devices in (cpus(2), [mx.cpu(3), mx.cpu(1), mx.cpu(2)], cpus(1), cpus(2)):
-        net.collect_params().reset_ctx(devices)
-        norm = reference_of(net[0])
-        for seed in range(2):
-            shapes = [(1 + number, *SHAPES[0][1:]) for number in range(len(devices))]
-            check_step(net, norm, *shards_and_heads(shapes, seed=seed), devices, layer=net[0])
-
-
-@modes
-@pytest.mark.parametrize("num_devices, has_run", [(None, True), (None, False), (2, False)])
-def test_a_symbol_that_is_made_of_weights_on_one_device(mode, num_devices, has_run):
-    """As SSD's FeatureExpander does with a pretrained base; ``num_devices`` counts where it trains."""
-    net = SyncBatchNorm(in_channels=CHANNELS, num_devices=num_devices, epsilon=1e-3, momentum=0.7)
-    net.initialize(ctx=mx.cpu(0))
-    random_affine(net, CHANNELS)
-    data = mx.sym.var("data")
-    block = set_mode(gluon.SymbolBlock(net(data), data, params=net.collect_params()), mode)
-    (layer,) = layers_of(block)
-    if has_run:
-        block(mx.nd.array(shards_and_heads(SHAPES)[0][0])).wait_to_read()
-        check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), *shards_and_heads(SHAPES[:1]), layer=layer)
-    if num_devices is not None:
+    block, layer = net, net[0]
+    if kind == "symbol":
+        data = mx.sym.var("data")
+        block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
+        (layer,) = layers_of(block)
+    if before != "a pass, then the mode":
+        set_mode(block, mode)
+    shards, heads = shards_and_heads(SHAPES[:1])
+    if is_for_2:
         with pytest.raises(ValueError, match="num_devices=2, but its parameters live on 1"):
-            step(block, *shards_and_heads(SHAPES[:1]), cpus(1))
-    block.collect_params().reset_ctx(cpus(2))
-    norm = reference_of(layer, epsilon=1e-3, momentum=0.7)
-    for seed in range(2):
-        check_step(block, norm, *shards_and_heads(SHAPES, seed=seed), layer=layer)
+            step(block, shards, heads, cpus(1))
+    elif before != "nothing":
+        block(mx.nd.array(shards[0])).wait_to_read()
+        check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), shards, heads, layer=layer)
+    set_mode(block, mode)
+    block.collect_params().save(file)
+    block.collect_params().load(file)
+    for used in (cpus(2), [mx.cpu(3), mx.cpu(1), mx.cpu(2)], cpus(1), cpus(2))[: 1 if is_for_2 else 4]:
+        block.collect_params().reset_ctx(used)
+        norm = reference_of(layer, epsilon=1e-3, momentum=0.7)
+        for seed in range(2):
+            shapes = [(1 + number, *SHAPES[0][1:]) for number in range(len(used))]
+            check_step(block, norm, *shards_and_heads(shapes, seed=seed), used, layer=layer)
 
 
 @modes
 def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode):
     """The first step of a Trainer too, which copies all parameters: in static graphs it lost what came later."""
-    net = nn.HybridSequential()
+    net = set_mode(nn.HybridSequential(), mode)
     for _ in range(2):
         net.add(Late(lambda device: 0.1), SyncBatchNorm(in_channels=CHANNELS, timeout=60))
     net.initialize(ctx=cpus(2))
-    for layer in (net[1], net[3]):
+    layers = net[1], net[3]
+    for layer in layers:
         random_affine(layer, CHANNELS)
-    norms = [reference_of(net[1]), reference_of(net[3])]
-    set_mode(net, mode)
+    norms = [reference_of(layer) for layer in layers]
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
     shards, heads = shards_and_heads(SHAPES)
 
@@ -341,11 +335,11 @@ def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode)
         """Read while the net may still run."""
         between = norms[0].step(shards).outputs
         norms[1].step([output.value for output in between])
-        for layer, norm, more in zip((net[1], net[3]), norms, (0, max(output.size.max() for output in between))):
+        for layer, norm, more in zip(layers, norms, (0, max(output.size.max() for output in between))):
             for device in cpus(2):
-                for name, wanted in zip(("running_mean", "running_var"), norm.running()):
-                    seen = getattr(layer, name).data(device).asnumpy()
+                for name, wanted in zip(VECTORS[2:], norm.running()):
                     size = wanted.size + more * (1 + 2 * wanted.size)  # of the errors of what it was given
+                    seen = getattr(layer, name).data(device).asnumpy()
                     check(name, seen, Sized(wanted.value, size), units=precision(layer)["units"])
 
     step(net, shards, heads, cpus(2))

@@ -16,9 +16,13 @@ BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MUL
 PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
-def run(command, folder):
+def run(folder, *arguments) -> str:
+    """What Python prints, started as users start it."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run(command, cwd=folder, env=variables, timeout=HANG, capture_output=True, encoding="utf-8")
+    how = {"cwd": folder, "env": variables, "timeout": HANG, "capture_output": True, "encoding": "utf-8"}
+    done = subprocess.run([sys.executable, *arguments], **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -27,14 +31,10 @@ def test_code_blocks(page, tmp_path):
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     program = "\n".join(text for kind, text in blocks if kind == "python")
     (tmp_path / "page.py").write_text(program.replace("mx.gpu", "mx.cpu"), encoding="utf-8")
-    done = run([sys.executable, "page.py"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for text in (text for kind, text in blocks if kind == "console"):
-        command, *shown = text.splitlines()
+    run(tmp_path, "page.py")
+    for command, *shown in (text.splitlines() for kind, text in blocks if kind == "console"):
         assert command.startswith("$ python ")
-        done = run([sys.executable, *command.split()[2:]], tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "\n".join(shown) in done.stdout
+        assert "\n".join(shown) in run(tmp_path, *command.split()[2:])
 
 
 CHECK_WEIGHTS = """
@@ -65,16 +65,13 @@ def test_the_example_with_mpi(trainer, tmp_path):
 
 
 def test_the_tutorial_as_a_notebook(tmp_path):
-    """Its code cells are the blocks of the page, which run below."""
-    file = str(tmp_path / "tutorial.ipynb")
-    done = run(
-        [sys.executable, "-m", "jupytext", "--to", "ipynb", "--output", file, str(DOCS / "tutorial.md")], tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    cells = json.loads(Path(file).read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    """Its code cells are the blocks of the page, which run above."""
+    file = tmp_path / "tutorial.ipynb"
+    run(tmp_path, "-m", "jupytext", "--to", "ipynb", "--output", str(file), str(DOCS / "tutorial.md"))
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]).strip() for cell in cells if cell["cell_type"] == "code"]
     blocks = BLOCK.findall((DOCS / "tutorial.md").read_text(encoding="utf-8"))
-    assert [text.strip() for text in code] == [text.strip() for _, text in blocks]
+    assert code == [text.strip() for _, text in blocks]
 
 
 def test_every_page_is_in_the_contents():

@@ -133,11 +133,11 @@ step(net, shards, shards, cpus(4))
 def test_a_script_may_end_without_reading_its_last_gradients(mode, backend):
     """MXNet stops the threads of custom operators at exit; what is pending must have ended before."""
     done = run_python(UNREAD.format(mode=mode))
-    assert done.returncode == 0
-    assert "Error" not in done.stdout + done.stderr
+    assert done.returncode == 0 and "Error" not in done.stdout + done.stderr
 
 
 SIGNALS = """
+import pytest
 from endings import *
 from testing import GRACE, shorten_grace
 
@@ -155,12 +155,9 @@ def right_step(late=0):
 def raises(kind, action, least=0):
     "It takes at least so long, and not until the timeout."
     started = time.perf_counter()
-    try:
+    with pytest.raises(kind):
         action()
-    except kind as error:
-        assert least < time.perf_counter() - started < 60, error
-    else:
-        raise AssertionError("nothing was raised")
+    assert least < time.perf_counter() - started < 60
 
 def interrupted(seconds, action=lambda: time.sleep(100)):
     send(signal.SIGINT, seconds)
@@ -183,12 +180,9 @@ interrupted(0.5, lambda: right_step(GRACE + 1))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 raises(KeyboardInterrupt, lambda: interrupted(0))
 right_step(GRACE + 1)
-# Ctrl-C is afterwards what it was, and the next step may follow at once.
-for gives_up in (True, False):
-    raises(KeyboardInterrupt, lambda: interrupted(1, waiting_output(net).asnumpy), GRACE + 0.9)
-    if gives_up:
-        gluon_syncbn.abandon_step()
-    right_step()
+# Ctrl-C is afterwards what it was, and the next step may follow at once, though nobody gives this one up.
+raises(KeyboardInterrupt, lambda: interrupted(1, waiting_output(net).asnumpy), GRACE + 0.9)
+right_step()
 raises(KeyboardInterrupt, lambda: interrupted(0))
 # An exception leaves a step of some devices.
 def leave():
@@ -204,11 +198,10 @@ def stop():
     with autograd.record():
         backward([net(item) for item in inputs()])
         raise StopIteration
-def stop_often():
-    for _ in range(40):
-        raises(StopIteration, stop)
-    raise StopIteration
-raises(StopIteration, stop_often)
+started = time.perf_counter()
+for _ in range(40):
+    raises(StopIteration, stop)
+assert time.perf_counter() - started < 60
 """
 
 

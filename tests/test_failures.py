@@ -10,27 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import pytest
+import testing
 from endings import Passage, trouble
-from failures import FAULTS, arrays_of, break_off, same
+from failures import FAULTS, LATE, arrays_of, break_off, same, wait_until_failed
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from testing import (
-    HANG,
-    LONG,
-    MODES,
-    NOT_COMPILED,
-    check_step,
-    cpus,
-    guarded,
-    has_failed,
-    random_affine,
-    random_shards,
-    reference_of,
-    run_program,
-    run_python,
-    set_mode,
-    shorten_grace,
-)
+from testing import HANG, LONG, MODES, cpus, guarded, has_failed, random_shards, run_program, run_python, shorten_grace
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
@@ -39,7 +24,6 @@ modes = pytest.mark.parametrize("mode", list(MODES))
 DEVICES = cpus(2)
 NOT_SINCE = "A step was given up. No weight has been updated since it failed."
 GIVEN_UP = "A step was given up. Weights and optimizer states are as they were before it."
-COMPLAINT = "backward() of the last step was called for"
 SKIPPED = "waited 0.5 s for 1 of 2 devices"
 
 
@@ -68,25 +52,34 @@ def test_each_fault(rounds, backend, seed):
             assert f"0 of {cases} cases wrong" in done.stdout
 
 
-def small_net(mode):
+def made(mode, *blocks, count=2):
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=LONG), nn.Activation("relu"), nn.Dense(2))
-    net.initialize(ctx=DEVICES)
-    return set_mode(net, mode)
+    net.add(*blocks)
+    net.initialize(ctx=cpus(count))
+    return testing.set_mode(net, mode)
+
+
+def small_net(mode, count=2):
+    norms = [SyncBatchNorm(timeout=LONG) for _ in range(2)]
+    return made(mode, nn.Conv2D(4, 3), norms[0], nn.Activation("relu"), norms[1], nn.Dense(2), count=count)
 
 
 def parts(count=2):
-    shards = random_shards([(2, 3, 8, 8)] * count)
-    return [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(count))]
+    return [mx.nd.array(x, ctx=device) for x, device in zip(random_shards([(2, 3, 8, 8)] * count), cpus(count))]
 
 
-def train(net, trainer, count=2, inputs=None, is_missed=False):
-    """Nobody waits long for a device that is missing, or missed, and the others are waited for until they come."""
-    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5 if count < 2 or is_missed else LONG)
+def forward(net, inputs):
     with autograd.record():
-        losses = [net(part).sum() for part in inputs or parts(count)]
+        return [net(part) for part in inputs]
+
+
+def train(net, trainer, inputs=None, timeout=LONG):
+    """Nobody waits long for a device that is missing, and the others are waited for until they come."""
+    inputs = inputs or parts()
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5 if len(inputs) < 2 else timeout)
+    losses = forward(net, inputs)
     autograd.backward(losses)
-    trainer.step(4, count < 2)  # ignore_stale_grad
+    trainer.step(4, ignore_stale_grad=len(inputs) < 2)
     return losses
 
 
@@ -95,14 +88,7 @@ def learned(net):
 
 
 def unchanged(before, net):
-    return all(same(arrays, learned(net)[name]) for name, arrays in before.items())
-
-
-def wait_until_failed():
-    deadline = time.monotonic() + HANG
-    while not has_failed():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    return all(same(arrays, arrays_of(net)[name]) for name, arrays in before.items())
 
 
 @modes
@@ -111,24 +97,22 @@ def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, b
     """In time, and afterwards a full step is right."""
     shapes = [(2, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4), (2, 3, 4, 4)]
     layer = SyncBatchNorm(in_channels=3, timeout=1, prefix="stem_")
-    layer.initialize(ctx=cpus(4))
-    random_affine(layer, 3)
-    net = nn.HybridSequential()
-    net.add(layer)
-    set_mode(net, mode)
-    norm = reference_of(layer)
-    check_step(net, norm, random_shards(shapes), random_shards(shapes, seed=1), layer=layer)
-    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(random_shards(shapes), cpus(4))]
+    net = made(mode, layer, count=4)
+    testing.random_affine(layer, 3)
+    norm = testing.reference_of(layer)
+    testing.check_step(net, norm, *testing.shards_and_heads(shapes), layer=layer)
+    shards = random_shards(shapes, seed=1)
+    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(4))]
     for item in inputs:
         item.attach_grad()
     started = time.monotonic()
-    with autograd.record():
-        outputs = [net(item) for item in inputs[: 3 if direction == "forward" else 4]]
+    outputs = waiting = forward(net, inputs[: 3 if direction == "forward" else 4])
     if direction == "backward":
         mx.nd.waitall()
-        norm.step([item.asnumpy() for item in inputs])
+        norm.step(shards)
         autograd.backward(outputs[:3])
-    for array in outputs[:3] if direction == "forward" else [item.grad for item in inputs[:3]]:
+        waiting = [item.grad for item in inputs[:3]]
+    for array in waiting:
         with pytest.raises(SyncBatchNormError) as error:
             array.asnumpy()
         text = f"SyncBatchNorm 'stem': {direction} pass waited 1 s for 1 of 4 devices. Arrived: cpu(0), cpu(1), "
@@ -136,24 +120,20 @@ def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, b
         assert isinstance(error.value, mx.MXNetError)
     assert 0.9 < time.monotonic() - started < 60
     gluon_syncbn.abandon_step()
-    check_step(net, norm, random_shards(shapes, seed=2), random_shards(shapes, seed=3), layer=layer)
+    testing.check_step(net, norm, *testing.shards_and_heads(shapes, seed=2), layer=layer)
 
 
 @modes
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_backward_pass_of_a_forward_pass_that_never_ran_says_so(steps, mode, backend):
     """MXNet runs what comes next once someone has read the error; memory may still hold the step before."""
-    net = nn.HybridSequential()
-    net.add(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG))
-    net.initialize(ctx=DEVICES)
-    set_mode(net, mode)
+    net = made(mode, Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG))
     for number in range(steps + 1):
         trouble[0] = (DEVICES if number == steps else [], "forward")
         inputs = parts()
         for item in inputs:
             item.attach_grad()
-        with autograd.record():
-            outputs = [net(item) for item in inputs]
+        outputs = forward(net, inputs)
         if number < steps:
             autograd.backward(outputs)
             mx.nd.waitall()
@@ -179,10 +159,10 @@ def test_who_has_read_it_is_not_told_again_and_who_reads_no_loss_learns_of_it_at
     assert not caplog.messages
     for _ in range(2):
         with pytest.raises(mx.MXNetError, match=SKIPPED):
-            train(net, trainer, count=1)[0].asnumpy()
+            train(net, trainer, parts(1))[0].asnumpy()
     train(net, trainer)[0].asnumpy()
     assert caplog.messages == [GIVEN_UP] * 2
-    train(net, trainer, count=1)
+    train(net, trainer, parts(1))
     wait_until_failed()
     with pytest.raises(SyncBatchNormError, match="A step has failed.*" + SKIPPED):
         train(net, trainer)
@@ -198,7 +178,7 @@ def test_the_first_update_raises_the_error_and_copies_nothing(mode):
     for kvstore in ("device", None):
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9}, kvstore=kvstore)
         with pytest.raises(mx.MXNetError, match=SKIPPED):
-            train(net, trainer, count=1)
+            train(net, trainer, parts(1))
         gluon_syncbn.abandon_step()
         assert unchanged(before, net)
     train(net, trainer)[0].asnumpy()
@@ -240,7 +220,7 @@ def test_what_is_read_before_the_step_has_used_it(what, mode):
     with pytest.raises(mx.MXNetError, match="scale parameter"):
         read_slowly(failing[1])
     gluon_syncbn.abandon_step()
-    assert all(same(arrays, arrays_of(net)[name]) for name, arrays in before.items())
+    assert unchanged(before, net)
 
 
 def test_arrays_of_each_kind_are_read_as_before():
@@ -257,6 +237,19 @@ def test_arrays_of_each_kind_are_read_as_before():
         empty = mx.nd.random.normal(0, -1, shape=(1,)) * mx.nd.zeros((0, 3))
         assert empty.asnumpy().shape == (0, 3)  # MXNet does not look for its error
     assert not has_failed()
+
+
+def test_an_array_that_is_moved_hides_no_error():
+    """Whether autograd knows an array, MXNet tells by an error."""
+    net = small_net("imperative")
+    net(parts(1)[0])
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5)
+    with autograd.record():
+        net(parts(1)[0])
+        mx.nd.ones(3).as_in_context(mx.cpu(1))
+    wait_until_failed()
+    with pytest.raises(SyncBatchNormError, match="A step has failed, and its error was not read."), autograd.record():
+        pass
 
 
 def test_who_reads_after_another_has_got_the_error():
@@ -278,13 +271,8 @@ def test_who_reads_after_another_has_got_the_error():
 UNCOMPILED = """
 from test_failures import *
 
-net = nn.HybridSequential()
-for _ in range(4):
-    net.add(nn.Conv2D(8, 3, padding=1), SyncBatchNorm(timeout=LONG), nn.Activation('relu'))
-net.add(nn.Dense(2))
-net.initialize(ctx=DEVICES)
+net = small_net('hybridize')
 trainer = gluon.Trainer(net.collect_params(), 'adam', kvstore={kvstore!r})
-set_mode(net, 'hybridize')
 for _ in range(2):
     train(net, trainer)
 before = learned(net)
@@ -294,7 +282,7 @@ for broken in ((), (1,), (0, 1)):
     words = 'This update was not made, because its step had failed: ' + ('' if broken else
         '(?s:.*)forward pass ' + SKIPPED)
     with pytest.raises(mx.MXNetError, match=words):
-        train(net, trainer, len(inputs), inputs, is_missed=True)
+        train(net, trainer, inputs, timeout=0.5)
     with autograd.record():
         pass
     mx.nd.waitall()
@@ -308,7 +296,7 @@ assert not unchanged(before, net)
 
 @pytest.mark.parametrize("kvstore", [None, "device"])
 def test_where_nothing_is_compiled(kvstore):
-    done = run_python(NOT_COMPILED + UNCOMPILED.format(kvstore=kvstore), GLUON_SYNCBN_BACKEND="auto")
+    done = run_python(testing.NOT_COMPILED + UNCOMPILED.format(kvstore=kvstore), GLUON_SYNCBN_BACKEND="auto")
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
     assert done.stderr.count(NOT_SINCE) == 3
 
@@ -329,8 +317,7 @@ def test_a_module(kvstore):
         return [output.asnumpy() for output in module.get_outputs(merge_multi_context=False)[0]]
 
     def weights():
-        module._params_dirty = True
-        return {name: item.asnumpy() for name, item in module.get_params()[0].items()}
+        return [item.asnumpy() for items in module._exec_group.param_arrays for item in items]
 
     train_module()
     mx.nd.waitall()
@@ -340,11 +327,10 @@ def test_a_module(kvstore):
     with pytest.raises(mx.MXNetError, match="SyncBatchNorm 'norm'"):
         train_module()
     gluon_syncbn.abandon_step()
-    after = weights()
-    assert all((before[name] == after[name]).all() for name in before)
+    assert same(before, weights())
     train_module()
     mx.nd.waitall()
-    assert any((before[name] != item).any() for name, item in weights().items())
+    assert not same(before, weights())
 
 
 NO_LAYERS = """
@@ -375,9 +361,7 @@ def test_nets_without_our_layers_are_not_watched():
 
 def test_a_failure_before_the_net_is_told_to_all_devices_at_once_and_with_its_cause(backend, caplog):
     """Nobody waits for the timeout, which would end this test. First what this package knows, then what MXNet says."""
-    net = nn.HybridSequential()
-    net.add(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG, prefix="stem_"))
-    net.initialize(ctx=DEVICES)
+    net = made("imperative", Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG, prefix="stem_"))
     for failing in (DEVICES[1:], DEVICES):
         trouble[0] = failing, "forward"
         losses = forward(net, parts())
@@ -391,10 +375,8 @@ def test_a_failure_before_the_net_is_told_to_all_devices_at_once_and_with_its_ca
         gluon_syncbn.abandon_step()
     told, unread = caplog.messages
     assert told == NOT_SINCE
-    words = (
-        r" Its error was not read: an operator before SyncBatchNorm 'stem' on cpu\(\d\) had failed. MXNet's own error: "
-    )
-    assert re.match(re.escape(NOT_SINCE) + words, unread)
+    before = r"an operator before SyncBatchNorm 'stem' on cpu\(\d\) had failed. MXNet's own error: "
+    assert re.match(re.escape(f"{NOT_SINCE} Its error was not read: ") + before, unread)
 
 
 class Ways:
@@ -445,31 +427,19 @@ class Ways:
         forward(net, inputs)
 
 
-def forward(net, inputs):
-    with autograd.record():
-        return [net(part) for part in inputs]
-
-
-def two_norms(mode, count=2):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), SyncBatchNorm(timeout=LONG), nn.Activation("relu"), SyncBatchNorm(timeout=LONG))
-    net.initialize(ctx=cpus(count))
-    return set_mode(net, mode)
-
-
 @modes
 def test_a_complete_step_is_not_taken_for_one_that_broke_off(mode, caplog):
     """Each way twice and after each other; then a step on some devices, and moves to one device and back."""
     for way in (item for name, item in vars(Ways).items() if not name.startswith("_")):
-        net = two_norms(mode)
+        net = small_net(mode)
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
         for number in range(4):
             way(net, parts())
             if number % 2 and way is not Ways.no_backward_pass:
                 trainer.step(1)
         mx.nd.waitall()
-        assert COMPLAINT not in caplog.text, way
-    net = two_norms(mode)
+        assert LATE not in caplog.text, way
+    net = small_net(mode)
     Ways.in_one_scope(net, parts())
     with gluon_syncbn.devices(mx.cpu(0), net):
         Ways.in_one_scope(net, parts(1))
@@ -477,13 +447,13 @@ def test_a_complete_step_is_not_taken_for_one_that_broke_off(mode, caplog):
         net.collect_params().reset_ctx(cpus(count))
         Ways.in_one_scope(net, parts(count))
     mx.nd.waitall()
-    assert COMPLAINT not in caplog.text
+    assert LATE not in caplog.text
 
 
 @modes
 def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode, caplog):
     """After a move to more devices, too."""
-    net = two_norms(mode)
+    net = small_net(mode)
     Ways.in_one_scope(net, parts())
     net.collect_params().reset_ctx(cpus(3))
     Ways.in_one_scope(net, parts(3))
@@ -494,11 +464,11 @@ def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode,
         caplog.clear()
         Ways.in_one_scope(net, parts(3))
         mx.nd.waitall()
-        assert f"SyncBatchNorm '{net[1].name}': {COMPLAINT} {told} only, and is given up now." in caplog.text
+        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is given up now." in caplog.text
 
 
 def test_the_trainer_still_notices_a_gradient_that_is_not_fresh():
-    net = two_norms("imperative")
+    net = small_net("imperative")
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None)
     Ways.in_one_scope(net, parts())
     trainer.step(1)

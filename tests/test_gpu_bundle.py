@@ -14,18 +14,16 @@ from pathlib import Path
 
 import gpu as benchmark
 import gpu_table
-import nvidia
 import pytest
-from stand_in import FLAGS, build_kernels, standalone
-from testing import HANG, ROOT
+from stand_in import FLAGS, HERE, build_kernels, standalone
+from test_gpu_compile import nvrtc_of
+from testing import HANG, ROOT, run_program
 
-CI = os.path.join(ROOT, ".ci")
-sys.path[:0] = [CI, os.path.join(CI, "bundle")]
+BUNDLE = os.path.join(ROOT, ".ci", "bundle")
+sys.path[:0] = [os.path.dirname(BUNDLE), BUNDLE]
 
 import fatbin  # noqa: E402
 import steps  # noqa: E402
-
-MACHINE = os.path.join(ROOT, "tests", "stand_in", "machine")
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +31,13 @@ def stand_in(tmp_path_factory):
     """The environment of a machine whose CuPy and driver stand in for a GPU's."""
     folder = tmp_path_factory.mktemp("stand_in")
     build_kernels(folder)
-    driver = os.path.join(ROOT, "tests", "stand_in", "driver.cpp")
-    shutil.copy(standalone.compiled("libcuda.so.1", [driver], [*FLAGS, "-ldl"]), folder / "libcuda.so.1")
-    (nvrtc,) = (file for root in nvidia.__path__ for file in Path(root).glob("cuda_nvrtc/lib/libnvrtc.so.11.2"))
-    paths = {"PYTHONPATH": MACHINE, "LD_LIBRARY_PATH": str(folder), "STAND_IN_KERNELS": str(folder)}
-    return {**os.environ, **paths, "GLUON_SYNCBN_NVRTC": str(nvrtc)}
+    shutil.copy(standalone.compiled("libcuda.so.1", [HERE / "driver.cpp"], [*FLAGS, "-ldl"]), folder / "libcuda.so.1")
+    paths = {"PYTHONPATH": HERE / "machine", "LD_LIBRARY_PATH": folder, "STAND_IN_KERNELS": folder}
+    return {**paths, "GLUON_SYNCBN_NVRTC": nvrtc_of("11")}
 
 
 def measured_by(program, environment, file, *words):
-    command = [sys.executable, os.path.join(ROOT, program), "--json", str(file), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=HANG)
+    done = run_program([program, "--json", file, *words], **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -51,10 +46,9 @@ def measured_by(program, environment, file, *words):
 def results(stand_in, tmp_path_factory):
     """As run.sh leaves them, with the numbers of the stand-in under the name of a GPU."""
     folder = tmp_path_factory.mktemp("measured")
-    speed = measured_by(
-        "benchmarks/gpu.py", stand_in, folder / "speed", "--rounds", "2", "--shapes", "2,8,5,5", "1,16,3,3"
-    )
-    kernels = measured_by("tests/check_kernels.py", stand_in, folder / "kernels", "--cases", "3", "--values", "999")
+    words = ["--rounds", 2, "--shapes", "2,8,5,5", "1,16,3,3"]
+    speed = measured_by("benchmarks/gpu.py", stand_in, folder / "speed", *words)
+    kernels = measured_by("tests/check_kernels.py", stand_in, folder / "kernels", "--cases", 3, "--values", 999)
     took = {"training": 61.4, "prediction": 40.2, "more": 21.2}
     return {
         "machine": {
@@ -93,11 +87,10 @@ def test_what_is_measured(results):
 
 def packed(results, file):
     """As run.sh leaves them."""
-    folder = file.parent / file.name.split(".")[0]
-    folder.mkdir()
-    (folder / "results.json").write_text(json.dumps(results))
+    text = file.with_suffix(".json")
+    text.write_text(json.dumps(results))
     with tarfile.open(file, "w:gz") as archive:
-        archive.add(folder, "results")
+        archive.add(text, "results/results.json")
 
 
 def unpacked(file):
@@ -108,11 +101,10 @@ def unpacked(file):
 @pytest.mark.long
 def test_why_a_kernel_is_as_fast_as_it_is(stand_in, tmp_path):
     """What else benchmarks/gpu.py measures (--latency, --code), the rehearsal runs in CI."""
-    words = ["--variants", "--rounds", "1", "--shapes", "2,8,5,5"]
+    words = ["--variants", "--rounds", 1, "--shapes", "2,8,5,5"]
     shares = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", *words)["results"][0]["of_copy"]
-    assert {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)} == {
-        name for name in shares if name.endswith(", forward")
-    }
+    expected = {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)}
+    assert {name for name in shares if name.endswith(", forward")} == expected
 
 
 def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
@@ -120,7 +112,7 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     packed(results, file)
     times = {"found": {"(2, 64, 4) launch": [2.5, 3.5, 30.0]}}
     second = {"steps": [{"name": "latency", "ended": "ok", "seconds": 9, "last_line": ""}], "latency": times}
-    packed({**{key: results[key] for key in ("machine", "bundle")}, **second}, tmp_path / "results-2.tar.gz")
+    packed({"machine": results["machine"], "bundle": results["bundle"], **second}, tmp_path / "results-2.tar.gz")
     page.write_text("# GPUs\n\n<!-- numbers -->\nold\n<!-- end of numbers -->\n\nmore\n", encoding="utf-8")
     for _ in range(2):
         assert gpu_table.main([str(file), str(tmp_path / "results-2.tar.gz"), "--page", str(page)]) == 0
@@ -163,10 +155,9 @@ def in_python(code):
     return lambda run, seconds: [sys.executable, "-c", textwrap.dedent(code.format(run=run))]
 
 
-def run_steps(monkeypatch, out, made, *words) -> int:
-    monkeypatch.setattr(
-        steps, "STEPS", [steps.Step(1, name, "", 12, 12, needs, command) for name, command, needs in made]
-    )
+def run_steps(monkeypatch, out, commands, *words) -> int:
+    made = [steps.Step(1, name, "", 12, 12, name == "needs_mxnet", command) for name, command in commands.items()]
+    monkeypatch.setattr(steps, "STEPS", made)
     monkeypatch.setattr(sys, "argv", ["steps.py", str(out), *words])
     return steps.main()
 
@@ -175,7 +166,7 @@ def test_a_cut_off_run_leaves_what_it_has(folder, tmp_path):
     """SIGKILL, and no time to clean up."""
     code = f"""
 import os, sys
-sys.path.insert(0, {os.path.join(CI, "bundle")!r})
+sys.path.insert(0, {BUNDLE!r})
 import pathlib, steps
 steps.HERE = pathlib.Path({str(folder)!r})
 steps.STEPS = [steps.Step(1, "first", "", 20, 20, False, lambda *_: ["echo", "right"]),
@@ -212,8 +203,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
         "breaks_off": (in_python(write.format("breaks_off", "[1, ") + "; raise SystemExit(1)"), "FAILED with status 1"),
         "measures": (in_python(write.format("measures", "[1, 2]")), "ok"),
     }
-    commands = [(name, command, name == "needs_mxnet") for name, (command, _) in made.items()]
-    assert run_steps(monkeypatch, tmp_path / "out", commands) == 1
+    assert run_steps(monkeypatch, tmp_path / "out", {name: command for name, (command, _) in made.items()}) == 1
     (archive,) = (tmp_path / "out").iterdir()
     files = unpacked(archive)
     results = json.loads(files["results/results.json"])
@@ -237,7 +227,7 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(folder, tmp_path, mon
 
 def test_when_no_time_is_left_that_is_said(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "TOTAL", {False: 5, True: 5})
-    assert run_steps(monkeypatch, tmp_path / "out", [("late", in_python("pass"), False)], "--short") == 1
+    assert run_steps(monkeypatch, tmp_path / "out", {"late": in_python("pass")}, "--short") == 1
     (step,) = json.loads(unpacked(tmp_path / "out" / "results-1.tar.gz")["results/results.json"])["steps"]
     assert step["ended"] == "no time left"
 
@@ -250,9 +240,8 @@ def test_steps_that_do_not_exist_are_refused(folder, tmp_path, monkeypatch, caps
 
 
 def library_of(folder, text):
-    source, library = folder / "library.c", folder / "library.so"
-    source.write_text(text + "\nint seven() { return 7; }\n", encoding="utf-8")
-    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    library, source = folder / "library.so", f"{text}\nint seven() {{ return 7; }}\n"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", library], input=source, text=True, check=True)
     return library
 
 
@@ -267,10 +256,9 @@ def test_machine_code_is_blanked_and_nothing_else(tmp_path):
     section = f'__asm__(".section .nv_fatbin, \\"a\\"; .balign 8; {lines}; {lines}; .previous");'
     library = library_of(tmp_path, section)
     before = library.read_bytes()
+    assert before.count(b"\x22" * 40) == before.count(b"\x11" * 24) == 2
     assert fatbin.blank(library) == 80
-    after = library.read_bytes()
-    assert after == before.replace(b"\x22" * 40, bytes(40)) and before.count(b"\x22" * 40) == 2
-    assert after.count(b"\x11" * 24) == 2
+    assert library.read_bytes() == before.replace(b"\x22" * 40, bytes(40))
     assert ctypes.CDLL(str(library)).seven() == 7
 
 

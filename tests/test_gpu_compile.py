@@ -9,60 +9,47 @@ import re
 from pathlib import Path
 
 import gpu_kernels
+import nvidia
 import pytest
 
-VERSIONS = {"11": "cuda_nvrtc/lib/libnvrtc.so.11.2", "newest": "cu*/lib/libnvrtc.so.*[0-9]"}
-# The first is what MXNet asks for: nothing. The oldest GPU that this NVRTC knows can run that, and all newer ones.
-CASES = [("11", None), *(("11", f"compute_{number}") for number in (60, 70, 80, 86)), ("newest", "compute_90")]
+VERSIONS = {"11": "cuda_nvrtc/lib/libnvrtc.so.11.2", "newest": "cu[0-9]*/lib/libnvrtc.so.*[0-9]"}
+# What MXNet's compiler makes by itself of each kind of layer, in float16, which has the most of its own: the oldest GPU
+# that this NVRTC knows can run that, and all newer ones. Then one kind for each architecture, in all dtypes. The
+# stand-in compiles every kind in every dtype (test_gpu_kernels.py).
+ARCHITECTURES = [*(("11", f"compute_{number}") for number in (60, 70, 80, 86)), ("newest", "compute_90")]
+CASES = [("11", None, kind) for kind in gpu_kernels.KINDS if kind.dtype == "float16"]
+CASES += [
+    (*architecture, gpu_kernels.KernelKind(dtype, "relu", True))
+    for architecture, dtype in zip(ARCHITECTURES, itertools.cycle(gpu_kernels.FLAGS))
+]
 
 
-@pytest.fixture(scope="module")
-def compilers():
-    import nvidia
-
-    found = {
-        name: file
-        for name, pattern in VERSIONS.items()
-        for root in nvidia.__path__
-        for file in Path(root).glob(pattern)
-    }
-    return {name: ctypes.CDLL(str(file)) for name, file in found.items()}
+def nvrtc_of(version) -> str:
+    (file,) = (file for root in nvidia.__path__ for file in Path(root).glob(VERSIONS[version]))
+    return str(file)
 
 
-def compile_kernels(nvrtc, options):
+def compile_kernels(version, options):
     """PTX and what the compiler had to say."""
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc, program, size = ctypes.CDLL(nvrtc_of(version)), ctypes.c_void_p(), ctypes.c_size_t()
     source = gpu_kernels.SOURCE.encode()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), words)
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    if failed:
-        return "", log.value.decode()
-    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return ptx.value.decode(), log.value.decode()
+
+    def told(what) -> str:
+        nvrtc[f"nvrtcGet{what}Size"](program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        nvrtc[f"nvrtcGet{what}"](program, text)
+        return text.value.decode()
+
+    return "" if failed else told("PTX"), told("ProgramLog")
 
 
-# What MXNet's compiler makes by itself of each kind of layer, in float16, which has the most of its own; then one kind
-# for each architecture, in all dtypes. The stand-in compiles every kind in every dtype (test_gpu_kernels.py).
-@pytest.mark.parametrize(
-    "version, architecture, kind",
-    [
-        *(("11", None, kind) for kind in gpu_kernels.KINDS if kind.dtype == "float16"),
-        *(
-            (*case, gpu_kernels.KernelKind(dtype, "relu", True))
-            for case, dtype in zip(CASES[1:], itertools.cycle(gpu_kernels.FLAGS))
-        ),
-    ],
-)
-def test_it_compiles_without_warnings(compilers, version, architecture, kind):
+@pytest.mark.parametrize("version, architecture, kind", CASES)
+def test_it_compiles_without_warnings(version, architecture, kind):
     options = [*gpu_kernels.options(kind), *([f"--gpu-architecture={architecture}"] if architecture else [])]
-    ptx, log = compile_kernels(compilers[version], options)
+    ptx, log = compile_kernels(version, options)
     assert log.strip() == ""
     assert sorted(re.findall(r"\.entry (\w+)\(", ptx)) == sorted(gpu_kernels.KERNELS)
     # Each pack is read and written at once, four of them in a row; 16-bit values are converted by the GPU.
@@ -81,19 +68,19 @@ def test_it_compiles_without_warnings(compilers, version, architecture, kind):
     assert (".f32" in ptx) == (kind.dtype != "float64")
 
 
-def test_what_a_benchmark_leaves_out(compilers):
+def test_what_a_benchmark_leaves_out():
     options = gpu_kernels.options(gpu_kernels.KernelKind("float16"))
-    shipped, _ = compile_kernels(compilers["11"], options)
+    shipped, _ = compile_kernels("11", options)
     for define in ("SHARE", "BACKWARDS", "PREFETCH"):
-        without, log = compile_kernels(compilers["11"], [*options, f"-D{define}=0"])
+        without, log = compile_kernels("11", [*options, f"-D{define}=0"])
         assert log.strip() == "" and without != shipped, define
 
 
-def test_a_warning_names_file_and_line(compilers, monkeypatch):
+def test_a_warning_names_file_and_line(monkeypatch):
     line = "KERNEL(moments, MomentsArguments)"
     broken = gpu_kernels.SOURCE.replace(line, "__device__ void unused() { int i; } " + line)
     monkeypatch.setattr(gpu_kernels, "SOURCE", broken)
-    log = compile_kernels(compilers["11"], gpu_kernels.options(gpu_kernels.KernelKind("float32")))[1]
+    log = compile_kernels("11", gpu_kernels.options(gpu_kernels.KernelKind("float32")))[1]
     path = gpu_kernels.CSRC / "cuda" / "kernels" / "entry_points.cuh"
     (number,) = (i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.startswith(line))
     assert f"kernels/entry_points.cuh({number}): warning" in log

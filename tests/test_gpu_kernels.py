@@ -17,44 +17,37 @@ from stand_in import Fenced, StandInGpu
 from testing import LONG
 
 COUNT = 60
-layouts = pytest.mark.parametrize("layout", [(3, 5, 49), (70, 64, 1)], ids=str)
+GPU = StandInGpu()
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    return StandInGpu()
-
-
-@pytest.fixture
-def vectors():
-    """γ, β and running statistics, drawn for so many channels."""
-    rng = np.random.RandomState(3)
-    return lambda channels, real="float32": rng.uniform(0.5, 2, (4, channels)).astype(real)
+def vectors(channels, real="float32"):
+    """γ, β and running statistics."""
+    return np.random.RandomState(3).uniform(0.5, 2, (4, channels)).astype(real)
 
 
 @pytest.mark.parametrize("number", range(COUNT))
-def test_two_devices_give_what_the_reference_says(gpu, number, seed):
+def test_two_devices_give_what_the_reference_says(number, seed):
     """Forward and backward on two "GPUs" of different sizes, which bring their messages to a host. The same bits twice,
     though gpu_threads.h draws the orders of blocks and threads anew for each launch."""
-    problem = what_is_wrong(dealt(seed, COUNT)[number], gpu)
+    problem = what_is_wrong(dealt(seed, COUNT)[number], GPU)
     assert not problem, problem
 
 
 @pytest.mark.parametrize("layout", [(4, 300, 4100), (5, 300, 4100), (7, 300, 4100), (2700, 2048, 1)], ids=str)
-def test_blocks_that_have_more_than_one_turn(gpu, layout):
+def test_blocks_that_have_more_than_one_turn(layout):
     """Rows: 4 blocks per channel, 3 pieces per run, so that a block steps over the ends of runs in all ways. Columns: 8
     blocks share 2,700 rows, of which they take 1,024 at a time."""
     x = draw(layout, "float64")
-    passes = Passes(gpu, "float64", layout, x)
+    passes = Passes(GPU, "float64", layout, x)
     passes.moments(x)
     check_moments(x, *passes.received()[:2], "float64")
 
 
 @pytest.mark.parametrize("layout", [(4, 3, 20001), (2000, 20, 1)], ids=str)
-def test_blocks_that_share_a_channel_leave_their_counters_as_they_were(gpu, layout):
+def test_blocks_that_share_a_channel_leave_their_counters_as_they_were(layout):
     """The operator uses them again for the next pass."""
     x = Fenced(draw(layout, "float32"))
-    passes = Passes(gpu, "float32", layout, x.array)
+    passes = Passes(GPU, "float32", layout, x.array)
     assert passes.launches[True].grid[1] > 1
     results = []
     for _ in range(3):
@@ -66,10 +59,10 @@ def test_blocks_that_share_a_channel_leave_their_counters_as_they_were(gpu, layo
 
 @pytest.mark.parametrize("layout", [(2, 2, 1024), (70, 64, 1)], ids=str)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_a_number_stays_so_and_in_its_channel(gpu, layout, value, vectors):
+def test_what_is_not_a_number_stays_so_and_in_its_channel(layout, value):
     x = draw(layout, "float32")
     x[-1, 1, -1] = value
-    passes = Passes(gpu, "float32", layout, x, activation="relu")
+    passes = Passes(GPU, "float32", layout, x, activation="relu")
     passes.moments(x)
     assert np.isfinite(passes.received()[1]).tolist() == [c != 1 for c in range(layout[1])]
     passes.send(np.zeros(layout[1]), np.ones(layout[1]))
@@ -79,13 +72,13 @@ def test_what_is_not_a_number_stays_so_and_in_its_channel(gpu, layout, value, ve
     assert np.isfinite(y).sum() == y.size - 1
 
 
-@layouts
+@pytest.mark.parametrize("layout", [(3, 5, 49), (70, 64, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["none", "leaky"])
-def test_prediction(gpu, layout, dtype, activation, vectors):
+def test_prediction(layout, dtype, activation):
     x, dy = draw(layout, dtype), draw(layout, dtype, 1)
     y, dx = np.zeros_like(x), np.zeros_like(x)
-    passes = Passes(gpu, dtype, layout, x, y, activation=activation, slope=SLOPE)
+    passes = Passes(GPU, dtype, layout, x, y, activation=activation, slope=SLOPE)
     gamma, beta, mean, var = vectors(layout[1], passes.real)
     before = mean.copy(), var.copy()
     passes.normalize(x, y, gamma, beta, mean, var, count=0, training=False)
@@ -97,46 +90,43 @@ def test_prediction(gpu, layout, dtype, activation, vectors):
     passes.input_gradient(x, dy, dx, gamma, beta)
     norm = Norm(gamma, beta, activation=None if activation == "none" else activation, slope=SLOPE)
     norm.set_running(mean, var)
-    expected = norm.step([x], [dy], seen=[y], training=False)
-    how = {"units": UNITS[passes.real]}
-    check("y", y, expected.outputs[0], dtype, **how, roundings=1 if activation == "none" else 2)
-    check("dx", dx, expected.input_gradients[0], dtype, **how)
-    check("gradient of gamma", d_gamma, expected.gamma_gradient, passes.real, **how)
+    expected, units = norm.step([x], [dy], seen=[y], training=False), UNITS[passes.real]
+    check("y", y, expected.outputs[0], dtype, units=units, roundings=1 if activation == "none" else 2)
+    check("dx", dx, expected.input_gradients[0], dtype, units=units)
+    check("gradient of gamma", d_gamma, expected.gamma_gradient, passes.real, units=units)
     assert (d_beta == 0).all()
 
 
-def test_outputs_that_nobody_wants_are_not_written(gpu, vectors):
+def test_outputs_that_nobody_wants_are_not_written():
     x = draw((3, 5, 49), "float32")
     y = np.zeros_like(x)
-    passes = Passes(gpu, "float32", x.shape, x, y)
+    passes = Passes(GPU, "float32", x.shape, x, y)
     passes.send(np.zeros(5), np.ones(5))
     passes.normalize(x, None, *vectors(5), count=147)
     assert (y == 0).all()
     assert (passes.saved[:5] == 0).all() and passes.saved[20] == 147
 
 
-def test_what_runs_on_a_gpu_first(gpu, monkeypatch, seed):
+def test_what_runs_on_a_gpu_first(monkeypatch, seed):
     """check_kernels.py draws cases that the kernels do right, and sees when they do not."""
-    assert check_kernels.check(gpu, 15, 20_000, LONG, seed) == (15, [])
+    assert check_kernels.check(GPU, 15, 20_000, LONG, seed) == (15, [])
     monkeypatch.setattr(kernel_cases, "UNITS", {"float32": 1e-3, "float64": 1e-3})
     monkeypatch.setattr(check_kernels, "MOST_FAILURES", 3)
-    done, failures = check_kernels.check(gpu, 15, 20_000, LONG, seed)
+    done, failures = check_kernels.check(GPU, 15, 20_000, LONG, seed)
     assert done < 15 and len(failures) == 3
     said = rf"case [0-9]+ of seed {seed}: .* is off by .*, not .* \(Case\(layout=.*"
     assert all(re.fullmatch(said, failure) for failure in failures)
 
 
-TUNINGS = {
-    "threads": Tuning(threads=512, unroll=2, blocks=256, reducing_blocks=64),
-    "without": Tuning(defines=("-DSHARE=0", "-DBACKWARDS=0", "-DPREFETCH=0")),
-}
+OTHER_NUMBERS = Tuning(threads=512, unroll=2, blocks=256, reducing_blocks=64)
+WITHOUT = Tuning(defines=("-DSHARE=0", "-DBACKWARDS=0", "-DPREFETCH=0"))
 
 
-@pytest.mark.parametrize("tuning", list(TUNINGS))
+@pytest.mark.parametrize("tuning", [OTHER_NUMBERS, WITHOUT], ids=["other numbers", "without"])
 def test_what_a_benchmark_compares_is_right_too(tuning, seed):
     """What benchmarks/gpu.py tries on a GPU."""
     for case in dealt(seed, len(LAYOUTS)):
-        problem = what_is_wrong(case, StandInGpu(TUNINGS[tuning]))
+        problem = what_is_wrong(case, StandInGpu(tuning))
         assert not problem, problem
 
 

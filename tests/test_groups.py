@@ -3,20 +3,11 @@
 import mxnet as mx
 import numpy as np
 import pytest
+import test_layer
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from reference import check
-from testing import (
-    MODES,
-    check_running,
-    check_step,
-    cpus,
-    precision,
-    random_affine,
-    random_shards,
-    reference_of,
-    set_mode,
-)
+from reference import check, check_all
+from testing import MODES, check_running, check_step, cpus, precision, random_shards, set_mode, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -27,45 +18,20 @@ SHAPES = [(2, 3, 4, 4), (1, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4)]
 
 
 def make(mode, **options):
-    layer = SyncBatchNorm(in_channels=3, timeout=60, prefix="stem_", **options)
-    layer.initialize(ctx=cpus(4))
-    random_affine(layer, 3)
-    return set_mode(layer, mode), reference_of(layer, group_size=options.get("group_size"))
+    return test_layer.make(SHAPES, mode=mode, prefix="stem_", **options)
 
 
 def train_on(layer, norm, numbers, seed=0, running=True):
     """A step on the devices of these numbers, with an image more or less on each."""
-    shapes = [SHAPES[(number + seed) % 4] for number in numbers]
-    shards, heads = random_shards(shapes, seed=seed), random_shards(shapes, seed=seed + 50)
-    check_step(layer, norm, shards, heads, [mx.cpu(number) for number in numbers], used=numbers, running=running)
+    data = shards_and_heads([SHAPES[(number + seed) % 4] for number in numbers], seed=seed)
+    check_step(layer, norm, *data, [mx.cpu(number) for number in numbers], used=numbers, running=running)
 
 
 def test_groups_of_neighbours(mode):
+    """A pair does not wait for the other pair."""
     layer, norm = make(mode, group_size=2)
-    for seed in range(2):
-        train_on(layer, norm, range(4), seed)
-
-
-def test_a_pair_does_not_wait_for_the_other_pair(mode):
-    layer, norm = make(mode, group_size=2)
-    train_on(layer, norm, [2, 3])
-    train_on(layer, norm, [0, 1], 1)
-
-
-def test_num_devices_smaller_than_the_contexts(mode):
-    layer, _ = make(mode, num_devices=2)
-    with autograd.record(), pytest.raises(ValueError, match=r"'stem'.*num_devices=2, but its parameters live on 4"):
-        layer(mx.nd.ones((2, 3, 4, 4)))
-
-
-def test_evaluation_on_one_device_in_the_middle_of_training(mode):
-    layer, norm = make(mode)
-    for seed in range(3):
-        train_on(layer, norm, range(4), seed)
-        (x,) = random_shards([(5, 3, 2, 2)], seed=seed + 20)
-        seen = layer(mx.nd.array(x, ctx=mx.cpu(2))).asnumpy()
-        expected = norm.step([x], used=[2], training=False).outputs[0]
-        check("prediction", seen, expected, **precision(layer, is_plain=True))
+    for seed, numbers in enumerate((range(4), [2, 3], [0, 1], range(4))):
+        train_on(layer, norm, numbers, seed)
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
@@ -76,6 +42,9 @@ def test_steps_on_some_devices(mode, group_size):
         with gluon_syncbn.devices([mx.cpu(number) for number in numbers]):
             train_on(layer, norm, numbers, seed, running=False)
         check_running(layer, norm)
+        (x,) = random_shards([(5, 3, 2, 2)], seed=seed + 20)  # an evaluation on one device
+        expected = norm.step([x], used=[2], training=False).outputs[0]
+        check("prediction", layer(mx.nd.array(x, ctx=mx.cpu(2))).asnumpy(), expected, **precision(layer, is_plain=True))
     train_on(layer, norm, range(4), 9)
 
 
@@ -91,16 +60,15 @@ def test_beside_a_net_that_was_converted_back(mode):
 
 def test_the_backward_pass_may_come_after_the_block(mode):
     layer, norm = make(mode)
-    shards, heads = random_shards(SHAPES[:2]), random_shards(SHAPES[:2], seed=1)
+    shards, heads = shards_and_heads(SHAPES[:2])
     inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(2))]
     for item in inputs:
         item.attach_grad()
     with gluon_syncbn.devices(cpus(2)), autograd.record():
         outputs = [layer(item) for item in inputs]
     autograd.backward(outputs, [mx.nd.array(head, ctx=device) for head, device in zip(heads, cpus(2))])
-    expected = norm.step(shards, heads)
-    for item, wanted in zip(inputs, expected.input_gradients):
-        check("input gradient", item.grad.asnumpy(), wanted, **precision(layer))
+    gradients = [item.grad.asnumpy() for item in inputs]
+    check_all("input gradient", gradients, norm.step(shards, heads).input_gradients, **precision(layer))
     train_on(layer, norm, range(4), 1)
 
 
@@ -108,7 +76,7 @@ def test_the_backward_pass_may_come_after_the_block(mode):
 @pytest.mark.parametrize("inside", [True, False])
 def test_training_with_a_smaller_last_batch(mode, inside, kvstore, on_kvstore):
     """4 devices, 6 images, in batches of 4 and 2: every weight is what one device with nn.BatchNorm arrives at."""
-    images = random_shards([(1, 3, 6, 6)] * 6, "float64")
+    (images,) = random_shards([(6, 3, 6, 6)], "float64")
 
     def build(norm, contexts):
         net = nn.HybridSequential()
@@ -121,31 +89,30 @@ def test_training_with_a_smaller_last_batch(mode, inside, kvstore, on_kvstore):
         options = {"learning_rate": 0.1, "momentum": 0.9}
         how = {"kvstore": kvstore, "update_on_kvstore": on_kvstore} if len(contexts) > 1 else {"kvstore": None}
         trainer = gluon.Trainer(net.collect_params(), "sgd", options, **how)
-        for _ in range(2):
-            for batch in (images[:4], images[4:]):
-                used = contexts[: len(batch)]
-                parts = gluon.utils.split_and_load(mx.nd.array(np.concatenate(batch), dtype="float64"), used)
-                with gluon_syncbn.devices(used, net):
-                    with autograd.record():
-                        losses = [mx.nd.sum(mx.nd.square(net(part))) for part in parts]
-                    autograd.backward(losses)
-                    if inside:
-                        trainer.step(len(batch))
-                if not inside:
+        for batch in (images[:4], images[4:]) * 2:
+            used = contexts[: len(batch)]
+            parts = gluon.utils.split_and_load(mx.nd.array(batch, dtype="float64"), used)
+            with gluon_syncbn.devices(used, net):
+                with autograd.record():
+                    losses = [(net(part) ** 2).sum() for part in parts]
+                autograd.backward(losses)
+                if inside:
                     trainer.step(len(batch))
+            if not inside:
+                trainer.step(len(batch))
 
-    reference = build(nn.BatchNorm(in_channels=4, momentum=0.875), [mx.cpu(0)])
+    reference = build(nn.BatchNorm(in_channels=4, momentum=0.875), cpus(1))
     net = build(SyncBatchNorm(in_channels=4, momentum=0.875, timeout=60), cpus(4))
     pairs = list(zip(net.collect_params().values(), reference.collect_params().values()))
     for ours, theirs in pairs:
         ours.set_data(theirs.data())
     set_mode(net, mode)
     train(net, cpus(4))
-    train(reference, [mx.cpu(0)])
+    train(reference, cpus(1))
     mx.nd.waitall()
     for ours, theirs in pairs:
-        for device in cpus(4):
-            np.testing.assert_allclose(ours.data(device).asnumpy(), theirs.data().asnumpy(), rtol=1e-9, atol=1e-10)
+        for array in ours.list_data():
+            np.testing.assert_allclose(array.asnumpy(), theirs.data().asnumpy(), rtol=1e-9, atol=1e-10)
 
 
 def test_a_device_that_is_not_in_the_list(mode):

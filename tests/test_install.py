@@ -19,7 +19,7 @@ CONTRIB = {"layer": mx.gluon.contrib.nn.SyncBatchNorm, "symbol": mx.sym.contrib.
 
 @pytest.fixture
 def installed():
-    gluon_syncbn.install()
+    gluon_syncbn.install(convert=True)
     yield
     gluon_syncbn.uninstall()
 
@@ -69,8 +69,9 @@ if __name__ == '__main__':
 
 # ``python -m gluon_syncbn.run`` with each of these arguments, one after the other in one process.
 RUN = """
-import logging, sys, runpy
+import logging, os, sys, runpy
 import gluon_syncbn
+os.chdir({folder!r})
 for arguments in {arguments}:
     sys.argv = ['run', *arguments]
     code = 0
@@ -78,31 +79,26 @@ for arguments in {arguments}:
         runpy.run_module('gluon_syncbn.run', run_name='__main__', alter_sys=True)
     except SystemExit as end:
         code = end.code
-    sys.stdout.flush()
-    print('ENDED', code, flush=True)
-    print('ENDED', file=sys.stderr, flush=True)
+    print('ENDED', code)
+    print('ENDED', file=sys.stderr)
     gluon_syncbn.uninstall()
     logging.getLogger('gluon_syncbn').handlers.clear()
 """
 
 
-def run(*arguments, folder=".", **environment):
-    """The outputs and the errors of these runs."""
-    code = f"import os; os.chdir({str(folder)!r})\n" + RUN.format(
-        arguments=[list(map(str, item)) for item in arguments]
-    )
-    done = run_python(code, **environment)
+def run(folder, *arguments, **environment):
+    """The codes and what follows, the errors of these runs, and all that they have said."""
+    done = run_python(RUN.format(folder=str(folder), arguments=arguments), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split("ENDED ")[1:], done.stderr.split("ENDED")[:-1], done.stdout
 
 
 def test_run_starts_a_script_with_ours(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    (tmp_path / "helper.py").write_text("print('HELPED')")
-    (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")
-    runs = ([script, "--syncbn", 3], ["-m", "script", "x"], ["missing.py"], [], ["--convert", "exits.py"])
-    codes, errors, out = run(*runs, folder=tmp_path)
+    for name, text in (("script", SCRIPT), ("helper", "print('HELPED')"), ("exits", "import sys; sys.exit(3)")):
+        (tmp_path / f"{name}.py").write_text(text)
+    path = str(tmp_path / "script.py")
+    runs = [path, "--syncbn", "3"], ["-m", "script", "x"], ["missing.py"], [], ["--convert", "exits.py"]
+    codes, errors, out = run(tmp_path, *runs)
     assert f"ARGUMENTS ['--syncbn', '3'] gluon_syncbn._install {tmp_path}" in out
     assert "ARGUMENTS ['x'] gluon_syncbn._install" in out and "HELPED" in out
     assert [code.split()[0] for code in (codes[0], codes[1], codes[3], codes[4])] == ["0", "0", "2", "3"]
@@ -112,7 +108,6 @@ def test_run_starts_a_script_with_ours(tmp_path):
 
 # As GluonCV's train_ssd.py in a process with one device: plain layers, and the Trainer before the net is hybridized.
 PLAIN_SCRIPT = """
-import sys, warnings
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -135,12 +130,10 @@ for step in range(2):
     autograd.backward(losses)
     trainer.step(4)
 mx.nd.waitall()  # MXNet's own layer writes its statistics in the backward pass; who reads them does not wait for it
-mean = net[1].running_mean
-means = [mean.data(mx.cpu(number)).asnumpy() for number in range(2)]
-print('SAME', (means[0] == means[1]).all())
+first, second = (net[1].running_mean.data(mx.cpu(number)).asnumpy() for number in range(2))
+print('SAME', (first == second).all())
 print('KINDS', type(net[1]).__name__, type(untouched[1]).__name__)
 again = gluon.Trainer(net.collect_params(), 'sgd', kvstore='local')
-print('NONE')
 dense = nn.Dense(2, in_units=3)
 dense.initialize()
 gluon.Trainer(dense.collect_params(), 'sgd')
@@ -152,7 +145,7 @@ def test_run_converts_what_a_trainer_is_made_for(tmp_path):
     given = ("net.collect_params()", "list(net.collect_params().values())", "net.collect_params('.*weight')")
     for number, parameters in enumerate(given):
         (tmp_path / f"{number}.py").write_text(PLAIN_SCRIPT.format(parameters=parameters))
-    codes, errors, out = run(*[["--convert", f"{number}.py"] for number in range(3)], ["0.py"], folder=tmp_path)
+    codes, errors, out = run(tmp_path, *[["--convert", f"{number}.py"] for number in range(3)], ["0.py"])
     assert [code.split()[0] for code in codes] == ["0"] * 4
     assert out.count("SAME True\nKINDS SyncBatchNorm BatchNorm\n") == 3
     assert out.count("SAME False\nKINDS BatchNorm BatchNorm\n") == 1
@@ -167,16 +160,9 @@ def test_only_the_first_process_of_a_job_says_so(tmp_path):
     script = "import logging; logging.basicConfig()\n" + PLAIN_SCRIPT.format(parameters="net.collect_params()")
     (tmp_path / "script.py").write_text(script)
     job = {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 1, "GLUON_SYNCBN_PROCESS_GROUP": "none"}
-    _, (text,), out = run(["--convert", "script.py"], folder=tmp_path, **job)
+    _, (text,), out = run(tmp_path, ["--convert", "script.py"], **job)
     assert "KINDS SyncBatchNorm BatchNorm" in out
     assert "gluon_syncbn.run: 1 BatchNorm" not in text and "made no gluon.Trainer" not in text
-
-
-@pytest.fixture
-def converting():
-    gluon_syncbn.install(convert=True)
-    yield
-    gluon_syncbn.uninstall()
 
 
 def make_base():
@@ -206,7 +192,7 @@ def train_and_compare(net, *others):
             np.testing.assert_allclose(mean.data(device).asnumpy(), 0.1 * seen.mean(0), rtol=1e-4, atol=1e-6)
 
 
-def test_nets_that_share_layers_are_converted_together(converting):
+def test_nets_that_share_layers_are_converted_together(installed):
     """Neither keeps a graph with plain layers, and a norm computes a ReLU only if it has one in both."""
     base = make_base()
     net = nn.HybridSequential()
@@ -217,29 +203,25 @@ def test_nets_that_share_layers_are_converted_together(converting):
     assert (net[0](x).asnumpy() < 0).any() and (base(x).asnumpy() >= 0).all()
 
 
-def test_a_child_may_refer_to_its_net(converting):
-    net = make_base()
-    net[0].owner = [net]
-    train_and_compare(net)
+def test_objects_that_cannot_be_looked_at(installed):
+    """And a child that refers to its net."""
 
-
-def test_objects_that_cannot_be_looked_at(converting):
     class Failing(mx.gluon.Block):
         def __init__(self):
             raise RuntimeError("before it is a block")
 
-    kept = Failing.__new__(Failing)
-    dead = weakref.proxy(make_base())
-    train_and_compare(make_base())
+    kept, dead, net = Failing.__new__(Failing), weakref.proxy(make_base()), make_base()
+    net[0].owner = [net]
+    train_and_compare(net)
     assert kept is not dead
     with pytest.raises(ValueError, match="list or dict of Parameters"):
         mx.gluon.Trainer(make_base()[0].weight, "sgd")
 
 
-def test_a_net_that_cannot_be_converted(converting, caplog):
+def test_a_net_that_cannot_be_converted(installed, caplog):
     class Own(nn.BatchNorm):
-        def hybrid_forward(self, F, x, *args, **kwargs):
-            return super().hybrid_forward(F, x, *args, **kwargs)
+        def hybrid_forward(self, *args, **kwargs):
+            return super().hybrid_forward(*args, **kwargs)
 
     net = nn.HybridSequential()
     net.add(Own(in_channels=3))
@@ -259,7 +241,7 @@ NETWORKS = {  # SSD's symbol and layers; what the others add takes a minute and 
     # It is a Faster R-CNN with a mask.
     "mask_rcnn": ("mask_rcnn_fpn_syncbn_resnet18_v1b_coco", "resnet18_v1b", 128, 33, "num_devices=2"),
 }
-CHEAP = ("ssd", "yolo3")
+CHEAP, LONG = ("ssd", "yolo3"), ("yolo3", "pspnet", "mask_rcnn")
 STEP = """
 import gluon_syncbn
 gluon_syncbn.install()
@@ -267,8 +249,8 @@ import sys
 sys.path.insert(0, 'benchmarks')
 import json, os, pathlib, mxnet as mx, gluoncv_scripts, zoo
 from gluoncv.model_zoo import model_store
-os.environ['MXNET_HOME'] = {folder!r}
-models = pathlib.Path({folder!r}) / 'models'
+os.environ['MXNET_HOME'] = '{folder}'
+models = pathlib.Path('{folder}') / 'models'
 model_store._model_sha1[{base!r}] = gluoncv_scripts.write_base_weights(models, {base!r})
 def with_syncbn(name, size, images):
     net = zoo.build(name, size, images, pretrained_base=True, {options})
@@ -283,19 +265,15 @@ print('RESULT', json.dumps(zoo.compare({name!r}, {size}, 'float64', with_syncbn,
 """
 
 
-@pytest.mark.parametrize(
-    "network", ["ssd", *[pytest.param(name, marks=pytest.mark.long) for name in list(NETWORKS)[1:]]]
-)
+@pytest.mark.parametrize("network", [CHEAP[0], *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_gluoncvs_networks_with_their_own_syncbn_option(network, tmp_path):
     name, base, size, count, options = NETWORKS[network]
-    is_cheap = network in CHEAP
-    code = STEP.format(name=name, base=base, size=size, options=options, is_cheap=is_cheap, folder=str(tmp_path))
+    code = STEP.format(name=name, base=base, size=size, options=options, folder=tmp_path, is_cheap=network in CHEAP)
     done = run_python(code, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.split("RESULT")[1])
-    assert int(done.stdout.split("BASE")[1].split()[0]) > 100 and "True" in done.stdout.split("BASE")[1]
-    assert result["layers"] == count
-    assert "not synchronized" not in done.stderr
+    assert done.returncode == 0 and "not synchronized" not in done.stderr, done.stdout + done.stderr
+    found, result = re.search(r"BASE (\d+) True\n(?s:.*)RESULT (.*)", done.stdout).groups()
+    result = json.loads(result)
+    assert int(found) > 100 and result["layers"] == count
     assert max(result[kind] for kind in ("outputs", "gradients", "statistics")) < 1e-6
     if network in CHEAP:
         assert result["nn.BatchNorm"] > 0.1  # how far two devices are off that do not synchronize

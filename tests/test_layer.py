@@ -23,7 +23,6 @@ from testing import (
     reference_of,
     set_mode,
     shards_and_heads,
-    step,
 )
 
 from gluon_syncbn import SyncBatchNorm
@@ -56,11 +55,11 @@ CASES = {
 
 def make(shapes, axis=1, dtype="float32", mode="imperative", **options):
     """A layer with γ and β on a device for each shape, and its reference."""
-    layer = SyncBatchNorm(axis=axis, timeout=60, in_channels=shapes[0][axis], **options)
+    layer = SyncBatchNorm(axis=axis, in_channels=shapes[0][axis], **{"timeout": 60, **options})
     layer.cast(dtype)
     layer.initialize(ctx=cpus(len(shapes)))
     random_affine(layer, shapes[0][axis])
-    own = {"activation": options.get("activation"), "group_size": options.get("group_size")}
+    own = {name: options.get(name) for name in ("activation", "group_size", "renorm")}
     return set_mode(layer, mode), reference_of(layer, **own)
 
 
@@ -81,29 +80,14 @@ def test_two_steps(case, mode, dtype):
 def test_the_order_of_the_sums_is_that_of_the_devices_numbers(mode):
     """Not of their names: cpu(10) is behind cpu(2), whoever comes first. Of more than one order the bits differ."""
     shapes = [(2, 3, 3, 5)] * 12
+    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(random_shards(shapes, mean=0), cpus(12))]
     results = []
     for order in (range(12), reversed(range(12))):
         layer, _ = make(shapes, mode=mode)
-        shards, heads = shards_and_heads(shapes, mean=0)
-        inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(12))]
-        outputs = {}
         with autograd.record():
-            for rank in order:
-                outputs[rank] = layer(inputs[rank])
+            outputs = {rank: layer(inputs[rank]) for rank in order}
         results.append(np.stack([outputs[rank].asnumpy() for rank in range(12)]))
     np.testing.assert_array_equal(*results)
-
-
-@modes
-@pytest.mark.parametrize("activation", [None, "relu"])
-@pytest.mark.parametrize("options", [{}, {"center": False}, {"scale": False}, {"center": False, "scale": False}])
-def test_center_scale_and_activation(options, activation, mode):
-    shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
-    layer, norm = make(shapes, mode=mode, activation=activation, epsilon=1e-2, momentum=0.5, **options)
-    for seed in range(2):
-        check_step(layer, norm, *shards_and_heads(shapes, seed=seed, mean=0.3))
-    assert layer.beta.grad_req == ("write" if options.get("center", True) else "null")
-    assert layer.gamma.grad_req == ("write" if options.get("scale", True) else "null")
 
 
 @modes
@@ -113,21 +97,9 @@ def test_gradients_that_are_added_or_not_asked_for(mode):
     layer.gamma.grad_req = layer.beta.grad_req = "add"
     for times in (1, 2, 3):
         check_step(layer, norm, *shards_and_heads(shapes), times=times)
-    layer.gamma.grad_req = "null"
-    layer.beta.grad_req = "write"
-    check_step(layer, norm, *shards_and_heads(shapes))
-    layer.beta.grad_req = "null"
-    check_step(layer, norm, *shards_and_heads(shapes))
-    layer.gamma.grad_req = layer.beta.grad_req = "write"
-    check_step(layer, norm, *shards_and_heads(shapes))
-
-
-@modes
-def test_one_value_per_channel_and_device(mode):
-    """A 1×1 pooled feature with one image each: on one device alone the variance would be 0 and the output β."""
-    layer, norm = make([(1, 3, 1, 1)] * 2, mode=mode)
-    shards = [np.full((1, 3, 1, 1), value, np.float32) for value in (1, 3)]
-    check_step(layer, norm, shards, shards)
+    for asked in (("null", "write"), ("null", "null"), ("write", "write")):
+        layer.gamma.grad_req, layer.beta.grad_req = asked
+        check_step(layer, norm, *shards_and_heads(shapes))
 
 
 @modes
@@ -169,18 +141,16 @@ def test_where_it_meets_nobody_it_is_batchnorm(why, activation, mode):
         net.add(nn.Activation(activation))
     net.initialize()
     random_affine(net[0], 5)
-    for item in (layer, net[0]):
+    set_mode(net, mode)
+    trained = []
+    for block, item in ((layer, layer), (net, net[0])):
         item.running_mean.set_data(mx.nd.arange(5))
         item.running_var.set_data(mx.nd.arange(1, 6))
-    set_mode(net, mode)
-    for seed in range(2):
-        results = []
-        for block, norm in ((layer, layer), (net, net[0])):
-            seen = observe(block, *shards_and_heads([(3, 5, 4, 6)], seed=seed, mean=0), cpus(1), layer=norm)
-            mx.nd.waitall()  # MXNet's own writes its statistics in the backward pass, untold to the engine
-            statistics = [item.data(mx.cpu(0)).asnumpy() for item in (norm.running_mean, norm.running_var)]
-            results.append([*seen.outputs, *seen.input_gradients, seen.gamma_gradient, seen.beta_gradient, *statistics])
-        for actual, expected in zip(*results):
+        norm = reference_of(item, activation=activation, frozen=why == "frozen", group_size=1)
+        data = [shards_and_heads([(3, 5, 4, 6)], seed=seed, mean=0) for seed in range(2)]
+        trained.append([check_step(block, norm, *arrays, cpus(1), layer=item, used=[0]) for arrays in data])
+    for ours, theirs in zip(*trained):
+        for actual, expected in zip(ours, theirs):
             np.testing.assert_array_equal(actual, expected)
 
 
@@ -190,80 +160,60 @@ def test_running_statistics_change_in_the_forward_pass_in_training_mode_only(mod
     layer, norm = make(shapes, mode=mode)
     shards, heads = shards_and_heads(shapes)
     inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(2))]
-    for is_recorded in (False, True):
-        with autograd.record(train_mode=False) if is_recorded else autograd.predict_mode():
+    for mode_of_call, is_training in (
+        (autograd.predict_mode(), False),
+        (autograd.record(train_mode=False), False),
+        (autograd.train_mode(), True),  # not recorded: statistics are estimated anew
+        (autograd.record(), True),
+    ):
+        with mode_of_call:
             outputs = [layer(item) for item in inputs]
         mx.nd.waitall()
-        check_running(layer, norm)
-    with autograd.train_mode():  # not recorded: statistics are estimated anew
-        outputs = [layer(item) for item in inputs]
-    norm.step(shards)
-    check_running(layer, norm)
-    with autograd.record():
-        outputs = [layer(item) for item in inputs]
-    norm.step(shards)
-    after = check_running(layer, norm)
+        if is_training:
+            norm.step(shards)
+        after = check_running(layer, norm)
     autograd.backward(outputs, [mx.nd.array(head, ctx=device) for head, device in zip(heads, cpus(2))])
     mx.nd.waitall()
     assert all((one == other).all() for one, other in zip(after, check_running(layer, norm)))
 
 
-@modes
-def test_gradients_through_prediction_mode(mode):
-    """Recorded with train_mode=False, as for adversarial examples: those of nn.BatchNorm with running statistics."""
-    shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
-    layer, norm = make(shapes, mode=mode)
-    check_step(layer, norm, *shards_and_heads(shapes))
-    norm.frozen = True
-    for _ in range(2):
-        check_step(layer, norm, *shards_and_heads(shapes, seed=1), train_mode=False)
-    norm.frozen = False
-    check_step(layer, norm, *shards_and_heads(shapes, seed=2))
-
-
 class Head(mx.gluon.HybridBlock):
     """One layer called on several feature maps, as a RetinaNet head is on pyramid levels."""
 
-    def __init__(self, times):
+    TIMES = 6
+
+    def __init__(self):
         super().__init__()
-        self.times = times
         with self.name_scope():
             self.norm = SyncBatchNorm(in_channels=3, timeout=60)
 
     def hybrid_forward(self, F, x):
-        return F.concat(*[self.norm(F.sin(x * (i + 1))) for i in range(self.times)], dim=0)
+        return F.concat(*[self.norm(part) for part in F.split(x, num_outputs=self.TIMES, axis=0)], dim=0)
 
 
 @modes
 def test_a_layer_that_is_called_several_times_per_step(mode):
     """Backward passes of the calls may come in any order; each must meet its own."""
-    times, shapes = 6, [(2, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4)]
-    head = Head(times)
+    head = Head()
     head.initialize(ctx=cpus(3))
     set_mode(head, mode)
-    norm, layer = reference_of(head.norm), head.norm
+    norm, how = reference_of(head.norm), precision(head.norm)
     for seed in range(3):
-        shards = random_shards(shapes, seed=seed)
-        heads = random_shards([(times * n, *rest) for n, *rest in shapes], seed=seed + 50)
-        outputs, inputs = step(head, shards, heads, cpus(3))
-        outputs = [np.split(item.asnumpy(), times) for item in outputs]
-        heads = [np.split(item, times) for item in heads]
-        totals = [Sized(0.0, 0.0)] * 3
-        d_gamma = Sized(0.0, 0.0)
-        for i in range(times):
-            warped = [np.sin(shard * np.float32(i + 1)) for shard in shards]
-            expected = norm.step(warped, [item[i] for item in heads])
-            check_all("output", [item[i] for item in outputs], expected.outputs, **precision(layer))
-            chain = [np.cos(shard * (i + 1.0)) * (i + 1) for shard in shards]
-            totals = [
-                Sized(total.value + part.value * by, total.size + (i + 1) * part.size)
-                for total, part, by in zip(totals, expected.input_gradients, chain)
-            ]
-            d_gamma = Sized(*(a + b for a, b in zip(d_gamma, expected.gamma_gradient)))
-        check_all("input gradient", [item.grad.asnumpy() for item in inputs], totals, **precision(layer))
-        seen = sum(layer.gamma.grad(device).asnumpy() for device in cpus(3))
-        check("gradient of gamma", seen, d_gamma, units=64)
-        check_running(layer, norm)
+        shards, heads = shards_and_heads([(Head.TIMES * images, 3, 4, 4) for images in (2, 1, 3)], seed=seed)
+        seen = observe(head, shards, heads, cpus(3), head.norm)
+        of_calls = [
+            zip(*(np.split(item, Head.TIMES) for item in items))
+            for items in (shards, heads, seen.outputs, seen.input_gradients)
+        ]
+        d_gammas = []
+        for x, dy, y, dx in zip(*of_calls):
+            expected = norm.step(x, dy)
+            check_all("output", y, expected.outputs, **how)
+            check_all("input gradient", dx, expected.input_gradients, **how)
+            d_gammas.append(expected.gamma_gradient)
+        total = Sized(*(sum(parts) for parts in zip(*d_gammas)))
+        check("gradient of gamma", seen.gamma_gradient, total, units=64)
+        check_running(head.norm, norm)
 
 
 @st.composite
@@ -295,10 +245,7 @@ PLAIN = {"epsilon": 1e-5, "momentum": 0.0, "center": False, "scale": False, "gro
 @modes
 @hypothesis.settings(max_examples=100, deadline=None, database=None)
 @hypothesis.given(
-    case=any_layer(),
-    dtype=st.sampled_from(DTYPES),
-    mean=st.sampled_from([0.0, 2.0, -30.0]),
-    seed=st.integers(0, 2**31),
+    case=any_layer(), dtype=st.sampled_from(DTYPES), mean=st.sampled_from([0.0, 2.0, -30.0]), seed=st.integers(0, 2**31)
 )
 # Two values at -30 whose mean is not a float32: a difference that nn.BatchNorm makes alone.
 @hypothesis.example(case=([(2, 11), (1, 11), (1, 11)], 1, PLAIN), dtype="float32", mean=-30.0, seed=2)
@@ -306,3 +253,5 @@ def test_any_layer(mode, case, dtype, mean, seed):
     shapes, axis, options = case
     layer, norm = make(shapes, axis, dtype, mode, **options)
     check_step(layer, norm, *shards_and_heads(shapes, dtype, seed, mean=mean, std=1))
+    assert layer.beta.grad_req == ("write" if options["center"] else "null")
+    assert layer.gamma.grad_req == ("write" if options["scale"] else "null")

@@ -5,13 +5,12 @@ in another process, whoever comes first, is proved with what users do in a loop 
 """
 
 import pytest
-from testing import run_python
+from testing import run_program, run_python
 
 
 def run_right(code, **environment):
     done = run_python(code, **environment)
     assert done.returncode == 0 and done.stdout.endswith("RIGHT\n"), done.stdout + done.stderr
-    return done.stdout
 
 
 LEAKS = """
@@ -26,10 +25,9 @@ leaks = {
 for kind, leak in leaks.items():
     try:
         live.watch(leak, 2, 50, 256 if kind == 'bytes' else 1 << 20, 8)
+        raise SystemExit(f'{kind} that are left behind were not seen')
     except AssertionError as error:
         assert str(error).startswith(kind), error
-        continue
-    raise SystemExit(f'{kind} that are left behind were not seen')
 live.watch(lambda: None, 2, 50, 256, 8 + 150)
 print('RIGHT')
 """
@@ -42,12 +40,11 @@ def test_a_leak_of_each_kind_would_be_seen():
 DETECTOR = """
 import sys
 sys.path.insert(0, 'examples')
-import gluon_syncbn, live
-import mxnet as mx, numpy as np
+import live
+from testing import *
 from train_detection import build_net, DigitsTrainTransform
 
-devices = [mx.cpu(0), mx.cpu(1)]
-side = 64
+devices, side = cpus(2), 64
 net = build_net(['a', 'b'], 'syncbn', devices)
 transform = DigitsTrainTransform(side, side, net)
 net.hybridize(static_alloc=True, static_shape=True)
@@ -76,13 +73,12 @@ def test_the_example():
 # Steps of a net of three layers, and then nets that are made, trained and dropped, in every mode.
 ALONE = """
 import gc, time
-import live, testing
+import live
 from testing import *
 from mxnet.gluon import nn
 from gluon_syncbn import SyncBatchNorm
 
-shapes = [(2, 4, 3, 3), (1, 4, 3, 3)]
-shards, heads = (random_shards(shapes, seed=seed) for seed in range(2))
+shards, heads = shards_and_heads([(2, 4, 3, 3), (1, 4, 3, 3)])
 
 def make(mode, layers=3, **options):
     net = nn.HybridSequential(prefix='net_')
@@ -93,15 +89,15 @@ def make(mode, layers=3, **options):
     random_affine(net[0], 4)
     return set_mode(net, mode)
 
-def step(net):
-    testing.step(net, shards, heads, cpus(2))
+def train(net):
+    step(net, shards, heads, cpus(2))
     mx.nd.waitall()
 
 for mode in MODES:
     net = make(mode)
-    live.watch(lambda: step(net), 6, 60, 256, LATE_THREADS)
+    live.watch(lambda: train(net), 6, 60, 256, LATE_THREADS)
 for mode in MODES:
-    live.watch(lambda: step(make(mode, 2)), 4, 50, 2048, LATE_THREADS)
+    live.watch(lambda: train(make(mode, 2)), 4, 50, 2048, LATE_THREADS)
     net = make(mode, 1, activation='relu')  # the next is right
     check_step(net, reference_of(net[0], activation='relu'), shards, heads, layer=net[0])
     if net[0].backend == 'native':
@@ -124,7 +120,5 @@ def test_no_step_and_no_net_leaves_anything_behind(backend):
 @pytest.mark.parametrize("mode, steps", [("imperative", 12), ("hybridize", 12), ("static", 25)])
 def test_the_soak_in_short(mode, steps):
     """A short run of benchmarks/soak.py, whose log is docs/soak.log: every step gives the bits of the first."""
-    code = f"import sys, runpy; sys.argv[1:] = ['--mode', '{mode}', '--steps', '{steps}']; " + (
-        "runpy.run_path('benchmarks/soak.py', run_name='__main__')"
-    )
-    assert "back end native" in run_right(code, GLUON_SYNCBN_BACKEND="native")
+    done = run_program(["benchmarks/soak.py", "--mode", mode, "--steps", steps, "--backend", "native"])
+    assert done.returncode == 0 and done.stdout.endswith("RIGHT\n"), done.stdout + done.stderr

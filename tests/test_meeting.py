@@ -1,32 +1,20 @@
 """Devices meet: the rendezvous of both back ends, a thread for each device, and several nets that keep apart."""
 
-import logging
+import contextlib
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import mxnet as mx
 import numpy as np
 import pytest
+import testing
 from gluoncv.utils.parallel import DataParallelModel
 from meeting_points import KINDS, Portable
 from mxnet import autograd
 from reference import check, check_all
-from testing import (
-    HANG,
-    LONG,
-    MODES,
-    check_running,
-    cpus,
-    precision,
-    random_affine,
-    random_shards,
-    reference_of,
-    run_python,
-    set_mode,
-    step,
-)
+from testing import HANG, LONG, MODES, cpus, run_python, set_mode, shards_and_heads, step
 
 from gluon_syncbn import SyncBatchNorm
 
@@ -38,15 +26,8 @@ THREADS = ThreadPoolExecutor(4)  # for all tests: in each thread MXNet leaves 88
 
 @pytest.fixture(params=list(KINDS))
 def rendezvous(request):
-    made = []
-
-    def make(*arguments, **options):
-        made.append(KINDS[request.param](*arguments, **options))
-        return made[-1]
-
-    yield make
-    for item in made:
-        item.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(KINDS[request.param](*arguments, **options))
 
 
 def test_the_sum_is_taken_in_rank_order_whoever_arrives_first(rendezvous):
@@ -87,7 +68,7 @@ def test_rounds_of_different_keys_meet_in_any_order(rendezvous):
 def test_a_missing_rank_fails_everyone_who_waits_and_the_next_round_is_clean(rendezvous, ranks):
     place = rendezvous(ranks, timeout=0.3)
     started = time.perf_counter()
-    texts = [item.result(timeout=HANG) for item in [place.meet(rank, [1.0]) for rank in range(1, ranks)]]
+    texts = place.all([[1.0]] * (ranks - 1), first=1)
     assert time.perf_counter() - started > 0.25
     names = ", ".join(f"rank {rank}" for rank in range(1, ranks))
     expected = f"here waited 0.3 s for 1 of {ranks} devices. Arrived: {names}. Missing: rank 0."
@@ -124,19 +105,15 @@ def test_an_error_in_the_exchange_or_one_that_does_not_return_reaches_everyone()
     def broken(parts):
         raise OSError("no route")
 
-    place = Portable(2, exchange=broken)
-    assert place.all([[0.0]] * 2) == ["here: the exchange between devices failed: no route"] * 2
-    place.close()
+    with Portable(2, exchange=broken) as place:
+        assert place.all([[0.0]] * 2) == ["here: the exchange between devices failed: no route"] * 2
     release = threading.Event()
-    place = Portable(2, timeout=0.2, exchange=lambda parts: release.wait(HANG))
-    meetings = [place.meet(rank, [0.0]) for rank in range(2)]
-    deadline = time.monotonic() + HANG
-    while not any(item.done() for item in meetings) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    release.set()
-    text = "here: all devices arrived, but the exchange between them did not return."
-    assert [item.result(timeout=HANG) for item in meetings] == [text] * 2
-    place.close()
+    with Portable(2, timeout=0.2, exchange=lambda parts: release.wait(HANG)) as place:
+        meetings = [place.meet(rank, [0.0]) for rank in range(2)]
+        wait(meetings, HANG, FIRST_COMPLETED)
+        release.set()
+        text = "here: all devices arrived, but the exchange between them did not return."
+        assert [item.result(timeout=HANG) for item in meetings] == [text] * 2
 
 
 # Nets and threads
@@ -150,22 +127,21 @@ class Halves(mx.gluon.HybridBlock):
         with self.name_scope():
             self.first, self.second = (SyncBatchNorm(in_channels=3, timeout=60) for _ in range(2))
         self.initialize(ctx=cpus(devices))
-        self.layers = (self.first, self.second)
-        for number, layer in enumerate(self.layers):
-            random_affine(layer, 3, seed=number)
-        self.norms = [reference_of(layer) for layer in self.layers]
+        for number, layer in enumerate((self.first, self.second)):
+            testing.random_affine(layer, 3, seed=number)
+        self.norms = {layer: testing.reference_of(layer) for layer in (self.first, self.second)}
         set_mode(self, mode)
 
     def hybrid_forward(self, F, x):
         one, other = F.split(x, num_outputs=2, axis=1)
         return F.concat(self.second(other), self.first(one), dim=1)
 
-    def check(self, shards, heads, outputs, gradients=None, used=None):
+    def check(self, shards, heads, outputs, gradients=None):
         """What a step has given is what it must be; ``gradients`` of the inputs where they are known."""
-        for number, (layer, norm) in enumerate(zip(self.layers, self.norms)):
+        for number, (layer, norm) in enumerate(self.norms.items()):
             mine, back = slice(3 * number, 3 * number + 3), slice(3 - 3 * number, 6 - 3 * number)
             expected = norm.step([item[:, mine] for item in shards], [item[:, back] for item in heads])
-            how = precision(layer)
+            how = testing.precision(layer)
             check_all("output", [item.asnumpy()[:, back] for item in outputs], expected.outputs, **how)
             if gradients is not None:
                 seen = [item.asnumpy()[:, mine] for item in gradients]
@@ -173,14 +149,14 @@ class Halves(mx.gluon.HybridBlock):
             for name in ("gamma", "beta"):
                 total = sum(array.asnumpy().astype(np.float64) for array in getattr(layer, name).list_grad())
                 check(f"gradient of {name}", total, getattr(expected, f"{name}_gradient"), units=how["units"])
-            check_running(layer, norm)
+            testing.check_running(layer, norm)
 
 
 SHAPES = [(2, 6, 4, 4), (1, 6, 4, 4), (2, 6, 4, 4), (3, 6, 4, 4)]
 
 
-def draw(seed, shapes=SHAPES[:2]):
-    return random_shards(shapes, seed=seed), random_shards(shapes, seed=seed + 50)
+def on_devices(arrays):
+    return [mx.nd.array(array, ctx=device) for array, device in zip(arrays, cpus(len(arrays)))]
 
 
 @modes
@@ -190,19 +166,19 @@ def test_nets_with_the_same_names_and_on_different_devices_keep_apart(mode, back
     assert list(teacher.collect_params()) == list(student.collect_params())
     nets = (teacher, student)
     for seed in range(4):
-        parts = {net: draw(seed + 100 * number) for number, net in enumerate(nets)}
-        inputs = {net: [mx.nd.array(x, ctx=d) for x, d in zip(parts[net][0], cpus(2))] for net in nets}
+        parts = {net: shards_and_heads(SHAPES[:2], seed=seed + 10 * number) for number, net in enumerate(nets)}
+        inputs = {net: on_devices(parts[net][0]) for net in nets}
         outputs = {net: [None] * 2 for net in nets}
         for item in [*inputs[teacher], *inputs[student]]:
             item.attach_grad()
         with autograd.record():
             for net, rank in ((teacher, 0), (student, 0), (student, 1), (teacher, 1)):
                 outputs[net][rank] = net(inputs[net][rank])
-        heads = [mx.nd.array(x, ctx=d) for net in (student, teacher) for x, d in zip(parts[net][1], cpus(2))]
-        autograd.backward([*outputs[student], *outputs[teacher]], heads)
+        heads = {net: on_devices(parts[net][1]) for net in nets}
+        autograd.backward([*outputs[student], *outputs[teacher]], [*heads[student], *heads[teacher]])
         for net in nets:
             net.check(*parts[net], outputs[net], [item.grad for item in inputs[net]])
-        shards, heads = draw(seed, SHAPES[:3])
+        shards, heads = shards_and_heads(SHAPES[:3], seed=seed)
         outputs, inputs = step(triple, shards, heads, cpus(3))
         triple.check(shards, heads, outputs, [item.grad for item in inputs])
 
@@ -213,11 +189,11 @@ def test_data_parallel_model(mode, backend):
     net = Halves(2, mode)
     model = DataParallelModel(net, cpus(2), sync=True)
     for seed in range(2):  # each time new threads, in which MXNet leaves 88 MB
-        shards, heads = draw(seed, [SHAPES[0]] * 2)
+        shards, heads = shards_and_heads([SHAPES[0]] * 2, seed=seed)
         with autograd.record():
             # Splits the batch over the devices; returns a tuple for each.
             outputs = [item for (item,) in model(mx.nd.array(np.concatenate(shards)))]
-        autograd.backward(outputs, [mx.nd.array(x, ctx=d) for x, d in zip(heads, cpus(2))])
+        autograd.backward(outputs, on_devices(heads))
         net.check(shards, heads, outputs)
 
 
@@ -227,44 +203,46 @@ def test_a_first_call_from_several_threads(mode, backend):
     for _ in range(5 if backend == "native" or mode == "hybridize" else 2):
         net, start = Halves(4, mode), threading.Barrier(4)
         for seed in range(2):  # a Trainer would keep them together in place of the barrier
-            shards, heads = draw(seed, SHAPES)
+            shards, heads = shards_and_heads(SHAPES, seed=seed)
 
             def work(rank, net=net, start=start, shards=shards, heads=heads):
-                x, head = (mx.nd.array(items[rank], ctx=mx.cpu(rank)) for items in (shards, heads))
-                x.attach_grad()
                 start.wait(HANG)
                 try:
-                    with autograd.record():
-                        y = net(x)
-                    y.backward(head)
+                    outputs, inputs = step(net, shards[rank:], heads[rank:], [mx.cpu(rank)])
                 except Exception:
                     start.abort()  # nobody waits for this one
                     raise
-                return y, x.grad
+                return outputs[0], inputs[0].grad
 
             outputs, gradients = zip(*THREADS.map(work, range(4)))
             net.check(shards, heads, outputs, gradients)
 
 
-def extend_mxnets_backward(monkeypatch, follow):
-    """``follow(backward)`` runs in place of MXNet's own backward pass."""
+def layer_on_two_devices(monkeypatch, when_called):
+    """``when_called()`` runs when MXNet's own backward pass has been called, and is yet to return to the package."""
     own = mx.nd.ndarray._LIB.MXAutogradBackwardEx
-    monkeypatch.setattr(mx.nd.ndarray._LIB, "MXAutogradBackwardEx", lambda *given: follow(lambda: own(*given)))
+
+    def backward(*given):
+        done = own(*given)
+        when_called()
+        return done
+
+    monkeypatch.setattr(mx.nd.ndarray._LIB, "MXAutogradBackwardEx", backward)
+    layer = SyncBatchNorm(in_channels=4, timeout=LONG)
+    layer.initialize(ctx=cpus(2))
+    return layer
 
 
 def test_a_backward_pass_that_waits_for_another_thread(monkeypatch, backend):
     """It returns when its work is done, which needs the other device's, whose thread calls ``backward()`` later."""
-    layer, waits = SyncBatchNorm(in_channels=4, timeout=LONG), threading.Event()
-    layer.initialize(ctx=cpus(2))
+    waits = threading.Event()
 
-    def follow(backward):
-        done = backward()
+    def when_called():
         if not waits.is_set():
             waits.set()
             layer.gamma.grad(mx.cpu(0)).wait_to_read()
-        return done
 
-    extend_mxnets_backward(monkeypatch, follow)
+    layer = layer_on_two_devices(monkeypatch, when_called)
 
     def work(rank):
         with autograd.record():
@@ -277,17 +255,13 @@ def test_a_backward_pass_that_waits_for_another_thread(monkeypatch, backend):
 
 def test_backward_passes_that_overlap_are_all_counted(monkeypatch, caplog, backend):
     """The second is called, as by another thread, when the first has reached the layer and is yet to return."""
-    layer = SyncBatchNorm(in_channels=4, timeout=60)
-    layer.initialize(ctx=cpus(2))
     waiting = []
 
-    def follow(backward):
-        done = backward()
+    def when_called():
         if waiting:
             waiting.pop().backward()
-        return done
 
-    extend_mxnets_backward(monkeypatch, follow)
+    layer = layer_on_two_devices(monkeypatch, when_called)
     for _ in range(2):
         with autograd.record():
             first, second = ([layer(mx.nd.ones((2, 4, 5, 5), ctx=device)) for device in cpus(2)] for _ in range(2))
@@ -296,16 +270,16 @@ def test_backward_passes_that_overlap_are_all_counted(monkeypatch, caplog, backe
         first[1].backward(retain_graph=True)
         second[1].backward()
     mx.nd.waitall()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not caplog.messages
 
 
 # Four threads with a device each, which take turns in Python all the time.
 OFTEN = """
 import random, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-import gluon_syncbn, mxnet as mx
-from mxnet import autograd
+from testing import *
 from mxnet.gluon import nn
+from gluon_syncbn import SyncBatchNorm
 
 sys.setswitchinterval(1e-5)
 own = mx.Context.__hash__
@@ -316,10 +290,9 @@ def slow(context):  # where counts are looked up: another thread may run a whole
     return own(context)
 
 mx.Context.__hash__ = slow
-devices = [mx.cpu(number) for number in range(4)]
 
 def work(rank):
-    x = mx.nd.ones((2, 4, 5, 5), ctx=devices[rank])
+    x = mx.nd.ones((2, 4, 5, 5), ctx=mx.cpu(rank))
     try:
         for _ in range(2):
             start.wait()
@@ -331,15 +304,15 @@ def work(rank):
         start.abort()
         raise
 
-with ThreadPoolExecutor(4) as pool:
-    for _ in range(80):
-        net = nn.HybridSequential()
-        for _ in range(3):
-            net.add(nn.Conv2D(4, 1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=60))
-        net.initialize(ctx=devices)
-        net.hybridize()
-        start = threading.Barrier(4)
-        list(pool.map(work, range(4)))
+threads = ThreadPoolExecutor(4)
+for _ in range(80):
+    net = nn.HybridSequential()
+    for _ in range(3):
+        net.add(nn.Conv2D(4, 1, in_channels=4), SyncBatchNorm(in_channels=4, timeout=60))
+    net.initialize(ctx=cpus(4))
+    net.hybridize()
+    start = threading.Barrier(4)
+    list(threads.map(work, range(4)))
 print("RIGHT")
 """
 

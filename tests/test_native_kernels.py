@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from kernel_cases import Case, Cpu, CpuPasses, dealt, narrow, what_is_wrong, widen
+from kernel_cases import FLAGS, Case, Cpu, CpuPasses, dealt, narrow, what_is_wrong, widen
 from stand_in import Fenced
 
-DTYPES = ["float32", "float64", "float16", "bfloat16"]
 CPUS = Cpu(1, Fenced), Cpu(3, Fenced)
 # Work enough for several threads.
 LARGE = [Case((8, 64, 900), "float32", "skip"), Case((4000, 130, 1), "float16", "leaky in place")]
@@ -23,7 +22,7 @@ def normalize(x, factor=1.0, dtype="float16"):
 @pytest.mark.parametrize("number", range(76))
 def test_two_devices_give_what_the_reference_says(number, seed):
     """Forward and backward, with the same bits on one and three threads."""
-    problem = what_is_wrong(dealt(seed, 76, DTYPES)[number], *CPUS)
+    problem = what_is_wrong(dealt(seed, 76, list(FLAGS))[number], *CPUS)
     assert not problem, problem
 
 

@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd
 from mxnet import np as mnp
 from mxnet.gluon import nn
-from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, set_mode
+from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, set_mode, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
 
@@ -34,12 +34,8 @@ def as_numpy(block):
 
 
 def set_affine(layer):
-    for parameter, values in ((layer.gamma, [0.5, 1, -2, 1.5]), (layer.beta, [0.1, -1, 0, 1])):
-        parameter.set_data(mnp.array(values, dtype=parameter.dtype))
-
-
-def draw(shapes, dtype="float32", seed=0):
-    return random_shards(shapes, dtype, seed), random_shards(shapes, dtype, seed + 100)
+    layer.gamma.set_data(mnp.array([0.5, 1, -2, 1.5], dtype=layer.gamma.dtype))
+    layer.beta.set_data(mnp.array([0.1, -1, 0, 1], dtype=layer.beta.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -54,9 +50,10 @@ def test_the_numbers_are_the_references(shapes, axis, activation, mode, dtype, n
     set_mode(layer, mode)
     norm = reference_of(layer, activation=activation)
     for seed in range(2):
-        check_step(as_numpy(layer), norm, *draw(shapes, dtype, seed), layer=layer)
+        data = shards_and_heads(shapes, dtype, seed)
+        check_step(as_numpy(layer), norm, *data, layer=layer)
         seen = reference_of(layer, activation=activation, frozen=True)
-        check_step(as_numpy(layer), seen, *draw(shapes, dtype, seed), layer=layer, train_mode=False)
+        check_step(as_numpy(layer), seen, *data, layer=layer, train_mode=False)
 
 
 @modes
@@ -87,8 +84,8 @@ def test_a_net_trains_as_on_one_device(mode, numpy_interface):
             np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("around", [None, "hybridize", "static"])
-def test_an_exported_net_and_a_symbol_block(around, numpy_interface, tmp_path):
+@modes
+def test_an_exported_net_and_a_symbol_block(mode, numpy_interface, tmp_path):
     """The file is plain; a converted SymbolBlock of it trains, by itself or in a graph."""
     prefix = str(tmp_path / "net")
     net = nn.HybridSequential()
@@ -97,20 +94,18 @@ def test_an_exported_net_and_a_symbol_block(around, numpy_interface, tmp_path):
     net.hybridize()
     net(mnp.ones((1, 4, 5)))
     set_affine(net[0])
-    check_step(as_numpy(net), reference_of(net[0], activation="relu"), *draw(SHAPES), layer=net[0])
+    check_step(as_numpy(net), reference_of(net[0], activation="relu"), *shards_and_heads(SHAPES), layer=net[0])
     net.export(prefix)
     assert "Custom" not in (tmp_path / "net-symbol.json").read_text(encoding="utf-8")
     block = mx.gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0000.params", ctx=cpus(2))
     x = mnp.array(random_shards([(2, 4, 5)], seed=9)[0])
     np.testing.assert_allclose(block(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-6)
     convert_sync_batchnorm(block, timeout=60)
-    whole = block
-    if around:
-        whole = nn.HybridSequential()
-        whole.add(block)
-        set_mode(whole, around)
+    whole = nn.HybridSequential()
+    whole.add(block)
+    set_mode(whole, mode)
     block(x)
     (layer,) = layers_of(block)
     norm = reference_of(layer, activation="relu")
     for seed in range(2):
-        check_step(as_numpy(whole), norm, *draw(SHAPES, seed=seed), layer=layer)
+        check_step(as_numpy(whole), norm, *shards_and_heads(SHAPES, seed=seed), layer=layer)

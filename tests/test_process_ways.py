@@ -3,24 +3,17 @@
 Each job runs several ways, one after the other, since its start takes seconds. jobs/ways.py says what each is.
 """
 
-import json
-import re
-
-import live
 import pytest
-from launching import need, run_job
-from testing import LATE_THREADS
+from launching import run_job, run_ways
 
 TURNS = "by_environment two_nets without_backward dropped_net training"
-SURROUNDINGS = (
-    "portable steps_of_a_schedule module loader expander alone_in_the_middle trainers_that_step_alone resnet18"
-)
+AROUND = "portable steps_of_a_schedule module loader expander alone_in_the_middle trainers_that_step_alone resnet18"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
 BY_ITSELF, PAIRS = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"JOB_MOST_ROWS": 1}
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order last_step", BY_ITSELF),
-    ("mpi", 2, SURROUNDINGS, {}),
+    ("mpi", 2, AROUND, {}),
     ("mpi", 3, OF_THREE, {}),
     ("mpi", 4, "groups own_groups branches", {}),
     ("mpi", 5, "groups values branches steps_of_a_schedule", PAIRS),  # as more than 32 processes meet
@@ -29,16 +22,6 @@ JOBS = [
 ]
 LONG = [("horovod", 3, OF_THREE, SETS), ("horovod", 4, "groups training", SETS)]
 LONG += [("mpi", size, "groups branches training", PAIRS) for size in (2, 3, 4, 6, 7, 9)]
-
-
-def run_ways(engine, size, ways, *arguments, **variables):
-    """Run them in one job, one after the other; what it has said."""
-    need(engine)
-    done = run_job(engine, size, "ways.py", ",".join(ways.split()), *arguments, **variables)
-    assert done.returncode == 0 and "pending work had failed" not in done.text, done.text
-    for way in ways.split():
-        assert done.text.count(f"RIGHT {way}\n") == size, (way, done.text)
-    return done.text
 
 
 @pytest.mark.parametrize(
@@ -50,18 +33,10 @@ def test_ways_to_train(engine, size, ways, variables, tmp_path):
 
 @pytest.mark.long
 def test_horovod_says_how_some_processes_can_meet():
-    need("horovod")
     done = run_job("horovod", 3, "ways.py", "groups")
     assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.text, done.text
 
 
 @pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
 def test_memory_and_threads_stay_flat(engine):
-    check_soak(run_ways(engine, 2, "soak", 2000), 2000)
-
-
-def check_soak(text, steps):
-    told = re.findall(r"SOAK \d (\[.*\])", text)
-    assert len(told) == 2, text
-    for counts in map(json.loads, told):
-        live.check(counts[1:], steps / 4, 256, LATE_THREADS)
+    run_ways(engine, 2, "soak", 2000)

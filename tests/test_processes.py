@@ -1,28 +1,21 @@
 """Layers synchronize over processes: a step of several processes is a step of one device with the whole batch."""
 
 import pytest
-from launching import ENGINES, need, run_job
+from launching import ENGINES, run_ways
 from testing import MODES
 
-SMALL, LARGE = ["layer", "branches"], ["layer", "branches", "resnet18"]
+SMALL, LARGE = "layer branches", "layer branches resnet18"
 # Engine, processes, devices of each. Other sizes, and Horovod, are in test_process_ways.py.
 LONG = [(engine, size, devices) for engine in ENGINES for size in (2, 3, 4) for devices in (1, 2)]
 
 
+def cases_of(engine, size, devices):
+    return LARGE if size == 2 or (engine, size, devices) == ("mpi", 4, 1) else SMALL
+
+
 @pytest.mark.parametrize(
     "engine, size, devices, cases",
-    [
-        ("mpi", 2, 2, SMALL),
-        *(
-            pytest.param(*job, LARGE if job[1] == 2 or job == ("mpi", 4, 1) else SMALL, marks=pytest.mark.long)
-            for job in LONG
-        ),
-    ],
+    [("mpi", 2, 2, SMALL), *(pytest.param(*job, cases_of(*job), marks=pytest.mark.long) for job in LONG)],
 )
 def test_a_step_is_that_of_one_device(engine, size, devices, cases):
-    need(engine)
-    done = run_job(engine, size, "numerics.py", devices, ",".join(MODES), *cases)
-    assert done.returncode == 0, done.text
-    for case in cases:
-        for mode in MODES:
-            assert done.text.count(f"RIGHT {case} {mode}\n") == size, done.text
+    run_ways(engine, size, cases, JOB_DEVICES=devices, JOB_MODES=" ".join(MODES))

@@ -1,7 +1,7 @@
 """The README's example runs as it stands, with what its install line installs."""
 
-import os
 import re
+from pathlib import Path
 
 from testing import ROOT, run_python
 
@@ -16,8 +16,8 @@ assert 'gluoncv' not in sys.modules
 
 
 def test_example(tmp_path):
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as readme:
-        (code,) = re.findall(r"```python\n(.*?)```", readme.read(), flags=re.DOTALL)
+    text = Path(ROOT, "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert "range(10)" in code
     code = code.replace("range(10)", "range(100)")
     done = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{code}{CHECK}")

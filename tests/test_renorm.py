@@ -6,9 +6,9 @@ On the native back end; portable refuses it.
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet.gluon import nn
-from reference import Norm, check, check_all
-from testing import MODES, check_running, check_step, cpus, random_affine, random_shards, reference_of, set_mode, step
+import test_layer
+from reference import check_all
+from testing import MODES, check_running, check_step, cpus, observe, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -20,19 +20,13 @@ GROWING = [(0, 1, 0), (8, 5, 4)]  # with each pass other limits
 SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5), (3, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
 
 
-def make(devices, renorm, dtype="float32", mode="imperative", group_size=None, **options):
-    options = {"timeout": 60, "backend": "native", "renorm": renorm, "group_size": group_size, **options}
-    layer = SyncBatchNorm(in_channels=CHANNELS, **options)
-    layer.cast(dtype)
-    layer.initialize(ctx=cpus(devices))
-    random_affine(layer, CHANNELS)
-    return set_mode(layer, mode), reference_of(layer, renorm=renorm, group_size=group_size)
+def make(devices, renorm, dtype="float32", mode="imperative", **options):
+    return test_layer.make(SHAPES[:devices], 1, dtype, mode, renorm=renorm, backend="native", **options)
 
 
 def draw(devices=2, seed=0, dtype="float32", mean=1.0, std=2.0):
     """Shards and heads, on each device others."""
-    shapes = SHAPES[:devices]
-    return random_shards(shapes, dtype, seed, mean, std), random_shards(shapes, dtype, seed + 100)
+    return shards_and_heads(SHAPES[:devices], dtype, seed, mean=mean, std=std)
 
 
 def check_step_on(used, layer, norm, seed):
@@ -40,10 +34,10 @@ def check_step_on(used, layer, norm, seed):
     shards, heads = draw(len(used), seed, mean=3)
     chosen = [mx.cpu(device) for device in used]
     with gluon_syncbn.devices(chosen):
-        outputs, inputs = step(layer, shards, heads, chosen)
+        seen = observe(layer, shards, heads, chosen)
     expected = norm.step(shards, heads, used=used)
-    check_all("output", [item.asnumpy() for item in outputs], expected.outputs, units=16)
-    check_all("input gradient", [item.grad.asnumpy() for item in inputs], expected.input_gradients, units=16)
+    check_all("output", seen.outputs, expected.outputs, units=16)
+    check_all("input gradient", seen.input_gradients, expected.input_gradients, units=16)
     check_running(layer, norm)
 
 
@@ -75,16 +69,15 @@ def test_a_schedule_counts_the_training_passes(mode, schedule):
     """
     layer, norm = make(2, schedule, mode=mode)
     for number in range(7):
-        shards, heads = draw(seed=number)
         if number == 3:
             check_step_on([1], layer, norm, number)
-            layer(mx.nd.array(shards[0])).wait_to_read()
+            layer(mx.nd.array(draw()[0][0])).wait_to_read()
             continue
         if number == 4:
             layer = convert_sync_batchnorm(layer, renorm=schedule, timeout=60, backend="native")
         if number == 5:
             layer.collect_params().reset_ctx([mx.cpu(0), mx.cpu(2)])
-        check_step(layer, norm, shards, heads, layer.gamma.list_ctx())
+        check_step(layer, norm, *draw(seed=number), layer.gamma.list_ctx())
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
@@ -101,9 +94,7 @@ def test_a_step_that_was_given_up_leaves_one_number():
     layer, norm = make(4, GROWING, group_size=2, timeout=1)
     check_step(layer, norm, *draw(4))
     with pytest.raises(mx.MXNetError):
-        outputs, _ = step(layer, *draw(3), cpus(3))
-        for item in outputs:
-            item.wait_to_read()
+        observe(layer, *draw(3), cpus(3))
     gluon_syncbn.abandon_step()
     norm.passes += 1
     layer.running_mean.set_data(mx.nd.zeros(CHANNELS))
@@ -138,20 +129,6 @@ def test_prediction_is_that_of_batchnorm(mode):
     np.testing.assert_array_equal(predicted, convert_batchnorm(layer)(x).asnumpy())
 
 
-@modes
-def test_with_what_follows_it_and_in_place(mode):
-    """r and d are part of what is undone."""
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=CHANNELS), nn.LeakyReLU(0.125))
-    convert_sync_batchnorm(net, renorm=BOUND, backend="native", in_place=True)
-    net.initialize(ctx=cpus(2))
-    random_affine(net[0], CHANNELS)
-    set_mode(net, mode)
-    norm = reference_of(net[0], renorm=BOUND, activation="leaky", slope=0.125, in_place="float32")
-    for seed in range(3):
-        check_step(net, norm, *draw(seed=seed), layer=net[0])
-
-
 @pytest.mark.parametrize(
     "renorm", [3, (3,), (0.5, 1), (2, -1), (2, float("nan")), [], [(0, 1, 0), (0, 2, 1)], [(0, 1)], "3"]
 )
@@ -178,37 +155,3 @@ def test_what_users_may_write(renorm, schedule):
     assert f"renorm={tuple(schedule)!r}" in shown if schedule else "renorm" not in shown
     for seed in range(3):
         check_step(layer, norm, *draw(seed=seed))
-
-
-def test_a_symbol_carries_it(tmp_path):
-    """Saved and loaded, it trains by the schedule."""
-    file = str(tmp_path / "net.json")
-    sym = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("x"), num_devices=2, renorm=GROWING, fix_gamma=False, name="bn")
-    sym.save(file)
-    gamma, beta = np.linspace(0.5, 2, CHANNELS), np.linspace(-1, 1, CHANNELS)
-    norm = Norm(gamma, beta, renorm=GROWING, epsilon=1e-3)
-    loaded = gluon_syncbn.symbol.load(file)
-    executors = [loaded.simple_bind(device, x=shape) for device, shape in zip(cpus(2), SHAPES)]
-    for executor in executors:
-        executor.copy_params_from({"bn_gamma": mx.nd.array(gamma), "bn_beta": mx.nd.array(beta)})
-        executor.aux_dict["bn_moving_var"][:] = 1
-    for seed in range(3):
-        shards, heads = draw(seed=seed)
-        for executor, shard in zip(executors, shards):
-            executor.forward(is_train=True, x=mx.nd.array(shard))
-        for executor, head, device in zip(executors, heads, cpus(2)):
-            executor.backward(mx.nd.array(head, ctx=device))
-        expected = norm.step(shards, heads)
-        check_all("output", [executor.outputs[0].asnumpy() for executor in executors], expected.outputs)
-        gradients = [executor.grad_dict["x"].asnumpy() for executor in executors]
-        check_all("input gradient", gradients, expected.input_gradients)
-        total = sum(executor.grad_dict["bn_gamma"].asnumpy() for executor in executors)
-        check("gradient of gamma", total, expected.gamma_gradient)
-        for executor in executors:
-            for name, wanted in zip(("bn_moving_mean", "bn_moving_var"), norm.running()):
-                check(name, executor.aux_dict[name].asnumpy(), wanted)
-
-
-def test_portable_refuses_it():
-    with pytest.raises(RuntimeError, match="'stem': backend='portable'.*only the native back end has renorm"):
-        SyncBatchNorm(renorm=BOUND, backend="portable", prefix="stem_")

@@ -8,35 +8,16 @@ import json
 import mxnet as mx
 import numpy as np
 import pytest
-from executors import bind, check_executors, check_net, check_vectors, norm_of, run, train_block
+from crossings import total
+from executors import bind, check_executors, check_net, check_vectors, norm_of, run, train_block, vectors_of
 from gluoncv import model_zoo
 from gluoncv.nn.feature import FeatureExpander
 from mxnet.gluon import SymbolBlock, nn
 from reference import Sized, check, check_all
-from testing import (
-    MODES,
-    check_step,
-    cpus,
-    layers_of,
-    options_of,
-    random_affine,
-    random_shards,
-    reference_of,
-    set_mode,
-    shards_and_heads,
-    step,
-)
+from testing import MODES, check_step, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
 
 import gluon_syncbn
-from gluon_syncbn import (
-    SyncBatchNorm,
-    convert_batchnorm,
-    convert_symbol,
-    convert_sync_batchnorm,
-    devices,
-    freeze_statistics,
-    plain_symbol,
-)
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
 
 pytestmark = pytest.mark.usefixtures("backend")
 modes = pytest.mark.parametrize("mode", list(MODES))
@@ -80,7 +61,7 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
     symbol = SYNCHRONIZED(DATA, num_devices=number, timeout=60, name="bn", attr=attr, **options, **more)
     is_plain = node in ("each alone", "frozen")
     norm = norm_of(5, "portable" if is_plain or dtype == "float64" else backend, **own)
-    shapes = SHAPES if norm.axis != 3 else [(3, 4, 2, 5), (1, 4, 2, 5), (2, 4, 2, 5), (1, 4, 2, 5)]
+    shapes = SHAPES if norm.axis != 3 else [(n, 4, 2, 5) for n, *_ in SHAPES]
     file = str(tmp_path / "net-symbol.json")
     symbol.save(file)
     symbol = {
@@ -91,16 +72,16 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
     assert attr.items() <= symbol.get_internals()["bn_output"].attr_dict()["bn"].items()
     if "block" in way:
         block = set_mode(SymbolBlock(symbol, DATA), way.split()[0])
-        for name, parameter in block.collect_params().items():
-            role = name.replace("bn_", "").replace("moving_", "")
-            values = [norm.gamma, norm.beta, *(item.value for item in norm.running())]
-            parameter.shape = (5,)
-            parameter.cast(dtype)
-            parameter.initialize(ctx=cpus(4))
-            parameter.set_data(mx.nd.array(values[["gamma", "beta", "mean", "var"].index(role)], dtype=dtype))
         if norm.frozen:
             assert type(block) is SymbolBlock  # nothing of ours
             return
+        values = [norm.gamma, norm.beta, *(item.value for item in norm.running())]
+        for name, value in zip(vectors_of(block.collect_params(), "bn").values(), values):
+            parameter = block.collect_params()[name]
+            parameter.shape = (5,)
+            parameter.cast(dtype)
+            parameter.initialize(ctx=cpus(4))
+            parameter.set_data(mx.nd.array(value, dtype=dtype))
         (layer,) = layers_of(block)
         kept = {"timeout": 60, "num_devices": 4, "fuse": options.get("fuse", True)}
         assert kept.items() <= options_of(layer).items()
@@ -114,9 +95,8 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         assert "syncbn" not in symbol.tojson() and plain_symbol(symbol).tojson() == symbol.tojson()
         norm.group_size, norm.renorm, norm.in_place, norm.mean_is_rounded = 1, None, None, True
     executors = bind(symbol, shards_and_heads(shapes, dtype)[0], {"bn": norm})
-    for seed in range(2):
-        check_executors(executors, norm, *shards_and_heads(shapes, dtype, seed))
-    check_executors(executors, norm, *shards_and_heads(shapes, dtype, 2), is_train=False)
+    for seed in range(3):
+        check_executors(executors, norm, *shards_and_heads(shapes, dtype, seed), is_train=seed < 2)
 
 
 @pytest.mark.parametrize("operator", ["BatchNorm", "contrib.SyncBatchNorm", "contrib.BatchNormWithReLU"])
@@ -144,7 +124,7 @@ def test_every_operator_is_converted(operator, backend):
 def test_nodes_that_share_their_statistics(backend):
     """Pairs of four devices; the running mean that two nodes share sees both, in the order of the graph."""
     variables = [mx.sym.var(f"shared_{name}") for name in ("gamma", "beta", "moving_mean", "moving_var")]
-    both = [mx.sym.BatchNorm(item, *variables, fix_gamma=False) for item in (DATA, 3 * DATA)]
+    both = [mx.sym.BatchNorm(factor * DATA, *variables, fix_gamma=False) for factor in (1, 3)]
     norm, (shards, heads) = norm_of(5, backend, group_size=2), shards_and_heads(SHAPES)
     symbol = convert_symbol(mx.sym.Group(both), num_devices=4, group_size=2, timeout=60)
     executors = bind(symbol, shards, {"shared": norm})
@@ -153,19 +133,17 @@ def test_nodes_that_share_their_statistics(backend):
         seen = run(executors, shards)
         for executor, device, head in zip(executors, cpus(4), heads):
             executor.backward([mx.nd.array(item, ctx=device) for item in (head, -2 * head)])
-        made = norm.step(shards, heads), norm.step([3 * shard for shard in shards], [-2 * head for head in heads])
-        for number, step_of_node in enumerate(made):
-            check_all("output", [outputs[number] for outputs in seen], step_of_node.outputs, **how)
-        totals = {
-            name: Sized(*(one + other for one, other in zip(*(getattr(item, name) for item in made))))
-            for name in ("gamma_gradient", "beta_gradient")
-        }
+        first, second = norm.step(shards, heads), norm.step([3 * x for x in shards], [-2 * head for head in heads])
+        for outputs, wanted in zip(zip(*seen), (first.outputs, second.outputs)):
+            check_all("output", outputs, wanted, **how)
         dx = [
-            Sized(one.value + 3 * other.value, one.size + 3 * other.size)
-            for one, other in zip(*(item.input_gradients for item in made))
+            total([one, Sized(3 * other.value, 3 * other.size)])
+            for one, other in zip(first.input_gradients, second.input_gradients)
         ]
         check_all("input gradient", [item.grad_dict["data"].asnumpy() for item in executors], dx, **how)
-        check_vectors(executors, norm, made[0]._replace(**totals), "shared", units=how["units"])
+        names = ("gamma_gradient", "beta_gradient")
+        made = {name: total([getattr(first, name), getattr(second, name)]) for name in names}
+        check_vectors(executors, norm, first._replace(**made), "shared", units=how["units"])
 
 
 # Modules
@@ -184,58 +162,13 @@ def expander(norm=mx.sym.BatchNorm, **options):
     return norm(x, fix_gamma=True, eps=1e-2, momentum=0.5, name="bn1", **options)
 
 
-def network(norm=mx.sym.BatchNorm, **options):
+def classifier(features):
     """All that Module needs."""
-    return mx.sym.SoftmaxOutput(
-        mx.sym.FullyConnected(expander(norm, **options), num_hidden=4, name="fc"), name="softmax"
-    )
+    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(features, num_hidden=4, name="fc"), name="softmax")
 
 
-def make_module(symbol, contexts):
-    shares = [1 + number % 2 for number in range(len(contexts))]
-    module = mx.mod.Module(symbol, context=contexts, work_load_list=shares)
-    data = mx.io.DataDesc("data", BATCH, "float64")
-    module.bind([data], [mx.io.DataDesc("softmax_label", BATCH[:1], "float64")], inputs_need_grad=True)
-    mx.random.seed(0)
-    module.init_params(mx.init.Xavier())
-    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
-    return module
-
-
-def train_module(module, steps=3) -> dict:
-    """Outputs, input gradients and parameters after a few steps of training on random batches."""
-    rng = np.random.RandomState(0)
-    for _ in range(steps):
-        arrays = rng.standard_normal(BATCH) * 2 + 1, rng.randint(4, size=BATCH[0])
-        batch = [[mx.nd.array(array, dtype="float64")] for array in arrays]
-        module.forward_backward(mx.io.DataBatch(*batch))
-        mx.nd.waitall()  # MXNet's own BatchNorm writes its statistics in the backward pass, untold to the engine
-        module.update()
-    found = {"output": module.get_outputs()[0], "dx": module.get_input_grads()[0]}
-    for items in module.get_params():
-        found.update(items)
-    return {name: item.asnumpy() for name, item in found.items()}
-
-
-@pytest.mark.parametrize("origin", ["made", "made for 3", "converted", "plain on 2"])
-def test_a_module_trains_as_on_one_device(origin):
-    """The last one not: that the others can fail."""
-    count = 3 if origin == "made for 3" else 2
-    options = {"num_devices": count, "timeout": 60, "dtype": "float64"}
-    symbol = plain = network()
-    if origin == "converted":
-        symbol = convert_symbol(plain, **options)
-        assert {"conv_output", "bn0_output", "bn1_output"} <= set(symbol.get_internals().list_outputs())
-    elif origin != "plain on 2":
-        symbol = network(SYNCHRONIZED, **options)
-    for listed in ("list_arguments", "list_auxiliary_states", "list_outputs"):
-        assert getattr(symbol, listed)() == getattr(plain, listed)()
-    seen, expected = (train_module(make_module(item, cpus(size))) for item, size in ((symbol, count), (plain, 1)))
-    if origin == "plain on 2":
-        with pytest.raises(AssertionError, match="output"):
-            check_net(seen, expected)
-    else:
-        check_net(seen, expected)
+def network(norm=mx.sym.BatchNorm, **options):
+    return classifier(expander(norm, **options))
 
 
 def test_fit_and_checkpoints(tmp_path):
@@ -245,34 +178,31 @@ def test_fit_and_checkpoints(tmp_path):
     data = mx.nd.array(rng.standard_normal((24, *BATCH[1:])) + labels[:, None, None, None], dtype="float64")
     iterator = mx.io.NDArrayIter(data, mx.nd.array(labels, dtype="float64"), BATCH[0])
     sgd = {"initializer": mx.init.Xavier(), "optimizer_params": {"learning_rate": 0.1}}
-    sgd["batch_end_callback"] = lambda _: mx.nd.waitall()  # as above
-    found = []
-    for symbol, count in ((network(SYNCHRONIZED, num_devices=2, timeout=60, dtype="float64"), 2), (network(), 1)):
+    # MXNet's own BatchNorm writes its statistics in the backward pass, untold to the engine.
+    sgd["batch_end_callback"] = lambda _: mx.nd.waitall()
+    found, ours = [], network(SYNCHRONIZED, num_devices=2, timeout=60, dtype="float64")
+    for symbol, count in ((ours, 2), (network(), 1), (network(), 2)):
         mx.random.seed(0)
         module = mx.mod.Module(symbol, context=cpus(count))
         iterator.reset()
         module.fit(iterator, num_epoch=3, **sgd)
-        iterator.reset()
-        module.save_checkpoint(f"{prefix}{count}", 3)
+        if symbol is ours:
+            module.save_checkpoint(prefix, 3)
         found.append({"output": module.predict(iterator).asnumpy()})
-    check_net(*found)
-    symbol, arguments, states = mx.model.load_checkpoint(f"{prefix}2", 3)
+    check_net(found[0], found[1])
+    with pytest.raises(AssertionError, match="output"):  # so it can fail
+        check_net(found[2], found[1])
+    symbol, *values = mx.model.load_checkpoint(prefix, 3)
     trained = []
-    for loaded, count in (
-        (plain_symbol(symbol), 1),
-        (symbol, 2),
-        (convert_symbol(symbol, num_devices=3, timeout=60), 3),
-    ):
+    for count, loaded in enumerate((plain_symbol(symbol), symbol, convert_symbol(symbol, 3, timeout=60)), start=1):
         module = mx.mod.Module(loaded, context=cpus(count))
         module.bind(iterator.provide_data, iterator.provide_label)
-        module.set_params(arguments, states)
-        iterator.reset()
+        module.set_params(*values)
         check_net({"output": module.predict(iterator).asnumpy()}, found[0])
         iterator.reset()
         module.fit(iterator, num_epoch=1, **sgd)
         trained.append({name: item.asnumpy() for items in module.get_params() for name, item in items.items()})
-    for other in trained[1:]:
-        check_net(other, trained[0])
+        check_net(trained[-1], trained[0])
 
 
 # What cannot work, and files that were damaged
@@ -283,7 +213,6 @@ def test_bad_input(monkeypatch):
         (TypeError, "data must be a Symbol, not NDArray", lambda: SYNCHRONIZED(mx.nd.ones((1, 1)))),
         (ValueError, "num_devices must be given", lambda: convert_symbol(SYNCHRONIZED(DATA), None)),
         (TypeError, "expected a Symbol, not BatchNorm; for a block use", lambda: convert_symbol(nn.BatchNorm(), 2)),
-        (TypeError, "convert_symbol: unknown option 'devices'. There are backend, dtype, ", {"devices": 3}),
         (TypeError, "convert_symbol: unknown option 'activation'", {"activation": "relu"}),
         (ValueError, "group_size=3 does not divide its 2 devices", {"group_size": 3}),
     ]
@@ -396,12 +325,18 @@ def draw_images(seed):
     return random_shards(IMAGES, "float64", seed), random_shards(MAPS, "float64", seed + 9)
 
 
+def check_trains_as_on_one_device(net, theirs, draw=draw_images):
+    """On two devices, as another net on one; both begin anew."""
+    check_net(*(train_block(load(block, cpus(count)), count, draw) for block, count in ((net, 2), (theirs, 1))))
+
+
 @modes
 @pytest.mark.parametrize("factors", [(1,), (1, 3)], ids=["", "called twice"])
 @pytest.mark.parametrize("origin", ["converted", "made of synchronized nodes", "num_devices comes later"])
 def test_a_block_trains_as_on_one_device(origin, factors, mode):
     number = {"made of synchronized nodes": 2}.get(origin)
     symbol = expander() if origin == "converted" else expander(SYNCHRONIZED, num_devices=number, timeout=60)
+    # nn.BatchNorm updates statistics on the way back, in the opposite order.
     net, theirs = Around(SymbolBlock(symbol, DATA), factors), Around(SymbolBlock(expander(), DATA), factors[::-1])
     if origin == "converted":
         convert_sync_batchnorm(net, timeout=60)
@@ -409,12 +344,7 @@ def test_a_block_trains_as_on_one_device(origin, factors, mode):
     else:
         convert_sync_batchnorm(net.beside)
     assert [options_of(layer)["timeout"] for layer in layers_of(net.inner)] == [60, 60]
-    # nn.BatchNorm updates statistics on the way back, in the opposite order.
-    results = [
-        train_block(load(block, cpus(count)), count, draw_images)
-        for block, count in ((set_mode(net, mode), 2), (theirs, 1))
-    ]
-    check_net(*results)
+    check_trains_as_on_one_device(set_mode(net, mode), theirs)
 
 
 @modes
@@ -424,7 +354,7 @@ def test_there_and_back_and_there_again(has_relu, mode, caplog):
     if has_relu and not hasattr(mx.sym.contrib, "BatchNormWithReLU"):
         pytest.skip("this MXNet has no such operator")
     net = SymbolBlock(expander(mx.sym.contrib.BatchNormWithReLU if has_relu else mx.sym.BatchNorm), DATA)
-    theirs = load(SymbolBlock(expander(relu_norm if has_relu else mx.sym.BatchNorm), DATA), cpus(1))
+    theirs = SymbolBlock(expander(relu_norm if has_relu else mx.sym.BatchNorm), DATA)
     before, graph = dict(net.collect_params().items()), net(DATA).tojson()
     assert graph.count("_contrib_BatchNormWithReLU") == 2 * has_relu
     for _ in range(2):
@@ -432,9 +362,7 @@ def test_there_and_back_and_there_again(has_relu, mode, caplog):
         convert_sync_batchnorm(net, num_devices=2)
         made = [(options_of(layer)["num_devices"], options_of(layer)["timeout"]) for layer in layers_of(net)]
         assert made == [(2, 60), (2, 60)] and not caplog.records
-        load(net, cpus(2))
-        set_mode(net, mode)
-        check_net(train_block(net, 2, draw_images), train_block(theirs, 1, draw_images))
+        check_trains_as_on_one_device(set_mode(net, mode), theirs)
         x = mx.nd.array(random_shards(IMAGES)[0], dtype="float64")
         predicted = {"output": theirs(x).asnumpy()}
         check_net({"output": net(x).asnumpy()}, predicted)
@@ -444,44 +372,6 @@ def test_there_and_back_and_there_again(has_relu, mode, caplog):
         net.cast("float32")  # MXNet has the one with a ReLU in float32 only
         seen = net(x.astype("float32")).asnumpy()
         check("output", seen, Sized(predicted["output"], np.full(3, np.abs(seen).max())), units=16)
-        load(theirs, cpus(1))
-
-
-def one_node(**options):
-    """A converted block of one node, the layer that stands for it, and its reference."""
-    block = SymbolBlock(mx.sym.BatchNorm(DATA, fix_gamma=False, name="bn0"), DATA)
-    convert_sync_batchnorm(block, timeout=60, **options)
-    (layer,) = layers_of(block)
-    layer.gamma.shape = layer.beta.shape = layer.running_mean.shape = layer.running_var.shape = (3,)
-    block.initialize(ctx=cpus(2))
-    random_affine(layer, 3)
-    layer.running_mean.set_data(mx.nd.arange(3))
-    layer.running_var.set_data(mx.nd.arange(1, 4))
-    return block, layer, reference_of(layer, group_size=options.get("group_size"))
-
-
-@modes
-def test_frozen_statistics_groups_and_devices_reach_the_nodes(mode):
-    for options in ({"group_size": 1}, {}):
-        block, layer, norm = one_node(**options)
-        set_mode(block, mode)
-        for seed, norm.frozen in enumerate((False, True, False)):
-            freeze_statistics(block, frozen=norm.frozen)
-            check_step(block, norm, *shards_and_heads(MAPS, seed=seed), layer=layer)
-    shards, heads = shards_and_heads(MAPS, seed=3)
-    with devices(cpus(1), block):
-        outputs, _ = step(block, shards[:1], heads[:1], cpus(1))
-    check("output", outputs[0].asnumpy(), norm.step(shards[:1], used=[0]).outputs[0], units=64, roundings=3)
-
-
-def test_a_device_that_does_not_come_is_named():
-    block, *_ = one_node()
-    convert_sync_batchnorm(block, timeout=0.5)
-    words = r"'bn0': forward pass waited 0.5 s for 1 of 2 devices. Arrived: cpu\(0\). Missing: cpu\(1\)"
-    words += r"[^$]*Usual reasons:\n\(1\)"
-    with pytest.raises(mx.MXNetError, match=words):
-        step(block, *shards_and_heads(MAPS[:1]), cpus(1))[0][0].asnumpy()
-    gluon_syncbn.abandon_step()
 
 
 def test_gluoncvs_feature_expander():
@@ -502,34 +392,28 @@ def test_gluoncvs_feature_expander():
     assert type(converted.features) is FeatureExpander
 
 
-def test_nodes_of_one_name_and_nodes_without_parameters(caplog):
-    """Two nodes are one layer if name and parameters are the same; a gamma that is computed stays as it is."""
-    shared = [mx.sym.var(f"n_{name}") for name in ("gamma", "beta", "mean", "var")]
-    first, second = (mx.sym.BatchNorm(item, *shared, fix_gamma=False, name="n") for item in (DATA, 3 * DATA))
-    others = [mx.sym.var(f"o_{name}") for name in ("gamma", "beta", "mean", "var")]
-    net = SymbolBlock([first, second, mx.sym.BatchNorm(DATA, *others, fix_gamma=False, name="n")], DATA)
+@modes
+def test_nodes_of_one_name(mode, caplog):
+    """Two nodes are one layer if name and parameters are the same."""
+    roles = ("gamma", "beta", "moving_mean", "moving_var")
+    first, other = ([mx.sym.var(f"{name}_{role}") for role in roles] for name in ("first", "other"))
+    nodes = [
+        mx.sym.BatchNorm(factor * DATA, *variables, fix_gamma=False, momentum=0.75, name="n")
+        for factor, variables in ((1, first), (3, first), (2, other))
+    ]
+    # In the opposite order, as above.
+    net, theirs = (SymbolBlock(one - 2 * nodes[1] + two, DATA) for one, two in (nodes[::2], nodes[::-2]))
     convert_sync_batchnorm(net, timeout=60)
     assert len(layers_of(net)) == 2 and not caplog.records
-    for parameter in net.collect_params().values():
-        parameter.shape = (3,)
-    net.initialize(ctx=cpus(2))
-    norms = []
-    for seed, layer in enumerate(layers_of(net)):
-        random_affine(layer, 3, seed)
-        layer.running_mean.set_data(mx.nd.arange(3))
-        norms.append(reference_of(layer, mean_is_rounded=True))
-    shards = random_shards([(4, 3), (2, 3)])
-    with mx.autograd.record():
-        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
-    mx.autograd.backward([item for items in outputs for item in items])
-    for number, (factor, norm) in enumerate(((1, norms[0]), (3, norms[0]), (1, norms[1]))):
-        seen = [items[number].asnumpy() for items in outputs]
-        check_all("output", seen, norm.step([factor * shard for shard in shards]).outputs, units=64, roundings=3)
-    for layer, norm in zip(layers_of(net), norms):
-        for device in cpus(2):
-            check("mean", layer.running_mean.data(device).asnumpy(), norm.running()[0])
-    computed = mx.sym.BatchNorm(DATA, 2 * mx.sym.var("g"), name="c")
-    net = SymbolBlock(mx.sym.BatchNorm(computed, name="d"), DATA)
-    convert_sync_batchnorm(net)
-    assert [layer.name for layer in layers_of(net)] == ["d"]
-    assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text
+    check_trains_as_on_one_device(set_mode(net, mode), theirs, lambda seed: shards_and_heads(IMAGES, "float64", seed))
+
+
+def test_a_block_of_which_some_nodes_can_be_converted(caplog):
+    """A gamma that is computed stays as it is, and so does a node whose statistics are outputs."""
+    first = mx.sym.BatchNorm(DATA, name="first")
+    computed, shown = mx.sym.BatchNorm(first, 2 * mx.sym.var("g")), mx.sym.BatchNorm(first, output_mean_var=True)
+    for outputs in (computed, [shown[0], shown[1]]):
+        net = convert_sync_batchnorm(SymbolBlock(outputs, DATA))
+        assert [layer.name for layer in layers_of(net)] == ["first"]
+        assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text
+        caplog.clear()

@@ -19,10 +19,9 @@ def grace(monkeypatch):
 
 @pytest.fixture(params=list(KINDS))
 def rendezvous(request):
-    place = KINDS[request.param](2)
-    yield place
-    cut_short("")
-    place.close()
+    with KINDS[request.param](2) as place:
+        yield place
+        cut_short("")
 
 
 def test_a_limit_ends_a_wait_that_has_begun_and_says_why(rendezvous):
@@ -62,9 +61,8 @@ def test_a_limit_that_is_lifted_ends_nothing(rendezvous):
 
 def test_a_limit_of_one_thread_is_not_lifted_by_another():
     """Two threads abandon a step; the one that is ready first leaves the other its limit."""
-    layer = KINDS["portable"](2)
-    with waiting.cut_short("of a reason"):
+    with KINDS["portable"](2) as rendezvous, waiting.cut_short("of a reason"):
         with waiting.cut_short("of another reason"):
             pass
-        assert "and no longer because of another reason" in layer.meet(0, [1.0]).result(timeout=HANG)
+        assert "and no longer because of another reason" in rendezvous.meet(0, [1.0]).result(timeout=HANG)
     assert waiting._cut.now[0] == ""

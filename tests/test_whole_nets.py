@@ -65,20 +65,19 @@ NETS = {
 
 def observe(net, arrays, devices, border, loss, dtype):
     """Loss, gradients summed over devices, and running statistics per device, after one forward and backward."""
-    shards = [np.split(array.astype(dtype), border) for array in arrays]
+    parts = zip(*(np.split(array.astype(dtype), border) for array in arrays))
     with autograd.record():
         losses = [
-            loss(net, *(mx.nd.array(parts[rank], ctx=device, dtype=dtype) for parts in shards))
-            for rank, device in enumerate(devices)
+            loss(net, *(mx.nd.array(array, ctx=device, dtype=dtype) for array in part))
+            for part, device in zip(parts, devices)
         ]
     autograd.backward(losses)
     gradients, statistics = {}, {}
     for name, parameter in net._collect_params_with_prefix().items():
-        copies = [(parameter.grad if parameter.grad_req != "null" else parameter.data)(device) for device in devices]
         if parameter.grad_req != "null":
-            gradients[name] = sum(copy.asnumpy().astype("float64") for copy in copies)
+            gradients[name] = sum(item.asnumpy().astype("float64") for item in parameter.list_grad())
         elif "running" in name:
-            statistics[name] = [copy.asnumpy() for copy in copies]
+            statistics[name] = [item.asnumpy() for item in parameter.list_data()]
     return sum(float(item.sum().asscalar()) for item in losses), gradients, statistics
 
 

@@ -37,6 +37,7 @@ struct Plain<Result (*)(Arguments...)> {
 
 #define SAME(ours_type, theirs) \
   static_assert(std::is_same<ours_type, typename Plain<typename std::decay<theirs>::type>::type>::value, #theirs)
+#define EQUAL(number, theirs) static_assert(static_cast<long>(number) == static_cast<long>(theirs), #theirs)
 #define SAME_FUNCTION(member, theirs) SAME(decltype(ours::MXNetFunctions::member), decltype(theirs))
 
 SAME_FUNCTION(array_data, MXNDArrayGetData);
@@ -59,69 +60,67 @@ SAME(ours::CustomOpCreate, CustomOpCreateFunc);
 SAME(ours::CustomOpInferType, CustomOpInferTypeFunc);
 SAME(ours::CustomOpRun, CustomOpFBFunc);
 
-static_assert(sizeof(ours::MXCallbackList) == sizeof(MXCallbackList), "");
-static_assert(offsetof(ours::MXCallbackList, num_callbacks) == offsetof(MXCallbackList, num_callbacks), "");
-static_assert(offsetof(ours::MXCallbackList, callbacks) == offsetof(MXCallbackList, callbacks), "");
-static_assert(offsetof(ours::MXCallbackList, contexts) == offsetof(MXCallbackList, contexts), "");
+EQUAL(sizeof(ours::MXCallbackList), sizeof(MXCallbackList));
+EQUAL(offsetof(ours::MXCallbackList, num_callbacks), offsetof(MXCallbackList, num_callbacks));
+EQUAL(offsetof(ours::MXCallbackList, callbacks), offsetof(MXCallbackList, callbacks));
+EQUAL(offsetof(ours::MXCallbackList, contexts), offsetof(MXCallbackList, contexts));
 
-static_assert(ours::kOperatorDelete == static_cast<int>(kCustomOpDelete), "");
-static_assert(ours::kOperatorForward == static_cast<int>(kCustomOpForward), "");
-static_assert(ours::kOperatorBackward == static_cast<int>(kCustomOpBackward), "");
-static_assert(ours::kPropertyDelete == static_cast<int>(kCustomOpPropDelete), "");
-static_assert(ours::kPropertyListArguments == static_cast<int>(kCustomOpPropListArguments), "");
-static_assert(ours::kPropertyListOutputs == static_cast<int>(kCustomOpPropListOutputs), "");
-static_assert(ours::kPropertyListStates == static_cast<int>(kCustomOpPropListAuxiliaryStates), "");
-static_assert(ours::kPropertyInferShape == static_cast<int>(kCustomOpPropInferShape), "");
-static_assert(ours::kPropertyBackwardDependency == static_cast<int>(kCustomOpPropDeclareBackwardDependency), "");
-static_assert(ours::kPropertyCreateOperator == static_cast<int>(kCustomOpPropCreateOperator), "");
-static_assert(ours::kPropertyInferType == static_cast<int>(kCustomOpPropInferType), "");
+EQUAL(ours::kOperatorDelete, kCustomOpDelete);
+EQUAL(ours::kOperatorForward, kCustomOpForward);
+EQUAL(ours::kOperatorBackward, kCustomOpBackward);
+EQUAL(ours::kPropertyDelete, kCustomOpPropDelete);
+EQUAL(ours::kPropertyListArguments, kCustomOpPropListArguments);
+EQUAL(ours::kPropertyListOutputs, kCustomOpPropListOutputs);
+EQUAL(ours::kPropertyListStates, kCustomOpPropListAuxiliaryStates);
+EQUAL(ours::kPropertyInferShape, kCustomOpPropInferShape);
+EQUAL(ours::kPropertyBackwardDependency, kCustomOpPropDeclareBackwardDependency);
+EQUAL(ours::kPropertyCreateOperator, kCustomOpPropCreateOperator);
+EQUAL(ours::kPropertyInferType, kCustomOpPropInferType);
 
-static_assert(static_cast<int>(ours::EngineProperty::kOrdinary) == static_cast<int>(mxnet::FnProperty::kNormal), "");
-static_assert(static_cast<int>(ours::EngineProperty::kOrdinaryAtOnce) == static_cast<int>(mxnet::FnProperty::kAsync),
-              "");
-static_assert(static_cast<int>(ours::EngineProperty::kNoSkip) == static_cast<int>(mxnet::FnProperty::kNoSkip), "");
+EQUAL(ours::EngineProperty::kOrdinary, mxnet::FnProperty::kNormal);
+EQUAL(ours::EngineProperty::kOrdinaryAtOnce, mxnet::FnProperty::kAsync);
+EQUAL(ours::EngineProperty::kNoSkip, mxnet::FnProperty::kNoSkip);
 using Complete = mxnet::engine::CallbackOnComplete;
-static_assert(sizeof(ours::OnComplete) == sizeof(Complete), "");
-static_assert(offsetof(ours::OnComplete, callback) == offsetof(Complete, callback_), "");
-static_assert(offsetof(ours::OnComplete, engine) == offsetof(Complete, engine_), "");
-static_assert(offsetof(ours::OnComplete, operation) == offsetof(Complete, param_), "");
-static_assert(std::is_same<decltype(Complete::callback_), void (*)(mxnet::Engine*, void*, const dmlc::Error*)>::value,
-              "");
-static_assert(sizeof(mxnet::Context) == 2 * sizeof(int), "");
-static_assert(ours::kCpu == mxnet::Context::kCPU, "");
-static_assert(ours::kGpu == mxnet::Context::kGPU && ours::kPinned == mxnet::Context::kCPUPinned, "");
-static_assert(ours::kInt32 == mshadow::kInt32 && ours::kInt64 == mshadow::kInt64, "");
-static_assert(static_cast<int>(ours::Request::kNull) == mxnet::kNullOp, "");
-static_assert(static_cast<int>(ours::Request::kWrite) == mxnet::kWriteTo, "");
-static_assert(static_cast<int>(ours::Request::kWriteInplace) == mxnet::kWriteInplace, "");
-static_assert(static_cast<int>(ours::Request::kAdd) == mxnet::kAddTo, "");
+EQUAL(sizeof(ours::OnComplete), sizeof(Complete));
+EQUAL(offsetof(ours::OnComplete, callback), offsetof(Complete, callback_));
+EQUAL(offsetof(ours::OnComplete, engine), offsetof(Complete, engine_));
+EQUAL(offsetof(ours::OnComplete, operation), offsetof(Complete, param_));
+static_assert(std::is_same<decltype(Complete::callback_), void (*)(mxnet::Engine*, void*, const dmlc::Error*)>::value);
+EQUAL(sizeof(mxnet::Context), 2 * sizeof(int));
+EQUAL(ours::kCpu, mxnet::Context::kCPU);
+EQUAL(ours::kGpu, mxnet::Context::kGPU);
+EQUAL(ours::kPinned, mxnet::Context::kCPUPinned);
+EQUAL(ours::kInt32, mshadow::kInt32);
+EQUAL(ours::kInt64, mshadow::kInt64);
+EQUAL(ours::Request::kNull, mxnet::kNullOp);
+EQUAL(ours::Request::kWrite, mxnet::kWriteTo);
+EQUAL(ours::Request::kWriteInplace, mxnet::kWriteInplace);
+EQUAL(ours::Request::kAdd, mxnet::kAddTo);
 
-static_assert(sizeof(ours::DeviceContext) == sizeof(mxnet::Context), "");
-static_assert(offsetof(ours::DeviceContext, type) == offsetof(mxnet::Context, dev_type), "");
-static_assert(offsetof(ours::DeviceContext, id) == offsetof(mxnet::Context, dev_id), "");
-static_assert(sizeof(ours::ResourceRequest) == sizeof(mxnet::ResourceRequest), "");
-static_assert(static_cast<int>(ours::ResourceRequest::kRandom) == mxnet::ResourceRequest::kRandom, "");
-static_assert(static_cast<int>(ours::ResourceRequest::kTemporarySpace) == mxnet::ResourceRequest::kTempSpace, "");
-static_assert(static_cast<int>(ours::ResourceRequest::kParallelRandom) == mxnet::ResourceRequest::kParallelRandom, "");
-static_assert(sizeof(ours::Resource) == sizeof(mxnet::Resource), "");
-static_assert(offsetof(ours::Resource, request) == offsetof(mxnet::Resource, req), "");
-static_assert(offsetof(ours::Resource, variable) == offsetof(mxnet::Resource, var), "");
-static_assert(offsetof(ours::Resource, id) == offsetof(mxnet::Resource, id), "");
-static_assert(offsetof(ours::Resource, contents) == offsetof(mxnet::Resource, ptr_), "");
+EQUAL(sizeof(ours::DeviceContext), sizeof(mxnet::Context));
+EQUAL(offsetof(ours::DeviceContext, type), offsetof(mxnet::Context, dev_type));
+EQUAL(offsetof(ours::DeviceContext, id), offsetof(mxnet::Context, dev_id));
+EQUAL(sizeof(ours::ResourceRequest), sizeof(mxnet::ResourceRequest));
+EQUAL(ours::ResourceRequest::kRandom, mxnet::ResourceRequest::kRandom);
+EQUAL(ours::ResourceRequest::kTemporarySpace, mxnet::ResourceRequest::kTempSpace);
+EQUAL(ours::ResourceRequest::kParallelRandom, mxnet::ResourceRequest::kParallelRandom);
+EQUAL(sizeof(ours::Resource), sizeof(mxnet::Resource));
+EQUAL(offsetof(ours::Resource, request), offsetof(mxnet::Resource, req));
+EQUAL(offsetof(ours::Resource, variable), offsetof(mxnet::Resource, var));
+EQUAL(offsetof(ours::Resource, id), offsetof(mxnet::Resource, id));
+EQUAL(offsetof(ours::Resource, contents), offsetof(mxnet::Resource, ptr_));
 // The compiler passes both in the same way.
-static_assert(std::is_trivially_copyable<mxnet::Context>::value && std::is_trivially_copyable<mxnet::Resource>::value,
-              "");
+static_assert(std::is_trivially_copyable<mxnet::Context>::value && std::is_trivially_copyable<mxnet::Resource>::value);
 static_assert(
     std::is_same<decltype(&mxnet::ResourceManager::Request),
-                 mxnet::Resource (mxnet::ResourceManager::*)(mxnet::Context, const mxnet::ResourceRequest&)>::value,
-    "");
-static_assert(std::is_same<decltype(&mxnet::engine::Var::version), size_t (mxnet::engine::Var::*)()>::value, "");
+                 mxnet::Resource (mxnet::ResourceManager::*)(mxnet::Context, const mxnet::ResourceRequest&)>::value);
+static_assert(std::is_same<decltype(&mxnet::engine::Var::version), size_t (mxnet::engine::Var::*)()>::value);
 
 #include "../../gluon_syncbn/csrc/tensor.h"
 
-static_assert(static_cast<int>(gluon_syncbn::DType::kFloat32) == mshadow::kFloat32, "");
-static_assert(static_cast<int>(gluon_syncbn::DType::kFloat64) == mshadow::kFloat64, "");
-static_assert(static_cast<int>(gluon_syncbn::DType::kFloat16) == mshadow::kFloat16, "");
+EQUAL(gluon_syncbn::DType::kFloat32, mshadow::kFloat32);
+EQUAL(gluon_syncbn::DType::kFloat64, mshadow::kFloat64);
+EQUAL(gluon_syncbn::DType::kFloat16, mshadow::kFloat16);
 #if MXNET_MAJOR * 100 + MXNET_MINOR >= 107  // older ones have no bfloat16
-static_assert(static_cast<int>(gluon_syncbn::DType::kBFloat16) == mshadow::kBfloat16, "");
+EQUAL(gluon_syncbn::DType::kBFloat16, mshadow::kBfloat16);
 #endif

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -25,11 +26,24 @@ using namespace gluon_syncbn;
 namespace {
 
 std::vector<double> vector_of(const double* values, int64_t size) { return {values, values + size}; }
+void copy(const std::vector<double>& from, double* to) { std::copy(from.begin(), from.end(), to); }
 
 Affine affine_of(int dtype, int64_t channels, const double* mean, const double* scale, const double* beta,
                  int activation, double slope) {
   return Affine::rounded(dtype_of(dtype), vector_of(mean, channels), vector_of(scale, channels),
                          vector_of(beta, channels), {static_cast<Activation::Kind>(activation), slope});
+}
+
+// Leaves what is thrown in `error`; returns 0, or 1.
+template <typename Action>
+int or_error(char* error, int64_t error_size, const Action& action) {
+  try {
+    action();
+    return 0;
+  } catch (const std::exception& problem) {
+    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
+    return 1;
+  }
 }
 
 Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64_t key) {
@@ -44,8 +58,8 @@ Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64
 EXPORTED void gluon_syncbn_moments(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
                                    int threads, double* mean, double* m2) {
   const Moments result = moments(dtype_of(dtype), x, {outer, channels, inner}, threads);
-  std::memcpy(mean, result.mean.data(), result.mean.size() * sizeof(double));
-  std::memcpy(m2, result.m2.data(), result.m2.size() * sizeof(double));
+  copy(result.mean, mean);
+  copy(result.m2, m2);
 }
 
 // y = activation((x − mean)·scale + beta + skip); null is no skip. Activations are numbered as Activation::Kind.
@@ -66,8 +80,8 @@ EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* values, const vo
   const GradientSums result = gradient_sums(
       dtype_of(dtype), {values, d_out, out, in_place != 0}, {outer, channels, inner},
       affine_of(dtype, channels, mean, scale, beta, activation, slope), d_skip, add_to_skip != 0, threads);
-  std::memcpy(sums, result.dz.data(), result.dz.size() * sizeof(double));
-  std::memcpy(centred, result.dz_centred.data(), result.dz_centred.size() * sizeof(double));
+  copy(result.dz, sums);
+  copy(result.dz_centred, centred);
 }
 
 // dx = factor·dz + slope·(v − mean) + constant
@@ -97,17 +111,13 @@ EXPORTED void gluon_syncbn_rendezvous_free(void* rendezvous) {
 // text in `error`.
 EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double* values, int64_t size, int64_t key,
                                               char* error, int64_t error_size) {
-  try {
+  int64_t round_id = 0;
+  or_error(error, error_size, [&] {
     const Outcome gathered = meet(rendezvous, rank, vector_of(values, size), key);
-    std::memset(values, 0, static_cast<size_t>(size) * sizeof(double));
-    for (const std::vector<double>& contribution : *gathered.contributions) {
-      for (size_t i = 0; i < contribution.size(); ++i) values[i] += contribution[i];
-    }
-    return static_cast<int64_t>(gathered.round_id);
-  } catch (const RendezvousError& problem) {
-    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
-    return 0;
-  }
+    copy(add_ranks(*gathered.contributions), values);
+    round_id = static_cast<int64_t>(gathered.round_id);
+  });
+  return round_id;
 }
 
 // Meets, for benchmarks, `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds,
@@ -136,18 +146,6 @@ void launch(void* function, const unsigned* grid, const unsigned* block, void* a
   void* addresses[] = {arguments};
   check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
              "a kernel could not be launched");
-}
-
-// Leaves what is thrown in `error`; returns 0, or 1.
-template <typename Action>
-int or_error(char* error, int64_t error_size, const Action& action) {
-  try {
-    action();
-    return 0;
-  } catch (const std::exception& problem) {
-    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
-    return 1;
-  }
 }
 
 }  // namespace

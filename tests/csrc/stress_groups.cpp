@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -56,25 +55,6 @@ double sum_of(size_t device, int step, size_t number) {
   return std::sin(static_cast<double>(7 * device + number) + step);
 }
 
-// Waits until it is called back.
-struct Called {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool is_done = false;
-
-  Meeting::Done done() {
-    return [this] {
-      std::lock_guard<std::mutex> lock(mutex);
-      is_done = true;
-      changed.notify_all();
-    };
-  }
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return is_done; });
-  }
-};
-
 void pass_both_ways(Group& group, size_t device, int step, int passes, const std::vector<size_t>& together) {
   const std::string name = name_of(device);
   Moments local{0, std::vector<double>(kChannels), std::vector<double>(kChannels)};
@@ -99,11 +79,9 @@ void pass_both_ways(Group& group, size_t device, int step, int passes, const std
     local.m2[c] = moments(own, local.mean[c]);
   }
 
-  Called forward, backward;
   Meeting there(group, name, true), back(group, name, false);
   there.begin_pass();
-  there.bring_moments(local, forward.done());
-  forward.wait();
+  wait_until_done([&](Meeting::Done done) { there.bring_moments(local, std::move(done)); });
   Statistics seen = there.statistics();
   there.end_pass();
   const std::string where = group.name + " on " + name + " in step " + std::to_string(step) + ": ";
@@ -120,8 +98,8 @@ void pass_both_ways(Group& group, size_t device, int step, int passes, const std
   std::vector<double> sums(2 * kChannels);
   for (size_t i = 0; i < sums.size(); ++i) sums[i] = sum_of(device, step, i);
   back.begin_pass();
-  back.bring_sums(sums, ForwardCall::load(group, name, numbers), backward.done());
-  backward.wait();
+  const ForwardCall call = ForwardCall::load(group, name, numbers);
+  wait_until_done([&](Meeting::Done done) { back.bring_sums(sums, call, std::move(done)); });
   sums = back.sums();
   back.end_pass();
   for (size_t i = 0; i < sums.size(); ++i) {

@@ -1,5 +1,5 @@
-// 8 threads meet 100,000 times with random delays; now and then one does not come, comes twice, or brings a vector of
-// another length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
+// 8 threads meet 100,000 times with random delays; now and then one does not come, or brings a vector of another
+// length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
 // must be clean. All the while waits are cut short and that is taken back, and signals come; a timeout shorter than the
 // grace period makes them change nothing. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
 
@@ -21,10 +21,7 @@
 #include "meeting/rendezvous.h"
 #include "meeting/waiting.h"
 
-using gluon_syncbn::Outcome;
-using gluon_syncbn::Rendezvous;
-using gluon_syncbn::RendezvousError;
-using gluon_syncbn::wait_for;
+using namespace gluon_syncbn;
 
 namespace {
 
@@ -105,20 +102,18 @@ void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& bac
 }
 
 std::atomic<bool> done{false};
-std::atomic<long> handled{0};
-
-std::atomic<long> noticed{0};  // by the watchdog alone
+std::atomic<long> handled{0}, noticed{0};  // the latter by the watchdog alone
 
 void disturb() {
   for (long turn = 0; !done; ++turn) {
-    std::optional<gluon_syncbn::SignalWatch> watch;
+    std::optional<SignalWatch> watch;
     if (turn % 2) watch.emplace();  // as a wait in Python has, beside the watchdog's
-    const auto before = gluon_syncbn::signalled_at();
-    gluon_syncbn::cut_waits_short("of a test");
+    const auto before = signalled_at();
+    cut_waits_short("of a test");
     kill(getpid(), SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    if (!watch && gluon_syncbn::signalled_at() > before) noticed += 1;
-    gluon_syncbn::cut_waits_short("");
+    if (!watch && signalled_at() > before) noticed += 1;
+    cut_waits_short("");
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }
@@ -133,7 +128,7 @@ void set_anew() {
       sigemptyset(&own.sa_mask);
       if (masked) sigaddset(&own.sa_mask, masked);
       sigaction(SIGTERM, &own, nullptr);
-      { const gluon_syncbn::SignalWatch watch; }
+      { const SignalWatch watch; }
       struct sigaction found {};
       sigaction(SIGTERM, nullptr, &found);
       bool same = found.sa_handler == own.sa_handler && (found.sa_flags & SA_RESTART) == flags;
@@ -150,8 +145,7 @@ void set_anew() {
 extern "C" const char* __lsan_default_suppressions() { return "leak:gluon_syncbn::begin_watch"; }
 
 int main(int count, char** arguments) {
-  using gluon_syncbn::Seconds;
-  gluon_syncbn::waiting_times() = {Seconds(2), Seconds(0.1)};
+  waiting_times() = {Seconds(2), Seconds(0.1)};
   const uint64_t generations = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 100000;
   std::vector<std::string> names;
   for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));

@@ -1,5 +1,6 @@
 """These tests need a CUDA build of MXNet and a GPU; `make gpu` gives them what of it is not there (README.md)."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -16,15 +17,11 @@ GPUS = mx.context.num_gpus()
 STANDS_IN = "STAND_IN_KERNELS" in os.environ
 
 
+@functools.lru_cache(maxsize=None)
 def _has_kernels() -> bool:
     """Whether MXNet's own kernels run on this GPU; those of 1.9.1 were compiled for capability 5.0 to 8.6."""
-    if GPUS == 0:
-        return False
     code = "import mxnet as mx\nassert mx.nd.ones(1, ctx=mx.gpu(0)).asscalar() == 1"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-HAS_KERNELS = _has_kernels()
 
 
 def pytest_report_header(config):
@@ -37,7 +34,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if os.path.dirname(str(item.fspath)) != HERE:
             continue
-        if item.get_closest_marker("mxnet_kernels") and GPUS and not HAS_KERNELS:
+        if item.get_closest_marker("mxnet_kernels") and GPUS and not _has_kernels():
             item.add_marker(pytest.mark.skip(reason="MXNet has no kernels for this GPU"))
         needed = getattr(item.get_closest_marker("gpus"), "args", (1,))[0]
         if needed > 1:

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
@@ -22,9 +23,9 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 from conftest import GPUS, zeros_by_copy  # noqa: E402
 from mxnet import autograd  # noqa: E402
-from reference import Norm, check, check_all  # noqa: E402
-
-from gluon_syncbn import SyncBatchNorm  # noqa: E402
+from reference import check_all  # noqa: E402
+from test_operator import UNITS, check_affine, make, place, with_gradients  # noqa: E402
+from testing import reference_of, shards_and_heads  # noqa: E402
 
 # Shape on the first device (each further one has one image more), type, axis of the channels.
 LAYERS = [
@@ -42,46 +43,31 @@ class Case:
 
     def __init__(self, number: int, devices):
         shape, self.dtype, self.axis = LAYERS[number]
-        self.devices, channels = devices, shape[self.axis]
-        self.layer = SyncBatchNorm(in_channels=channels, axis=self.axis, backend="native", prefix=f"layer{number}_")
-        self.layer.cast(self.dtype)
-        self.layer.initialize(ctx=devices)
-        rng = np.random.RandomState(number)
-        self.gamma, self.beta = rng.uniform(0.5, 2, channels), rng.uniform(-1, 1, channels)
-        for parameter, values in ((self.layer.gamma, self.gamma), (self.layer.beta, self.beta)):
-            parameter.set_data(mx.nd.array(values, dtype=parameter.dtype))
+        self.devices, prefix = devices, f"layer{number}_"
+        self.layer = make(devices, self.dtype, shape[self.axis], timeout=60, prefix=prefix, axis=self.axis)
         shapes = [(shape[0] + i, *shape[1:]) for i in range(len(devices))]
-        self.batch, self.heads = (
-            [(rng.standard_normal(shape) * 2 + 1).astype(self.dtype) for shape in shapes] for _ in range(2)
-        )
+        self.batch, self.heads = shards_and_heads(shapes, self.dtype, seed=number)
 
     def start(self) -> None:
-        self.inputs, self.head_gradients, self.gradients = (
-            [mx.nd.array(array, dtype=self.dtype).copyto(device) for array, device in zip(arrays, self.devices)]
-            for arrays in (self.batch, self.heads, [np.zeros_like(array) for array in self.batch])
-        )
-        autograd.mark_variables(self.inputs, self.gradients)
+        self.inputs, self.gradients = with_gradients(self.batch, self.devices)
+        self.head_gradients = place(self.heads, self.devices)
         self.outputs = [None] * len(self.devices)
 
     def call(self, rank: int) -> None:
         self.outputs[rank] = self.layer(self.inputs[rank])
 
     def results(self) -> list:
-        affine = [
-            parameter.grad(device) for parameter in (self.layer.gamma, self.layer.beta) for device in self.devices
-        ]
+        affine = [*self.layer.gamma.list_grad(), *self.layer.beta.list_grad()]
         return [array.asnumpy() for array in (*self.outputs, *self.gradients, *affine)]
 
     def check(self, results) -> None:
+        """After the step that gave these."""
         count, name = len(self.devices), self.layer.name
-        norm = Norm(self.gamma, self.beta, axis=self.axis, mean_is_rounded=self.dtype == "float64")
-        expected = norm.step(self.batch, self.heads)
-        how = {"dtype": self.dtype, "axis": self.axis, "units": 32}
+        expected = reference_of(self.layer).step(self.batch, self.heads)
+        how = {"dtype": self.dtype, "axis": self.axis, "units": UNITS}
         check_all(f"output of {name}", results[:count], expected.outputs, **how)
         check_all(f"input gradient of {name}", results[count : 2 * count], expected.input_gradients, **how)
-        for start, wanted in ((2 * count, expected.gamma_gradient), (3 * count, expected.beta_gradient)):
-            total = sum(part.astype(np.float64) for part in results[start : start + count])
-            check(f"gradient of {name}", total, wanted, "float64" if self.dtype == "float64" else "float32", units=32)
+        check_affine(self.layer, self.devices, expected, self.dtype)
 
 
 def step(cases, rng) -> list:
@@ -137,8 +123,8 @@ def main() -> int:
             print(", ".join(f"{key} {value}" for key, value in told[-1].items()), flush=True)
     print(f"RIGHT: {steps} steps on {', '.join(map(str, devices))}, each with the bits of the first")
     if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as output:
-            json.dump({"devices": [str(device) for device in devices], "steps": steps, "told": told[-40:]}, output)
+        found = {"devices": [str(device) for device in devices], "steps": steps, "told": told[-40:]}
+        Path(arguments.json).write_text(json.dumps(found))
     return 0
 
 

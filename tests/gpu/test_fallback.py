@@ -1,18 +1,15 @@
 """A GPU on which the kernels cannot run gets the portable back end, and a warning; one that fails later, an error."""
 
-import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 from conftest import STANDS_IN
+from testing import run_python
 
 LAYER = """
-import mxnet as mx
-from gluon_syncbn import SyncBatchNorm
-layer = SyncBatchNorm(in_channels=3, prefix='stem_')
+import gluon_syncbn, mxnet as mx
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='stem_', timeout=1)
 layer.collect_params().setattr('grad_req', 'null')
 layer.initialize(ctx=[mx.cpu(0), mx.gpu(0)])
 print('BACK END', layer.backend)
@@ -20,13 +17,7 @@ print('BACK END', layer.backend)
 
 
 def run(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
+    done = run_python(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -51,16 +42,12 @@ def test_kernels_that_do_not_compile_show_the_compilers_log():
     assert "the CUDA kernels could not be compiled at run time" in said and "kernels.cu(1): error:" in said
 
 
-def test_the_doctor_knows(capfd):
-    said = run("import runpy\nrunpy.run_module('gluon_syncbn', run_name='__main__')", OMP_NUM_THREADS="1")
+def test_the_doctor_knows():
+    said = run("import runpy\nrunpy.run_module('gluon_syncbn', run_name='__main__')")
     assert "native on GPU: compiled kernels, CUDA on gpu(0)" in said
 
 
 STEP = """
-import gluon_syncbn, mxnet as mx, numpy as np
-layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='stem_', timeout=1)
-layer.collect_params().setattr('grad_req', 'null')
-layer.initialize(ctx=[mx.cpu(0), mx.gpu(0)])
 with mx.autograd.record():
     outputs = [layer(mx.nd.ones((2, 3, 4, 4)).copyto(device)) for device in (mx.gpu(0), mx.cpu(0))]
 for output in outputs:
@@ -73,16 +60,13 @@ for output in outputs:
 
 
 @pytest.mark.skipif(not STANDS_IN, reason="only a stand-in fails on request")
-@pytest.mark.parametrize("launches", [1, 2], ids=["moments", "normalize"])
-def test_a_kernel_that_fails_is_an_error_that_names_the_layer(launches):
+@pytest.mark.parametrize("launches, kernel", [(1, "moments"), (2, "normalize")])
+def test_a_kernel_that_fails_is_an_error_that_names_the_layer(launches, kernel):
     """The first launch is the one that tries the GPU."""
-    gpu, cpu = (
-        line for line in run(STEP, STAND_IN_LAUNCHES=str(launches)).splitlines() if line[:4] in ("ERRO", "FINE")
-    )
-    kernel = {1: "moments", 2: "normalize"}[launches]
+    gpu, cpu = re.findall("^(?:ERROR|FINE).*", run(LAYER + STEP, STAND_IN_LAUNCHES=launches), re.MULTILINE)
     assert gpu.startswith("ERROR") and "error 700" in gpu
     assert f"SyncBatchNorm 'stem': forward pass on gpu(0): CUDA kernel {kernel} could not be launched" in gpu
-    if launches == 1:
+    if kernel == "moments":
         waited = "forward pass waited 1 s for 1 of 2 devices. Arrived: cpu(0). Missing: gpu(0)."
         came_later = "forward pass on cpu(0) was not run, because the step had failed: SyncBatchNorm 'stem': forward"
         assert cpu.startswith("ERROR") and (waited in cpu or came_later in cpu)
@@ -91,13 +75,11 @@ def test_a_kernel_that_fails_is_an_error_that_names_the_layer(launches):
 
 
 @pytest.mark.skipif(not STANDS_IN, reason="only a stand-in hangs on request")
-@pytest.mark.parametrize("launch", [2, 3], ids=["moments", "normalize"])
-def test_a_kernel_that_does_not_end_is_an_error_in_time(launch):
+@pytest.mark.parametrize("launch, kernel", [(2, "moments"), (3, "normalize")])
+def test_a_kernel_that_does_not_end_is_an_error_in_time(launch, kernel):
     started = time.monotonic()
-    again = STEP[STEP.index("with mx.autograd") :]
-    said = run(STEP + f"gluon_syncbn.abandon_step()\n{again}print('ENDED', flush=True)\n", STAND_IN_HANGS=str(launch))
+    said = run(f"{LAYER}{STEP}gluon_syncbn.abandon_step(){STEP}print('ENDED', flush=True)", STAND_IN_HANGS=launch)
     assert time.monotonic() - started < 60 and "ENDED" in said
-    kernel = {2: "moments", 3: "normalize"}[launch]
     assert re.search(rf"ERROR.*'stem': forward pass on gpu.0.: CUDA kernel {kernel} has not ended within 1 s", said)
     # It may still write to what MXNet would use again.
     assert f"CUDA kernel {kernel} of an earlier call still runs" in said

@@ -1,47 +1,34 @@
 """A process that was forked by one that has used CUDA cannot use it: no reason to lose the child."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from testing import run_python
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+IMPORTED = """
+import os
+import gluon_syncbn
+import mxnet as mx
 
-
-def run(code):
-    paths = os.pathsep.join([HERE, os.path.dirname(HERE)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+child = os.fork()
+if child == 0:
+    print("GPUS", mx.context.num_gpus() > 0, flush=True)
+    print(mx.nd.array([1, 2, 3], ctx=mx.gpu(0)).asnumpy().tolist(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
 
 
 def test_importing_the_package_does_not_start_cuda():
     """So a program may import it, fork, and train in the child."""
-    said = run(
-        "import os, sys\n"
-        "import gluon_syncbn\n"
-        "import mxnet as mx\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    print('GPUS', mx.context.num_gpus() > 0, flush=True)\n"
-        "    print(mx.nd.array([1, 2, 3], ctx=mx.gpu(0)).asnumpy().tolist(), flush=True)\n"
-        "    os._exit(0)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-    )
-    assert said.splitlines() == ["GPUS True", "[1.0, 2.0, 3.0]"]
+    done = run_python(IMPORTED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["GPUS True", "[1.0, 2.0, 3.0]"]
 
 
 USED = """
 import os, subprocess, sys
 import endings
 import mxnet as mx
+sys.path.insert(0, "tests/gpu")
 from conftest import zeros_by_copy
 
 endings.DEVICES[:] = [mx.gpu(0), mx.gpu(1)]
@@ -65,4 +52,5 @@ ENDS = {
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("what", list(ENDS))
 def test_a_child_of_a_process_that_has_trained(what):
-    assert "RIGHT True" in run(USED.format(what=ENDS[what]))
+    done = run_python(USED.format(what=ENDS[what]))
+    assert done.returncode == 0 and "RIGHT True" in done.stdout, done.stderr

@@ -3,8 +3,6 @@
 Nothing here needs a kernel of MXNet's own: arrays are filled on the CPU and copied, head gradients are given.
 """
 
-import contextlib
-
 import mxnet as mx
 import numpy as np
 import psutil
@@ -12,7 +10,16 @@ import pytest
 from mxnet import autograd, gluon
 from reference import Norm, Sized, check_all
 from reference import check as check_array
-from testing import check_running, random_affine, random_shards, reference_of, vector_dtype
+from testing import (
+    MODES,
+    check_running,
+    random_affine,
+    random_shards,
+    reference_of,
+    set_mode,
+    shards_and_heads,
+    vector_dtype,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -28,19 +35,17 @@ groups = pytest.mark.parametrize(
     [pytest.param(group, id=name, marks=pytest.mark.gpus(name.count("gpu"))) for name, group in GROUPS.items()],
 )
 alone = pytest.mark.parametrize("devices", [pytest.param(GROUPS["gpu, gpu"], id="gpu, gpu", marks=pytest.mark.gpus(2))])
-static = pytest.mark.parametrize("static", [False, True])
+hybridized = pytest.mark.parametrize("mode", ["hybridize", "static"])
 SHAPES = [(3, 5, 7, 9), (2, 5, 7, 9), (4, 5, 7, 9), (1, 5, 7, 9)]  # of the first devices
 UNITS = 32  # of rounding
 
 
-def make(devices, dtype="float32", channels=5, static=None, timeout=20, **options):
-    layer = SyncBatchNorm(in_channels=channels, backend="native", timeout=timeout, prefix="stem_", **options)
+def make(devices, dtype="float32", channels=5, mode="imperative", timeout=20, prefix="stem_", **options):
+    layer = SyncBatchNorm(in_channels=channels, backend="native", timeout=timeout, prefix=prefix, **options)
     layer.cast(dtype)
     layer.initialize(ctx=devices)
     random_affine(layer, channels)
-    if static is not None:
-        layer.hybridize(static_alloc=static, static_shape=static)
-    return layer
+    return set_mode(layer, mode)
 
 
 def place(arrays, devices):
@@ -72,7 +77,7 @@ def check_affine(layer, devices, expected, dtype="float32", times=1):
             check_array(f"gradient of {name}", total, wanted, vector_dtype(dtype), units=UNITS)
 
 
-def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=None, has_skip=False, used=None, times=1):
+def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=None, has_skip=False, used=None):
     """One training step. ``norm``: the layer's reference in several of them."""
     norm = norm or reference_of(layer)
     arrays, heads, skips = (random_shards(shapes[: len(devices)], dtype, seed + norm.passes) for seed in (0, 50, 100))
@@ -83,7 +88,7 @@ def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=No
     check_all("output", outputs, expected.outputs, **how, roundings=2 if norm.activation == "leaky" else 1)
     check_all("input gradient", gradients[: len(devices)], expected.input_gradients, **how)
     check_all("gradient of the skip", gradients[len(devices) :], expected.skip_gradients if skips else [], **how)
-    check_affine(layer, devices, expected, dtype, times)
+    check_affine(layer, devices, expected, dtype)
     if used is None:
         check_running(layer, norm, dtype)
 
@@ -128,7 +133,7 @@ class Followed(gluon.HybridBlock):
     def __init__(self, layer, behind):
         super().__init__()
         self.layer, self._behind = layer, behind
-        self.hybridize(static_alloc=True, static_shape=True)
+        set_mode(self, "static")
 
     def hybrid_forward(self, F, x, *skip):
         y = self.layer(x)
@@ -181,9 +186,9 @@ def test_a_gamma_near_zero_is_told_in_place(devices):
 
 
 @alone
-@static
-def test_hybridized_with_prediction_between_steps(devices, static):
-    layer = make(devices, activation="relu", static=static)
+@hybridized
+def test_hybridized_with_prediction_between_steps(devices, mode):
+    layer = make(devices, activation="relu", mode=mode)
     norm = reference_of(layer, activation="relu")
     for seed in range(3):
         check(layer, devices, norm=norm)
@@ -197,9 +202,8 @@ def test_hybridized_with_prediction_between_steps(devices, static):
 @alone
 def test_gradients_can_be_added(devices):
     layer = make(devices)
-    for parameter in (layer.gamma, layer.beta):
-        parameter.grad_req = "add"
-    arrays, heads = random_shards(SHAPES[:2]), random_shards(SHAPES[:2], seed=50)
+    layer.collect_params().setattr("grad_req", "add")
+    arrays, heads = shards_and_heads(SHAPES[:2])
     expected = reference_of(layer).step(arrays, heads)
     for times in (1, 2, 3):
         step(layer, arrays, heads, devices)
@@ -227,24 +231,11 @@ def test_a_device_that_does_not_come_is_named(devices):
     check(layer, devices, norm=norm)
 
 
-@groups
-def test_a_device_that_goes_back_alone(devices):
-    layer = make(devices, timeout=0.5)
-    arrays, gradients = with_gradients(random_shards(SHAPES[: len(devices)]), devices)
-    with autograd.record():
-        outputs = [layer(item) for item in arrays]
-    autograd.backward(outputs[:1], place(random_shards(SHAPES[:1]), devices))
-    with pytest.raises(mx.MXNetError, match="'stem': backward pass.*Missing"):
-        gradients[0].asnumpy()
-    with contextlib.suppress(mx.MXNetError):
-        mx.nd.waitall()
-
-
 @alone
-@static
-def test_a_backward_pass_whose_forward_pass_failed(devices, static):
+@hybridized
+def test_a_backward_pass_whose_forward_pass_failed(devices, mode):
     """In a static graph the memory still holds the step before; the backward pass must not compute with it."""
-    layer = make(devices, timeout=2, static=static)
+    layer = make(devices, timeout=2, mode=mode)
     norm = reference_of(layer)
     check(layer, devices, norm=norm)
     (array,) = random_shards(SHAPES[:1])
@@ -284,17 +275,14 @@ class Head(gluon.HybridBlock):
 
 @alone
 @pytest.mark.mxnet_kernels
-@pytest.mark.parametrize("static", [None, False, True], ids=["imperative", "hybridize", "static"])
-def test_a_layer_that_is_called_twice_in_a_step(devices, static):
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_layer_that_is_called_twice_in_a_step(devices, mode):
     """As a head that pyramid levels share: on the way back the calls come in the other order."""
     layer = make(devices)
-    norm, head = reference_of(layer), Head(layer)
-    if static is not None:
-        head.hybridize(static_alloc=static, static_shape=static)
+    norm, head = reference_of(layer), set_mode(Head(layer), mode)
     shapes = [[(3, 5, 4, 4), (2, 5, 4, 4)], [(3, 5, 8, 8), (2, 5, 8, 8)]]
     for number in range(3):
-        levels, heads = ([random_shards(one, seed=seed + 7 * number + i) for i, one in enumerate(shapes)]
-                         for seed in (0, 100))  # fmt: skip
+        levels, heads = zip(*(shards_and_heads(one, seed=7 * number + i) for i, one in enumerate(shapes)))
         inputs, gradients = zip(*(with_gradients(level, devices) for level in levels))
         with autograd.record():
             outputs = [head(small, large) for small, large in zip(*inputs)]
@@ -339,8 +327,7 @@ def test_nothing_is_allocated_in_a_training_step():
     def train(steps):
         for _ in range(steps):
             for layer in layers:
-                shapes = [(2, layer.gamma.shape[0], 4, 4)] * 2
-                step(layer, random_shards(shapes), random_shards(shapes, seed=1), devices)
+                step(layer, *shards_and_heads([(2, layer.gamma.shape[0], 4, 4)] * 2), devices)
         return process.num_threads(), process.memory_info().rss
 
     train(20)
@@ -351,14 +338,14 @@ def test_nothing_is_allocated_in_a_training_step():
 
 
 @alone
-@static
-def test_in_place_gradients_of_prediction_mode(devices, static):
+@hybridized
+def test_in_place_gradients_of_prediction_mode(devices, mode):
     """Both passes take one γ, also where it is nearly 0; where no gradient can follow, it is γ itself."""
-    layer = make(devices, channels=4, static=static, in_place=True)
+    layer = make(devices, channels=4, mode=mode, in_place=True)
     gamma, beta = np.array([0.0, 1e-9, 0.5, -1e-9]), np.array([0.0, 0.5, -0.5, 1.0])
     layer.gamma.set_data(mx.nd.array(gamma))
     layer.beta.set_data(mx.nd.array(beta))
-    arrays, heads = (random_shards([(2, 4, 3, 3)] * 2, seed=seed) for seed in (0, 50))
+    arrays, heads = shards_and_heads([(2, 4, 3, 3)] * 2)
     predicted = [layer(x).asnumpy() for x in place(arrays, devices)]
     check_all("prediction", predicted, Norm(gamma, beta).step(arrays, training=False).outputs, units=UNITS)
     outputs, gradients = step(layer, arrays, heads, devices, train_mode=False)

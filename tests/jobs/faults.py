@@ -21,9 +21,8 @@ import gluon_syncbn
 
 ENGINE, FAULT, DIRECTION = sys.argv[1:4]
 TIMEOUT = float(os.environ.get("JOB_TIMEOUT", 6))
-VICTIM, GOOD_STEPS = 1, 3
 group = job.join(ENGINE)
-is_victim = group.rank == VICTIM
+is_victim = group.rank == 1
 device, SHAPE = mx.cpu(0), (4, 3, 3)
 
 
@@ -59,31 +58,22 @@ def build(norm):
     return net
 
 
-def forward(net, behind=lambda y: None):
-    """The output, which may come later; ``behind`` is still recorded."""
+def break_off():
+    if is_victim:
+        mx.nd.waitall()
+        FAULTS[FAULT]()
+
+
+def forward(net):
+    """The output, which may come later."""
     x = mx.nd.array(testing.random_shards([(2, *SHAPE)], seed=group.rank)[0], ctx=device, dtype="float64")
     if FAULT == "bad_input" and is_victim:
         x = x + mx.nd.random.normal(0, -1, shape=(1,), dtype="float64")
     with autograd.record():
         y = net(x)
-        behind(y)
+        if FAULT == "caught":  # in what is recorded
+            break_off()
     return y
-
-
-def broken_step(net):
-    """What breaks it is recorded where the victim begins its next step; else it comes after the forward pass."""
-
-    def fault(y=None):
-        if is_victim:
-            mx.nd.waitall() if y is None else y.wait_to_read()
-            FAULTS[FAULT]()
-
-    if DIRECTION == "forward":
-        fault()
-    y = forward(net, fault if FAULT == "caught" else lambda y: None)
-    fault(y)
-    y.backward()
-    mx.nd.waitall()
 
 
 def failing_step(net):
@@ -106,43 +96,50 @@ def failing_step(net):
             item.set_data(good)
 
 
-def main():
-    nets = job.twins(build, [device], (1, *SHAPE), functools.partial(gluon_syncbn.SyncBatchNorm, timeout=TIMEOUT))
-    net, began = nets[0], time.monotonic()
-
-    def good_step(seed=0):
-        job.check_like(*nets, seed, [device], shape=SHAPE, is_alone=True)
-
-    try:
-        for seed in range(GOOD_STEPS):
-            good_step(seed)
-        mx.nd.waitall()
-        began = time.monotonic()
-        if FAULT == "one_step_more":
-            for _ in range(1 + is_victim):
-                good_step()
-        elif FAULT == "bad_input":  # an operator before the net fails; nobody looks until the weights are updated
-            failing_step(net)
-        elif FAULT == "outside":  # whoever has started the job breaks a host, or its network
-            job.say("READY", group.rank)
-            for _ in range(int(os.environ["JOB_STEPS"])):
-                began = time.monotonic()
-                good_step()
-                time.sleep(0.01)
-            job.say("RIGHT AFTERWARDS", group.rank)
-        else:
-            broken_step(net)
-    except (mx.MXNetError, Passed) as error:
-        text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
-        job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
-        if FAULT not in ("caught", "bad_input"):
-            time.sleep(1)  # the others may wait in vain for somebody else, and say so
-            sys.exit(9)
-        gluon_syncbn.abandon_step()
-        good_step()
-        job.say("RIGHT AFTERWARDS", group.rank, f"{time.monotonic() - began:.1f}")
-    job.say("ENDS", group.rank)
+nets = job.twins(build, [device], (1, *SHAPE), functools.partial(gluon_syncbn.SyncBatchNorm, timeout=TIMEOUT))
 
 
-if __name__ == "__main__":
-    main()
+def good_step(seed=0):
+    job.check_like(*nets, seed, [device], shape=SHAPE, is_alone=True)
+
+
+def broken_step():
+    if DIRECTION == "forward":
+        break_off()
+        return good_step()  # that of the others, which the next step of a victim that goes on may meet
+    y = forward(nets[0])
+    break_off()
+    y.backward()
+    mx.nd.waitall()
+
+
+began = time.monotonic()
+try:
+    for seed in range(3):
+        good_step(seed)
+    mx.nd.waitall()
+    began = time.monotonic()
+    if FAULT == "one_step_more":
+        for _ in range(1 + is_victim):
+            good_step()
+    elif FAULT == "bad_input":  # an operator before the net fails; nobody looks until the weights are updated
+        failing_step(nets[0])
+    elif FAULT == "outside":  # whoever has started the job breaks a host, or its network
+        job.say("READY", group.rank)
+        for _ in range(int(os.environ["JOB_STEPS"])):
+            began = time.monotonic()
+            good_step()
+            time.sleep(0.01)
+        job.say("RIGHT AFTERWARDS", group.rank)
+    else:
+        broken_step()
+except (mx.MXNetError, Passed) as error:
+    text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
+    job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
+    if FAULT not in ("caught", "bad_input"):
+        time.sleep(1)  # the others may wait in vain for somebody else, and say so
+        sys.exit(9)
+    gluon_syncbn.abandon_step()
+    good_step()
+    job.say("RIGHT AFTERWARDS", group.rank)
+job.say("ENDS", group.rank)

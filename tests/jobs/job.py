@@ -29,7 +29,7 @@ def join(engine: str):
     JOB_MOST_ROWS and JOB_MOST_BYTES let few processes with short vectors meet in pairs, as large jobs do.
     """
     global group
-    testing.meet_in_pairs(**{name: os.environ.get(f"JOB_{name.upper()}") for name in ("most_rows", "most_bytes")})
+    testing.meet_in_pairs(os.environ.get("JOB_MOST_ROWS"), os.environ.get("JOB_MOST_BYTES"))
     if engine == "horovod":
         import horovod.mxnet as hvd
 
@@ -42,17 +42,16 @@ def say(*words) -> None:
     """One line, in one piece; also to a file in the folder JOB_SAID, as a host may have lost its launcher."""
     line = " ".join(map(str, words)) + "\n"
     if "JOB_SAID" in os.environ:
-        name = f"{socket.gethostname()}.{os.getpid()}"
-        with open(os.path.join(os.environ["JOB_SAID"], name), "a", encoding="utf-8") as file:
+        with open(f"{os.environ['JOB_SAID']}/{socket.gethostname()}.{os.getpid()}", "a", encoding="utf-8") as file:
             file.write(line)
     sys.stdout.write(line)
     sys.stdout.flush()
 
 
-def gathered(array) -> np.ndarray:
-    """What all processes have in place of this array, a row each."""
+def gathered(*arrays) -> np.ndarray:
+    """What all processes have in place of these arrays, a row each."""
     gathered.calls += 1
-    vector = np.asarray(array, np.float64).ravel()
+    vector = np.concatenate([np.ravel(array) for array in arrays]).astype(np.float64)
     return group.all_gather("test", gathered.calls, vector, range(group.size), lambda: None)
 
 
@@ -61,7 +60,7 @@ gathered.calls = 1 << 40  # above all rounds of steps that are given up
 
 def check_same(arrays) -> None:
     """All processes have the same bits."""
-    rows = gathered(np.concatenate([array.ravel() for array in arrays]))
+    rows = gathered(*arrays)
     assert (rows == rows[0]).all(), "processes differ"
 
 
@@ -94,23 +93,22 @@ def check_step(net, norm, shards, heads, devices, *, layer=None, used=None, memb
 
 
 def twins(make, devices, shape, norm=OURS) -> list:
-    """A net of float64 on these devices, and its twin with `nn.BatchNorm` and the same numbers on one."""
+    """A net of float64 on these devices, and its twin with `nn.BatchNorm` and the same numbers on one.
+
+    γ, β and variances are some that a mistake could not hide behind.
+    """
     mx.random.seed(3)
     nets = [make(norm), make(nn.BatchNorm)]
     for net, contexts in zip(nets, (devices, [mx.cpu(0)])):
         net.cast("float64")
-        net.collect_params().initialize(mx.init.Xavier(), ctx=contexts)
+        net.initialize(ctx=contexts)
+        net.collect_params().reset_ctx(contexts)  # of those that were there already
         net(mx.nd.zeros(shape, ctx=contexts[0], dtype="float64"))
-    same_numbers(*nets)
-    return nets
-
-
-def same_numbers(net, twin) -> None:
-    """Give both the same numbers; γ, β and variances some that a mistake could not hide behind."""
-    for ours, other in zip(*(item.collect_params().values() for item in (net, twin))):
+    for ours, other in zip(*(net.collect_params().values() for net in nets)):
         if other.name.endswith(("gamma", "beta", "var")):
             other.set_data(mx.nd.random.uniform(0.5, 2, other.shape, dtype="float64"))
-        ours.set_data(other.data(other.list_ctx()[0]))
+        ours.set_data(other.data(mx.cpu(0)))
+    return nets
 
 
 def check_like(net, twin, seed, devices, *, shape, members=None, is_alone=False, statistics=True, tolerance=1e-9):
@@ -123,13 +121,13 @@ def check_like(net, twin, seed, devices, *, shape, members=None, is_alone=False,
     first = members.index(group.rank) * len(devices)
     shapes = [(2 + (number + seed) % 2, *shape) for number in range(len(members) * len(devices))]
     shards = testing.random_shards(shapes, "float64", seed)
-    whole = mx.nd.array(np.concatenate(shards), dtype="float64")
-    heads = testing.random_shards([(len(shard), *twin(whole[:1]).shape[1:]) for shard in shards], "float64", seed + 100)
-    given = np.concatenate(heads)
-    (expected,), (x,) = testing.step(twin, [whole.asnumpy()], [given], [mx.cpu(0)])
+    whole = np.concatenate(shards)
+    out = twin(mx.nd.array(whole[:1], dtype="float64")).shape[1:]
+    heads = testing.random_shards([(len(shard), *out) for shard in shards], "float64", seed + 100)
+    (expected,), (x,) = testing.step(twin, [whole], [np.concatenate(heads)], [mx.cpu(0)])
     mine = slice(first, first + len(devices))
     outputs, inputs = testing.step(net, shards[mine], heads[mine], devices)
-    rows = slice(sum(map(len, shards[:first])), sum(map(len, shards[: first + len(devices)])))
+    rows = slice(sum(map(len, shards[:first])), sum(map(len, shards[: mine.stop])))
     near("output", np.concatenate([item.asnumpy() for item in outputs]), expected.asnumpy()[rows], tolerance)
     gradients = np.concatenate([item.grad.asnumpy() for item in inputs])
     near("input gradient", gradients, x.grad.asnumpy()[rows], tolerance)
@@ -137,17 +135,17 @@ def check_like(net, twin, seed, devices, *, shape, members=None, is_alone=False,
         return
     mx.nd.waitall()
     sums, wanted, kept = [], [], []
-    for ours, other in zip(*(list(item.collect_params().values()) for item in (net, twin))):
-        if other.grad_req == "null":
-            kept += [ours.data(device).asnumpy() for device in devices]
-            for item in kept[-len(devices) :] if statistics else []:
-                near(ours.name, item, other.data().asnumpy(), max(tolerance, 1e-6), axis=0)  # its momentum is a float
-        else:
+    for ours, other in zip(*(item.collect_params().values() for item in (net, twin))):
+        if other.grad_req != "null":
             sums.append(sum(ours.grad(device).asnumpy() for device in devices))
             wanted.append(other.grad().asnumpy())
+            continue
+        kept += [ours.data(device).asnumpy() for device in devices]
+        for item in kept[-len(devices) :] if statistics else []:
+            near(ours.name, item, other.data().asnumpy(), max(tolerance, 1e-6), axis=0)  # its momentum is a float
     if len(members) > 1:
         check_same(kept)
-    totals = gathered(np.concatenate([item.ravel() for item in sums]))[members].sum(axis=0)
+    totals = gathered(*sums)[members].sum(axis=0)
     most = max(np.abs(item).max() for item in wanted)
     for total, item in zip(np.split(totals, np.cumsum([item.size for item in wanted])[:-1]), wanted):
         near("gradient", total.reshape(item.shape), item, tolerance, axis=0, most=most)

@@ -1,12 +1,6 @@
-"""Training steps of nets over all processes, each compared with `nn.BatchNorm` on the whole batch on one device.
+"""Nets that train over all processes, each step compared with `nn.BatchNorm` on the whole batch on one device."""
 
-    mpirun -np 2 python tests/jobs/numerics.py mpi DEVICES MODE,... CASE ...
-
-Prints ``RIGHT case mode`` on each process. A process builds a few layers more than those before it, so that Gluon's
-names differ.
-"""
-
-import sys
+import os
 
 import delay
 import job
@@ -23,12 +17,10 @@ class Branches(HybridBlock):
         super().__init__()
         with self.name_scope():
             self.norms = [norm(in_channels=3) for _ in range(4)]
-            for layer in self.norms:
-                self.register_child(layer)
             self.head = norm(in_channels=3)
             self.conv = nn.Conv2D(3, 3, padding=1, in_channels=3)
             self.late = [delay.Late(lambda device, i=i: 5e-3 * (i == job.group.rank % 2)) for i in range(2)]
-            for block in self.late:
+            for block in (*self.norms, *self.late):
                 self.register_child(block)
 
     def hybrid_forward(self, F, x):
@@ -51,25 +43,13 @@ CASES = {
 }
 
 
-def check(case: str, mode: str, devices: list) -> None:
-    """Two steps of one case."""
+def check(case: str) -> None:
+    """Two steps of it in each of JOB_MODES, with JOB_DEVICES devices in each process."""
     make, shape, tolerance = CASES[case]
-    net, twin = job.twins(make, devices, (1, *shape))
-    testing.set_mode(net, mode)
-    for seed in range(2):
-        # nn.BatchNorm averages the calls of a shared layer in the opposite order.
-        job.check_like(net, twin, seed, devices, shape=shape, tolerance=tolerance, statistics=case != "branches")
-    job.say("RIGHT", case, mode)
-
-
-def main(engine, count, modes, *cases) -> None:
-    job.join(engine)
-    extra = [gluon_syncbn.SyncBatchNorm() for _ in range(job.group.rank)]  # they never train
-    for case in cases:
-        for mode in modes.split(","):
-            check(case, mode, testing.cpus(int(count)))
-    del extra
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    devices = testing.cpus(int(os.environ.get("JOB_DEVICES", 1)))
+    for mode in os.environ.get("JOB_MODES", "static").split():
+        net, twin = job.twins(make, devices, (1, *shape))
+        testing.set_mode(net, mode)
+        for seed in range(2):
+            # nn.BatchNorm averages the calls of a shared layer in the opposite order.
+            job.check_like(net, twin, seed, devices, shape=shape, tolerance=tolerance, statistics=case != "branches")

@@ -28,7 +28,9 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -45,22 +47,8 @@ std::string setting(const char* name, const std::string& otherwise) {
   return value ? value : otherwise;
 }
 
-int count() {
-  static const int number = std::stoi(setting("STAND_IN_GPUS", "2"));
-  return number;
-}
-
-struct Context {
-  int device;
-};
-Context* contexts() {
-  static auto* all = [] {
-    auto* made = new Context[64];
-    for (int i = 0; i < 64; ++i) made[i].device = i;
-    return made;
-  }();
-  return all;
-}
+struct Context {};
+Context contexts[64];  // by device
 thread_local Context* current = nullptr;
 
 // As with CUDA, a process that was forked by one that has used it cannot use it.
@@ -169,11 +157,7 @@ class Stream {
   std::thread thread_;
 };
 
-struct Event {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int recorded = 0, reached = 0;
-};
+using Event = std::shared_future<void>;  // the end of what its stream had to do when it was recorded last
 
 Stream* stream_of(void* stream) {
   static auto* defaults = new std::map<Context*, Stream*>;
@@ -187,23 +171,13 @@ Stream* stream_of(void* stream) {
 
 using LaunchOnCpu = int (*)(const char*, const unsigned*, const unsigned*, const void*);
 
-struct Module;
 struct Function {
-  const Module* module;
+  Context* context;
+  LaunchOnCpu launch;
   std::string name;
   size_t size;  // of its argument, a struct
 };
-struct Module {
-  Context* context;
-  LaunchOnCpu launch;
-  std::map<std::string, Function> functions;
-};
-
-// .param .align 8 .b8 name[176]
-size_t read_size(const std::string& list) {
-  const size_t bracket = list.find('[');
-  return bracket == std::string::npos ? 0 : std::stoul(list.substr(bracket + 1));
-}
+using Module = std::map<std::string, Function>;
 
 LaunchOnCpu kernels_for(const std::string& ptx) {
   const std::string mark = "compiled_for_";
@@ -231,16 +205,19 @@ std::vector<void*> seen_arguments(const void* arguments, size_t size) {
 // ---------------------------------------------------------------------------------------------------------------------
 // For the runtime's stand-in (runtime.cpp)
 
-int stand_in_count() { return count(); }
-int stand_in_current() { return current ? current->device : -1; }
+int stand_in_count() {
+  static const int number = std::stoi(setting("STAND_IN_GPUS", "2"));
+  return number;
+}
+int stand_in_current() { return current ? static_cast<int>(current - contexts) : -1; }
 int stand_in_begin() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { lost = true; });  // on first use
   return registered != 0 || lost ? kNotInitialized : 0;
 }
 int stand_in_bind(int device) {
   if (const int error = stand_in_begin()) return error;
-  if (device < 0 || device >= count()) return kInvalidDevice;
-  current = contexts() + device;
+  if (device < 0 || device >= stand_in_count()) return kInvalidDevice;
+  current = contexts + device;
   return 0;
 }
 void* stand_in_allocate(size_t size) { return Memory::get().allocate(size); }
@@ -257,20 +234,13 @@ void stand_in_run(const std::function<void()>& task, void* stream) { stream_of(s
 void stand_in_wait(void* stream) { stream_of(stream)->wait(); }
 void* stand_in_new_event() { return new Event; }
 void stand_in_record(void* event, void* stream) {
-  auto* self = static_cast<Event*>(event);
-  const int number = ++self->recorded;
-  stream_of(stream)->push([self, number] {
-    std::lock_guard<std::mutex> lock(self->mutex);
-    self->reached = number;
-    self->changed.notify_all();
-  });
+  const auto reached = std::make_shared<std::promise<void>>();
+  *static_cast<Event*>(event) = reached->get_future();
+  stream_of(stream)->push([reached] { reached->set_value(); });
 }
 void stand_in_wait_event(void* stream, void* event) {
-  auto* self = static_cast<Event*>(event);
-  stream_of(stream)->push([self, number = self->recorded] {
-    std::unique_lock<std::mutex> lock(self->mutex);
-    self->changed.wait(lock, [&] { return self->reached >= number; });
-  });
+  const Event reached = *static_cast<Event*>(event);
+  if (reached.valid()) stream_of(stream)->push([reached] { reached.wait(); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -281,9 +251,7 @@ extern "C" {
 int cuInit(unsigned) { return stand_in_begin(); }
 
 int cuDeviceGetCount(int* number) {
-  if (const int error = stand_in_begin()) return error;
-  *number = count();
-  return 0;
+  return unless(stand_in_begin(), [&] { *number = stand_in_count(); });
 }
 
 // NVRTC from 13 on asks for a table of its own, and does without if there is none.
@@ -294,21 +262,17 @@ int cuGetExportTable(const void** table, const void*) {
 
 int cuDeviceGet(int* device, int ordinal) {
   if (const int error = stand_in_begin()) return error;
-  if (ordinal < 0 || ordinal >= count()) return kInvalidDevice;
+  if (ordinal < 0 || ordinal >= stand_in_count()) return kInvalidDevice;
   *device = ordinal;
   return 0;
 }
 
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  if (const int error = stand_in_begin()) return error;
-  *context = contexts() + device;
-  return 0;
+  return unless(stand_in_begin(), [&] { *context = contexts + device; });
 }
 
 int cuCtxGetCurrent(void** context) {
-  if (const int error = stand_in_begin()) return error;
-  *context = current;
-  return 0;
+  return unless(stand_in_begin(), [&] { *context = current; });
 }
 
 int cuCtxSetCurrent(void* context) {
@@ -329,16 +293,15 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**)
   if (!current) return kInvalidContext;
   const std::string ptx = static_cast<const char*>(image);
   if (setting("STAND_IN_REFUSE_PTX", "0") == "1") return kInvalidPtx;
-  auto* loaded = new Module{current, kernels_for(ptx), {}};
-  if (!loaded->launch) return kInvalidPtx;
+  const LaunchOnCpu launch = kernels_for(ptx);
+  if (!launch) return kInvalidPtx;
+  auto* loaded = new Module;
   const std::string entry = ".entry ";
   for (size_t at = ptx.find(entry); at != std::string::npos; at = ptx.find(entry, at + 1)) {
-    const size_t open = ptx.find('(', at), close = ptx.find(')', open);
+    // .entry NAME(.param .align 8 .b8 arguments[176])
+    const size_t open = ptx.find('(', at), bracket = ptx.find('[', open);
     const std::string name = ptx.substr(at + entry.size(), open - at - entry.size());
-    Function& function = loaded->functions[name];
-    function.module = loaded;
-    function.name = name;
-    function.size = read_size(ptx.substr(open, close - open));
+    (*loaded)[name] = {current, launch, name, std::strtoul(&ptx[bracket + 1], nullptr, 10)};
   }
   *module = loaded;
   return 0;
@@ -351,7 +314,7 @@ int cuModuleLoadData(void** module, const void* image) {
 int cuModuleUnload(void*) { return 0; }
 
 int cuModuleGetFunction(void** function, void* module, const char* name) {
-  auto& functions = static_cast<Module*>(module)->functions;
+  auto& functions = *static_cast<Module*>(module);
   const auto found = functions.find(name);
   if (found == functions.end()) return kNotFound;
   *function = &found->second;
@@ -364,7 +327,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
   static std::atomic<int> launched{0};
   const int launches = ++launched;
   if (launches > std::stoi(setting("STAND_IN_LAUNCHES", "2000000000"))) return kIllegalAddress;
-  if (current != function.module->context) return kInvalidContext;
+  if (current != function.context) return kInvalidContext;
   const bool fits = grid_x > 0 && grid_y > 0 && grid_x <= 0x7fffffff && grid_y <= 65535 && grid_z == 1 &&
                     block_x * block_y > 0 && block_x * block_y <= 1024 && block_z == 1;
   if (!fits) return kInvalidValue;
@@ -372,7 +335,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
   stream_of(stream)->push([=, &function, words = seen_arguments(arguments[0], function.size)] {
     while (hangs) std::this_thread::sleep_for(std::chrono::seconds(1));
     const unsigned grid[] = {grid_x, grid_y}, block[] = {block_x, block_y};
-    if (function.module->launch(function.name.c_str(), grid, block, words.data()) != 0) std::abort();
+    if (function.launch(function.name.c_str(), grid, block, words.data()) != 0) std::abort();
   });
   if (!stream) stream_of(stream)->wait();  // arrays of the stand-in for CuPy, which uses it, are the host's
   return 0;
@@ -390,12 +353,6 @@ int cuStreamCreate(void** stream, unsigned) {
 }
 
 int cuStreamQuery(void* stream) { return !current ? kInvalidContext : stream_of(stream)->is_idle() ? 0 : kNotReady; }
-
-int cuStreamSynchronize(void* stream) {
-  if (!current) return kInvalidContext;
-  stream_of(stream)->wait();
-  return 0;
-}
 
 int cuMemsetD8Async(unsigned long long address, unsigned char value, size_t size, void* stream) {
   if (!current) return kInvalidContext;

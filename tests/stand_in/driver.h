@@ -4,6 +4,13 @@
 #include <cstddef>
 #include <functional>
 
+// Does it, unless there is an error, which is returned.
+template <typename Action>
+int unless(int error, const Action& action) {
+  if (!error) action();
+  return error;
+}
+
 #define BETWEEN __attribute__((visibility("default")))
 
 BETWEEN int stand_in_begin();  // before each use; an error if a process was forked by one that has used it

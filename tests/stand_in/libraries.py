@@ -45,9 +45,7 @@ static void* real() {
 
 
 def _lines(*command) -> list:
-    return subprocess.run(
-        [str(item) for item in command], capture_output=True, encoding="utf-8", check=True
-    ).stdout.splitlines()
+    return subprocess.check_output(command, encoding="utf-8").splitlines()
 
 
 def needed_symbols(libmxnet: Path) -> dict:
@@ -76,26 +74,25 @@ def _stub(name: str) -> str:
 
 def _build(folder: Path, library: str, names: list, sources=(), flags=(), text=_STUBS, make=_stub) -> None:
     """``library``, of ``sources`` and, for each name that they lack, of what ``make`` says, behind ``text``."""
-    there = "".join(Path(source).read_text(encoding="utf-8") for source in sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    there = "".join(source.read_text(encoding="utf-8") for source in sources)
     missing = [name for name in names if not re.search(rf"\b{name}\(", there)]
     with tempfile.TemporaryDirectory() as temporary:
         made, versions = Path(temporary) / "made.cpp", Path(temporary) / "versions"
         made.write_text(text + "\n".join(map(make, missing)) + "\n", encoding="utf-8")
         versions.write_text(f"{library} {{ global: *; }};\n")
         versioned = [] if library in ("libcuda.so.1", "libnccl.so.2") else [f"-Wl,--version-script={versions}"]
-        output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
-        subprocess.run([*COMPILER, str(made), *map(str, sources), *versioned, *output, *flags], check=True)
+        output = ["-o", folder / library, f"-Wl,-soname,{library}"]
+        subprocess.run([*COMPILER, made, *sources, *versioned, *output, *flags], check=True)
 
 
 def build_stubs(folder: Path, libmxnet: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for library, names in needed_symbols(libmxnet).items():
         if not library.startswith(("libnvrtc", "libcuda.so", "libcudart")):
             _build(folder, library, names)
 
 
 def build_stand_in(folder: Path, libmxnet: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     needed = needed_symbols(libmxnet)
     (runtime,) = (library for library in needed if library.startswith("libcudart"))
     _build(folder, "libcuda.so.1", needed["libcuda.so.1"], [HERE / "driver.cpp"], ["-ldl"])
@@ -110,6 +107,5 @@ def build_forwarder(folder: Path, libmxnet: Path) -> None:
 
 
 def build_one_as_two(folder: Path) -> None:
-    subprocess.run(
-        [*COMPILER, str(HERE / "one_gpu_as_two.cpp"), "-o", str(folder / "one_gpu_as_two.so"), "-ldl"], check=True
-    )
+    command = [*COMPILER, HERE / "one_gpu_as_two.cpp", "-o", folder / "one_gpu_as_two.so", "-ldl"]
+    subprocess.run(command, check=True)

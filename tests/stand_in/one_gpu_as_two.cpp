@@ -4,9 +4,6 @@
 // It stands before what MXNet and the package call with a device's number. A thread's device is the number that it has
 // set last, and the GPU is always number 0.
 
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include <dlfcn.h>
 
 #include <cstddef>

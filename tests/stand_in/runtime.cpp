@@ -31,19 +31,10 @@ thread_local int chosen = 0;
 thread_local bool is_chosen = true;  // else the current context says which device it is
 
 int device() { return is_chosen || stand_in_current() < 0 ? chosen : stand_in_current(); }
-int bind() {
-  if (is_chosen || stand_in_current() < 0) return stand_in_bind(chosen);
-  return 0;
-}
+int bind() { return is_chosen || stand_in_current() < 0 ? stand_in_bind(chosen) : 0; }
 
-std::mutex& mutex() {
-  static auto* made = new std::mutex;
-  return *made;
-}
-std::map<const void*, std::string>& names() {
-  static auto* made = new std::map<const void*, std::string>;
-  return *made;
-}
+std::mutex mutex;
+auto& names = *new std::map<const void*, std::string>;  // of MXNet's kernels; threads outlive main
 
 thread_local void* launch_stream = nullptr;
 
@@ -84,11 +75,10 @@ void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
-  std::lock_guard<std::mutex> lock(mutex());
-  names()[host] = name;
+  std::lock_guard<std::mutex> lock(mutex);
+  names[host] = name;
 }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-void __cudaRegisterTexture(void**, const void*, const void**, const char*, int, int, int) {}
 unsigned __cudaPushCallConfiguration(unsigned long, unsigned, unsigned long, unsigned, size_t, void* stream) {
   launch_stream = stream;
   return 0;
@@ -103,8 +93,8 @@ int cudaLaunchKernel(const void* function, unsigned long, unsigned, unsigned lon
   if (const int error = bind()) return last_error = error;
   std::string name;
   {
-    std::lock_guard<std::mutex> lock(mutex());
-    name = names()[function];
+    std::lock_guard<std::mutex> lock(mutex);
+    name = names[function];
   }
   const auto task = capability() > kNewestOfMXNet ? nullptr : kernel_of_mxnet(name, arguments);
   if (!task) {
@@ -116,9 +106,7 @@ int cudaLaunchKernel(const void* function, unsigned long, unsigned, unsigned lon
 }
 
 int cudaGetDeviceCount(int* count) {
-  if (const int error = stand_in_begin()) return error;
-  *count = stand_in_count();
-  return 0;
+  return unless(stand_in_begin(), [&] { *count = stand_in_count(); });
 }
 int cudaSetDevice(int number) {
   if (const int error = stand_in_begin()) return error;
@@ -128,15 +116,11 @@ int cudaSetDevice(int number) {
   return 0;
 }
 int cudaGetDevice(int* number) {
-  if (const int error = stand_in_begin()) return error;
-  *number = device();
-  return 0;
+  return unless(stand_in_begin(), [&] { *number = device(); });
 }
 int cudaGetDeviceProperties(void* properties, int) {
-  if (const int error = stand_in_begin()) return error;
-  std::memset(properties, 0, 600);
-  std::strcpy(static_cast<char*>(properties), "stand-in for a GPU");
-  return 0;
+  return unless(stand_in_begin(),
+                [&] { std::strcpy(static_cast<char*>(std::memset(properties, 0, 600)), "stand-in for a GPU"); });
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
   if (const int error = stand_in_begin()) return error;
@@ -153,9 +137,7 @@ int cudaDeviceCanAccessPeer(int* can, int, int) {
   return 0;
 }
 int cudaDeviceSynchronize() {
-  if (const int error = bind()) return error;
-  stand_in_wait(nullptr);
-  return 0;
+  return unless(bind(), [&] { stand_in_wait(nullptr); });
 }
 
 int cudaGetLastError() {
@@ -190,54 +172,36 @@ int cudaFreeHost(void* address) {
   return 0;
 }
 int cudaMemGetInfo(size_t* free, size_t* total) {
-  if (const int error = bind()) return error;
-  *free = *total = size_t(8) << 30;
-  return 0;
+  return unless(bind(), [&] { *free = *total = size_t(8) << 30; });
 }
 int cudaMemcpyAsync(void* to, const void* from, size_t size, int, void* stream) {
-  if (const int error = bind()) return error;
-  stand_in_copy(to, from, size, stream);
-  return 0;
+  return unless(bind(), [&] { stand_in_copy(to, from, size, stream); });
 }
 int cudaMemcpy(void* to, const void* from, size_t size, int) {
-  if (const int error = bind()) return error;
-  stand_in_copy(to, from, size, nullptr);
-  stand_in_wait(nullptr);
-  return 0;
+  const int error = cudaMemcpyAsync(to, from, size, 0, nullptr);
+  return error ? error : cudaDeviceSynchronize();
 }
 int cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, void* stream) {
   return cudaMemcpyAsync(to, from, size, 0, stream);
 }
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int,
                       void* stream) {
-  if (const int error = bind()) return error;
-  for (size_t row = 0; row < height; ++row) {
-    stand_in_copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width,
-                  stream);
-  }
-  return 0;
+  return unless(bind(), [&] {
+    for (size_t row = 0; row < height; ++row) {
+      stand_in_copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width,
+                    stream);
+    }
+  });
 }
 int cudaMemsetAsync(void* to, int value, size_t size, void* stream) {
-  if (const int error = bind()) return error;
-  stand_in_set(to, value, size, stream);
-  return 0;
+  return unless(bind(), [&] { stand_in_set(to, value, size, stream); });
 }
 
 int cudaStreamCreate(void** stream) {
-  if (const int error = bind()) return error;
-  *stream = stand_in_new_stream();
-  return 0;
+  return unless(bind(), [&] { *stream = stand_in_new_stream(); });
 }
-int cudaStreamCreateWithPriority(void** stream, unsigned, int) { return cudaStreamCreate(stream); }
-int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = *greatest = 0;
-  return 0;
-}
-int cudaStreamDestroy(void*) { return 0; }
 int cudaStreamSynchronize(void* stream) {
-  if (const int error = bind()) return error;
-  stand_in_wait(stream);
-  return 0;
+  return unless(bind(), [&] { stand_in_wait(stream); });
 }
 int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   stand_in_wait_event(stream, event);
@@ -247,7 +211,6 @@ int cudaEventCreateWithFlags(void** event, unsigned) {
   *event = stand_in_new_event();
   return 0;
 }
-int cudaEventDestroy(void*) { return 0; }
 int cudaEventRecord(void* event, void* stream) {
   stand_in_record(event, stream);
   return 0;
