@@ -31,7 +31,7 @@ processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
 
 # What takes long: tens of thousands of steps in every mode, more failures, all networks, faults in the package.
-LONG := cpu_devices endings failures faults gpu_bundle install whole_nets
+LONG := cpu_devices endings failures faults gpu_bundle install orders whole_nets
 long: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(LONG:%=tests/test_%.py)
 

@@ -46,7 +46,7 @@ def prepare(devices):
         started = time.perf_counter()
         with autograd.record(train_mode=train_mode):
             outputs = [
-                backend.normalize(mx.nd, arrays, spec, str(group.id), group.devices)[0]
+                backend.normalize(arrays, spec, str(group.id), group.devices)
                 for arrays in zip(inputs, gamma, beta, mean, var)
             ]
         mx.nd.waitall()

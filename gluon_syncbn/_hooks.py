@@ -11,8 +11,9 @@ import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
 
 from gluon_syncbn.base.mxnet_private import RecordingScope
-from gluon_syncbn.graphs.calls import following_moves
-from gluon_syncbn.graphs.fuse import following_reshape, fusing_bind, fusing_graphs
+from gluon_syncbn.graphs.bind import following_reshape, lowering_bind, lowering_partition
+from gluon_syncbn.graphs.calls import following_changes, lowering_what_runs
+from gluon_syncbn.graphs.trace import dropping_layers, noting_layers
 from gluon_syncbn.nets.export import exporting_plain_graphs
 from gluon_syncbn.nets.left_plain import warning_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
@@ -47,10 +48,13 @@ _EXTENSIONS = [
     (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),
     (mx.gluon.Trainer, "update", guarding_trainer),
     (mx.mod.Module, "update", guarding_module),
-    (HybridBlock, "_call_cached_op", following_moves),
-    (HybridBlock, "_get_graph", fusing_graphs),
-    (mx.sym.Symbol, "bind", fusing_bind),
-    (mx.sym.Symbol, "simple_bind", fusing_bind),
+    (HybridBlock, "_get_graph", noting_layers),
+    (HybridBlock, "_clear_cached_op", dropping_layers),
+    (HybridBlock, "_build_cache", lowering_what_runs),
+    (HybridBlock, "_call_cached_op", following_changes),
+    (mx.sym.Symbol, "bind", lowering_bind),
+    (mx.sym.Symbol, "simple_bind", lowering_bind),
+    (mx.sym.Symbol, "optimize_for", lowering_partition),
     (mx.executor.Executor, "reshape", following_reshape),
     (HybridBlock, "export", exporting_plain_graphs),
     (SymbolBlock, "__init__", synchronizing_what_is_marked),

@@ -8,23 +8,31 @@ from mxnet.gluon import nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, widened
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.backends.interface import NodeOptions
+from gluon_syncbn.base.mxnet_private import set_attributes
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
-from gluon_syncbn.graphs.calls import order_tokens, remember
-from gluon_syncbn.graphs.trace import Trace, find_trace
-from gluon_syncbn.layer.decision import Site, Way
+from gluon_syncbn.graphs.calls import note_changes
+from gluon_syncbn.graphs.norms import mark
+from gluon_syncbn.graphs.trace import tracing
+from gluon_syncbn.layer.decision import Site, Way, decide
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.symbol import make_node
 from gluon_syncbn.synchronization import Synchronization, options_of
 
 _BATCH_NORM = (
     *("axis", "momentum", "epsilon", "center", "scale", "use_global_stats", "beta_initializer", "gamma_initializer"),
     *("running_mean_initializer", "running_variance_initializer", "in_channels", "prefix", "params"),
 )
+
+
+class BatchNormReLU(nn.BatchNorm):
+    """The plain form of a `SyncBatchNorm` with ``activation='relu'``."""
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        out = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return F.npx.relu(out) if mx.util.is_np_array() else F.relu(out)  # Activation would turn NaN into 0
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -205,6 +213,7 @@ class SyncBatchNorm(nn.BatchNorm):
         Parameters and statistics stay in float32 for bfloat16 as well as for float16.
         """
         super().cast("float32" if is_bfloat16(dtype) else dtype)
+        note_changes()
 
     # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
 
@@ -236,45 +245,41 @@ class SyncBatchNorm(nn.BatchNorm):
                 return self.hybrid_forward(F, *plain_arrays).as_np_ndarray()
         if F is mx.nd:
             return self._imperative(arrays)
-        trace = find_trace()
-        dtypes, tokens = trace.dtypes() if trace else {}, order_tokens(trace)
-        out, token = self._as_node(arrays, trace, "fwd", dtypes, after=tokens.get(self.running_mean))
-        if token is not None:
-            tokens[self.running_mean] = token
-        return out
+        out = super().hybrid_forward(F, *arrays)
+        set_attributes(out, self._node_attributes())
+        return F.relu(out, name="fwd_relu") if self._sync.options.activation else out
+
+    def _node_attributes(self) -> Dict[str, str]:
+        """Return the hidden attributes of the plain node that the layer is in the symbol that is being made.
+
+        In the graph of a net it is noted. A user's symbol may be saved, bound by a Module or put into a SymbolBlock, so
+        its node says all that there is to know.
+        """
+        layers, spec, devices = tracing(), self._sync.spec(), self._sync.devices()
+        if layers is not None:
+            can_be_read = spec.dtype in ("float32", "float64")  # else it is an error when it trains
+            return {**(mark(spec) if can_be_read else {}), **layers.add(self)}
+        is_moving = len(devices) == 1  # most layers are on one device before they train
+        way = decide(spec, devices, Site.SYMBOL) if is_moving else self._sync.way(spec, devices, Site.SYMBOL)
+        if way is Way.OPEN:
+            spec.check_names()
+            choose(spec, devices)  # one that cannot run here shows at once
+        return mark(spec, None if is_moving and spec.num_devices else len(devices))
 
     def _imperative(self, arrays):
         x, gamma = arrays[:2]
         spec, devices = self._sync.spec(), self._sync.devices()
         self._check_input(x, gamma.shape[0], spec)
         if self._sync.way(spec, devices, Site.ARRAYS) is Way.PLAIN:
-            x, lowered = widened(mx.nd, x, {})
+            x, lowered = widened(x)
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
             return lowered(mx.nd.relu(out) if spec.activation else out)
         if not active_sets.includes(x.context, active_sets.current):
             raise ValueError(absent_text(self.name, x.context))
         begin_forward(self, x.context)
-        out = self._sync.normalize(mx.nd, arrays, spec, devices)[0]
+        out = self._sync.normalize(arrays, spec, devices)
         failures.watch([out], f"an operator before {spec.where} on {x.context} had failed.", arrays[3:])
         return out
-
-    def _as_node(self, inputs, trace: Optional[Trace], name: str, dtypes: Dict[str, Any], hidden=None, after=None):
-        """Return the layer as a node of a graph, and its order token or None (see `NodeOptions` for the arguments).
-
-        ``trace`` is the graph of a net that Gluon is making. Without one the node is part of a symbol of the user's,
-        which may be saved, bound by a Module or put into a SymbolBlock.
-        """
-        if trace is not None and trace.net is not None:
-            remember(trace.net, trace.symbol, self)
-        spec, devices = self._sync.spec(), self._sync.devices()
-        way = self._sync.way(spec, devices, Site.SYMBOL if trace is None else Site.NET)
-        node = NodeOptions(name, hidden, after, dtypes=dtypes)
-        if way is Way.SYNCHRONIZED and trace is not None:
-            node = node._replace(is_static=trace.is_static, is_partitioned=trace.is_partitioned)
-            return self._sync.normalize(mx.sym, inputs, spec, devices, node)
-        if way is Way.OPEN:
-            spec = spec.but(num_devices=len(devices) or spec.num_devices)
-        return make_node(way, spec, inputs, node)
 
     @staticmethod
     def _check_input(x, channels: int, spec: LayerSpec) -> None:

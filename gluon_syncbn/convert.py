@@ -12,13 +12,13 @@ from typing import Any, Dict, List
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, graph_of, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
-from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
+from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others, find_norms
 from gluon_syncbn.layer.spec import OPTIONS, check_option_names
-from gluon_syncbn.nets.fused_relu import BatchNormReLU, fuse_relus, separate_relus
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
 from gluon_syncbn.synchronization import options_of
 
@@ -55,13 +55,9 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         As in `SyncBatchNorm`, like all further ``options``. These are the options that `SyncBatchNorm` has and
         `nn.BatchNorm` has not, except ``activation``.
     fuse : bool, default True
-        Compute what follows a BatchNorm in its own passes. In a hybridized net that is a ReLU, a leaky ReLU, or a sum
-        and a ReLU, wherever the graph has them and nothing else reads the values in between; a line of the log (INFO,
-        logger ``gluon_syncbn``) counts them when the graph is made. In other nets it is a ReLU directly after a
-        BatchNorm in a `nn.HybridSequential`: the BatchNorm computes the activation, and the ReLU returns its input. The
-        pair is not fused where that would show: if one of the two is used elsewhere in the net too, or has forward
-        hooks. If you later slice the `nn.HybridSequential` between the two, the first part also contains the ReLU; pass
-        False if you do.
+        In a hybridized net, compute what follows a BatchNorm in its own passes: a ReLU, a leaky ReLU, or a sum and a
+        ReLU, wherever the graph has them and nothing else reads the values in between. A line of the log (INFO, logger
+        ``gluon_syncbn``) counts them when the graph is made.
 
     Returns
     -------
@@ -87,7 +83,6 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         if value is not _AS_IT_IS:
             options[name] = value
     _check(block, blocks, options)
-    separate_relus(blocks)
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
         synchronize(item, **options)
@@ -101,11 +96,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
             if layer._converted_from is ContribSyncBatchNorm:
                 _restore_axis(layer)
         layer._take_options(chosen)
-    fused = fuse_relus(blocks)
     _drop_cached_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
-    if fused:
-        _log.info("%d of them compute the ReLU after them.", fused)
     if not layers:
         warnings.warn(f"{block.name} has no BatchNorm layer that can be converted.", stacklevel=users_line())
     _warn_of_others(blocks)
@@ -136,7 +128,6 @@ def convert_batchnorm(block: Block) -> Block:
     """
     blocks = all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
-    separate_relus(blocks)
     for layer in layers:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
         layer._stop_synchronizing()
@@ -230,7 +221,7 @@ def _is_convertible_symbol(block: Block) -> bool:
 
 
 def _graph(block: SymbolBlock) -> Graph:
-    return Graph(graph_of(block)[1])
+    return Graph(plain_graph_of(block)[1])
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
@@ -241,6 +232,7 @@ def _restore_axis(layer: SyncBatchNorm) -> None:
 
 
 def _drop_cached_graphs(blocks: List[Block]) -> None:
+    note_changes()  # in nets outside of these
     for block in blocks:
         if isinstance(block, HybridBlock):
             drop_graph(block)

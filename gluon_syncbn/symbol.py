@@ -2,21 +2,20 @@
 
 A symbol does not know on which devices it will be bound, only on how many: ``num_devices``. The devices that train it
 find each other at their first forward pass. One symbol serves one Module at a time, and synchronizes the devices of
-that Module; for a second Module load or make the symbol again. Files that were saved with such nodes load where this
-package is imported. `plain_symbol` returns a symbol that loads anywhere.
+that Module; for a second Module load or make the symbol again. Its nodes are plain ``BatchNorm`` nodes with an
+attribute that says what is to synchronize. They do when the symbol is bound, or put into a SymbolBlock, in a process
+that has imported this package. So saved files load anywhere.
 """
 
 import os
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Dict, Optional
 
 import mxnet as mx
 
-from gluon_syncbn.backends.bfloat16 import widened
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.backends.interface import NodeOptions
-from gluon_syncbn.base.mxnet_private import unique_name
+from gluon_syncbn.base.mxnet_private import set_attributes, unique_name
 from gluon_syncbn.distributed.default import find
-from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.graph import Entry, Graph
 from gluon_syncbn.graphs.norms import Norm, count_others, mark, replace_norms
 from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
@@ -99,30 +98,33 @@ def SyncBatchNorm(
     name = unique_name(name, "syncbatchnorm")
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
+    spec = LayerSpec.of(
+        name,
+        axis=axis,
+        epsilon=float(eps),
+        momentum=float(momentum),
+        scale=not fix_gamma,
+        use_global_stats=bool(use_global_stats),
+        dtype=dtype,
+        num_devices=num_devices,
+        group_size=group_size,
+        timeout=timeout,
+        backend=backend,
+        activation=activation,
+        kvstore=kvstore,
+        process_group=process_group,
+        in_place=in_place,
+        renorm=renorm,
+        fuse=fuse,
+    )
+    find(process_group, spec.where)  # one that cannot connect shows at once
+    options = {"eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": fix_gamma, "axis": spec.axis}
     with mx.name.NameManager():
-        # Only for its variables, and the initializers that MXNet gives them.
-        plain = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name)
-        spec = LayerSpec.of(
-            name,
-            axis=axis,
-            epsilon=float(eps),
-            momentum=float(momentum),
-            scale=not fix_gamma,
-            use_global_stats=bool(use_global_stats),
-            dtype=dtype,
-            num_devices=num_devices,
-            group_size=group_size,
-            timeout=timeout,
-            backend=backend,
-            activation=activation,
-            kvstore=kvstore,
-            process_group=process_group,
-            in_place=in_place,
-            renorm=renorm,
-            fuse=fuse,
+        out = mx.sym.BatchNorm(
+            data, gamma, beta, moving_mean, moving_var, use_global_stats=use_global_stats, name=name, **options
         )
-        find(process_group, spec.where)  # one that cannot connect shows at once
-        return make_symbol(spec, plain.get_children(), NodeOptions(name, attr))[0]
+        set_attributes(out, {**(attr or {}), **_mark(spec)})
+        return mx.sym.relu(out, name=f"{name}_relu") if activation else out
 
 
 def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Symbol:
@@ -176,34 +178,31 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
     if "process_group" in options:
         find(options["process_group"], "convert_symbol")  # one that cannot connect shows at once
 
-    def make(norm: Norm, inputs, after):
+    def change(norm: Norm) -> Optional[Entry]:
         if norm.spec.use_global_stats:
             return None
-        spec = norm.spec.but(num_devices=num_devices, **options).checked()
-        return make_symbol(spec, inputs, NodeOptions(norm.name, norm.hidden, after))
+        return norm.plain(**_mark(norm.spec.but(num_devices=num_devices, **options).checked()))
 
-    return replace_norms(graph, make)[0]
+    replace_norms(graph, change)
+    return graph.symbol()
 
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
-    """Return a copy of a symbol with plain ``BatchNorm`` in place of synchronized nodes.
+    """Return a copy of a symbol with plain ``BatchNorm`` nodes that do not synchronize."""
+    graph = Graph(sym)
 
-    The copy loads without this package.
-    """
+    def change(norm: Norm) -> Optional[Entry]:
+        return norm.plain() if norm.is_marked or norm.node.op == "_contrib_SyncBatchNorm" else None
 
-    def make(norm: Norm, inputs, _):
-        if not norm.is_marked and norm.node.op != "_contrib_SyncBatchNorm":
-            return None
-        return plain_node(norm.spec, inputs, norm.name, norm.hidden), None
-
-    return replace_norms(Graph(sym), make)[0]
+    replace_norms(graph, change)
+    return graph.symbol()
 
 
 def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
-    """Load a saved symbol, and put its synchronized nodes on a back end that runs here.
+    """Load a saved symbol, and have its nodes synchronize on a back end that runs here.
 
-    ``mx.sym.load`` is enough where the back end that saved the symbol can run. This function also loads a symbol that
-    was saved with the compiled operator on a host with GPUs, or on one without that operator.
+    ``mx.sym.load`` is enough where the back end that the nodes name can run. This function also loads what version
+    0.1.0 has saved, on a host with GPUs or without the compiled operator.
 
     Parameters
     ----------
@@ -226,33 +225,28 @@ def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
     """
     with open(os.fspath(file), encoding="utf-8") as lines:
         text = lines.read()
+    graph = Graph(text)
 
-    def make(norm: Norm, inputs, after):
+    def change(norm: Norm) -> Optional[Entry]:
         if not norm.is_marked:
             return None
-        spec = norm.spec.but(backend=backend).checked()
-        return make_symbol(spec, inputs, NodeOptions(norm.name, norm.hidden, after), is_loaded=True)
+        return norm.plain(**_mark(norm.spec.but(backend=backend).checked(), is_loaded=True, bound_for=norm.bound_for))
 
-    return replace_norms(Graph(text), make)[0]
-
-
-# The node of a layer: plain, plain for now, open, or synchronized (`layer.decision`)
+    replace_norms(graph, change)
+    return graph.symbol()
 
 
-def make_symbol(
-    spec: LayerSpec, inputs: Sequence[mx.sym.Symbol], node: NodeOptions, is_loaded: bool = False
-) -> Tuple[mx.sym.Symbol, Any]:
-    """The last node of a layer that no block owns, and its order token, or None.
+def _mark(spec: LayerSpec, is_loaded: bool = False, bound_for: Optional[int] = None) -> Dict[str, str]:
+    """The mark of a node that no block owns.
 
     Parameters
     ----------
     spec : LayerSpec
         It has been checked.
-    inputs : five Symbols
-        x, gamma, beta, running mean and running variance.
-    node : NodeOptions
     is_loaded : bool
-        The symbol comes from a file (`decide`).
+        The symbol comes from a file: whether ``group_size`` fits the processes shows when it trains.
+    bound_for : int, optional
+        See `gluon_syncbn.graphs.norms.mark`.
 
     Raises
     ------
@@ -263,34 +257,8 @@ def make_symbol(
     spec.check_engine(spec.num_devices)
     if not is_loaded:
         check_groups(spec, spec.num_devices)
-    way = decide(spec, [], Site.SYMBOL, is_loaded)
-    if way is Way.OPEN and spec.group_size != 1:
-        refuse_late_import(spec.where, spec.num_devices or 1)
-    return make_node(way, spec, inputs, node)
-
-
-def make_node(
-    way: Way,
-    spec: LayerSpec,
-    inputs: Sequence[mx.sym.Symbol],
-    node: NodeOptions,
-) -> Tuple[mx.sym.Symbol, Any]:
-    """The last node of a layer that has no group, and its order token, or None."""
-    if way is Way.OPEN:
-        devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-        return choose(spec, devices).backend.normalize(mx.sym, inputs, spec, spec.check_names().to_json(), [], node)
-    hidden = dict(node.hidden or {})
-    if way is Way.PLAIN_FOR_NOW:
-        hidden.update(mark(spec.check_names().but(activation=None), is_plain=True))
-    x, lowered = widened(mx.sym, inputs[0], node.dtypes)
-    return lowered(plain_node(spec, [x, *inputs[1:]], node.name, hidden)), None
-
-
-def plain_node(
-    spec: LayerSpec, inputs: Sequence[mx.sym.Symbol], name: str, hidden: Optional[Dict[str, str]]
-) -> mx.sym.Symbol:
-    """``mx.sym.BatchNorm``, and a ReLU after it if the layer has one."""
-    options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
-    options["use_global_stats"] = spec.use_global_stats
-    out = mx.sym.BatchNorm(*inputs, name=name, attr=hidden or None, **options)
-    return mx.sym.relu(out, name=f"{name}_relu") if spec.activation == "relu" else out
+    if decide(spec, [], Site.SYMBOL) is Way.OPEN:
+        if spec.group_size != 1:
+            refuse_late_import(spec.where, spec.num_devices or 1)
+        choose(spec, [mx.gpu(0)] if mx.context.num_gpus() else [])
+    return {} if spec.use_global_stats else mark(spec, bound_for)

@@ -13,12 +13,14 @@ from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.graphs.graph import Entry
 from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.steps import Passes, steps
+from gluon_syncbn.step.unmet import follow
 
 
 class Synchronization:
@@ -31,15 +33,10 @@ class Synchronization:
         `options_of` has checked them. Name, dtype and what `nn.BatchNorm` knows are the layer's own, see `spec`.
     first_step : int
         Of the schedule of Batch Renormalization.
-    fused_relu : Block, optional
-        The ReLU that the layer has taken over (`nets.fused_relu`).
     """
 
-    def __init__(
-        self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0, fused_relu: Optional[Block] = None
-    ):
+    def __init__(self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0):
         self.options = options
-        self.fused_relu = fused_relu
         self.passes = Passes(layer)
         self._layer = weakref.ref(layer)
         self._first_step = first_step
@@ -47,6 +44,14 @@ class Synchronization:
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_is_for: Optional[LayerSpec] = None
         self._group_lock = threading.Lock()
+        self._trained_on: List[mx.Context] = []
+        follow(self)
+
+    @property
+    def layer_or_none(self) -> Optional[nn.BatchNorm]:
+        """The layer; None when it is gone, or has been converted."""
+        layer = self._layer()
+        return layer if layer is not None and synchronization_of(layer) is self else None
 
     @property
     def layer(self) -> nn.BatchNorm:
@@ -82,7 +87,7 @@ class Synchronization:
         way = decide(spec, devices, site)
         if way is not Way.PLAIN:
             spec.check_dtype()
-        if devices and way is not Way.PLAIN_FOR_NOW:
+        if devices:
             spec.check_devices(devices)
             if way is Way.SYNCHRONIZED and spec.group_size != 1:
                 refuse_late_import(spec.where, len(devices))
@@ -93,12 +98,21 @@ class Synchronization:
             check_groups(spec, spec.num_devices)
         return way
 
-    def normalize(self, F, arrays, spec: LayerSpec, devices: List[mx.Context], node: Optional[NodeOptions] = None):
-        """The layer on its back end: the result, and the order token."""
+    def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, devices: List[mx.Context]) -> mx.nd.NDArray:
+        """The layer on its back end."""
         backend, group = self._group_on(spec, devices)
+        self._take_place_in_training()
+        return backend.normalize(arrays, spec, str(group.id), devices)
+
+    def nodes(self, inputs, spec: LayerSpec, devices: List[mx.Context], node: NodeOptions, after: Optional[Entry]):
+        """The layer as nodes of a graph (`Backend.nodes`)."""
+        backend, group = self._group_on(spec, devices)
+        self._take_place_in_training()
+        return backend.nodes(inputs, spec, str(group.id), devices, node, after)
+
+    def _take_place_in_training(self) -> None:
         if mx.autograd.is_training():
             self.take_place()
-        return backend.normalize(F, arrays, spec, str(group.id), devices, node)
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
@@ -116,9 +130,9 @@ class Synchronization:
         """The next step of the layer's schedule. It goes on where the layer moves, is copied, or converted again."""
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
 
-    def state(self) -> Tuple[LayerSpec, int, Optional[Block]]:
+    def state(self) -> Tuple[LayerSpec, int]:
         """Return the arguments for the `Synchronization` of a copy of the layer."""
-        return self.options, self.next_step(), self.fused_relu
+        return self.options, self.next_step()
 
     # With whom it synchronizes
 
@@ -140,6 +154,10 @@ class Synchronization:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
         return 0 if self._group is None else self._group[1].rounds(set_id)
 
+    def trains_here(self) -> bool:
+        """Whether it was called to train, synchronized, on the devices that it has now."""
+        return self._trained_on == self.devices()
+
     @property
     def link(self) -> Optional[Link]:
         """The link to the other processes, once the layer has trained with them."""
@@ -149,6 +167,7 @@ class Synchronization:
         """Find the layer's position in the net that is being called to train, if other processes must know it."""
         if self._group is None:  # it is on one device; its graph may have been made for a prediction
             return check_groups(self.spec(), len(self.devices()))
+        self._trained_on = self._group[1].devices
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_communicators()

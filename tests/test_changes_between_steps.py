@@ -129,7 +129,6 @@ class Training:
     def convert(self, **options):
         before = {} if self.is_back else options_of(self.layer)
         convert_sync_batchnorm(self.block, **options)
-        self.is_frozen &= not (self.is_back and self.kind == "symbol")
         self.is_back = False
         kept = {name: value for name, value in before.items() if name != "activation"}  # of a ReLU that it fuses or not
         assert options_of(self.layer).items() >= {**kept, **options}.items()
@@ -176,7 +175,8 @@ class Training:
 
     def freeze_statistics(self, is_frozen):
         assert freeze_statistics(self.block, is_frozen) is self.block
-        self.is_frozen = is_frozen and not (self.is_back and self.kind == "symbol")
+        if not (self.is_back and self.kind == "symbol"):  # whose nodes must have been converted
+            self.is_frozen = is_frozen
 
     def learn(self, gradients):
         self.block.collect_params(".*gamma|.*beta").setattr("grad_req", gradients)
@@ -220,7 +220,6 @@ class Training:
     def convert_back_and_forth(self):
         options = options_of(self.layer)
         convert_batchnorm(self.block)
-        self.is_frozen &= self.kind != "symbol"  # a plain symbol has not been told
         self.is_back = True
         assert not isinstance(self.layer, SyncBatchNorm)
         self.train()

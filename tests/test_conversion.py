@@ -357,6 +357,8 @@ def test_one_warning_with_numbers_names_and_the_line_that_mends_it(mode):
     assert text.startswith("4 of the 5 BatchNorm layers of net are not synchronized (net_batchnorm1, ")
     assert ", ...): each device" in text and "gluon_syncbn.convert_sync_batchnorm(net)" in text
     assert train(net) == []
+    (text,) = train(make_net(SyncBatchNorm, *[nn.BatchNorm] * 3, prefix="net_"))
+    assert text.startswith("3 of the 4 ") and "(net_batchnorm1, net_batchnorm2, net_batchnorm3): each device" in text
     net = set_mode(make_net(SyncBatchNorm, nn.BatchNorm), mode)
     convert_sync_batchnorm(net)
     for norms in ([SyncBatchNorm, FROZEN], [nn.BatchNorm]):

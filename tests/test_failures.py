@@ -321,16 +321,26 @@ def test_a_module(kvstore):
 
     train_module()
     mx.nd.waitall()
-    before = weights()
+    before, counts = weights(), {**module._optimizer._index_update_count}
     # One device runs twice: the other's layer is missed.
     module._exec_group.execs[0].forward(is_train=True)
     with pytest.raises(mx.MXNetError, match="SyncBatchNorm 'norm'"):
         train_module()
     gluon_syncbn.abandon_step()
     assert same(before, weights())
+    assert module._optimizer._index_update_count == counts  # by which Adam corrects its means
     train_module()
     mx.nd.waitall()
     assert not same(before, weights())
+
+
+def test_a_parameter_without_a_shape_is_mxnets_own_error(backend):
+    net = small_net("imperative")
+    unused = nn.Dense(2)
+    unused.initialize(ctx=DEVICES)
+    parameters = {**net.collect_params(), **unused.collect_params()}
+    with pytest.raises(gluon.parameter.DeferredInitializationError):
+        train(net, gluon.Trainer(parameters, "sgd"))
 
 
 NO_LAYERS = """

@@ -360,19 +360,31 @@ def test_an_old_symbol_that_does_not_know_its_devices_predicts(name, load):
     gluon_syncbn.abandon_step()
 
 
+def with_group(name, text):
+    """The symbol in this file, with another description of the first layer's group."""
+    graph = json.loads(Path(path_of(name)).read_text(encoding="utf-8"))
+    custom = next(node for node in graph["nodes"] if node["op"] == "Custom")
+    custom["attrs"]["group"] = text(custom["attrs"]["group"])
+    return mx.sym.load_json(json.dumps(graph))
+
+
 def test_an_old_portable_symbol_with_a_native_option_does_not_train_without_it():
     """Version 0.1.0 had renorm on the portable back end, too."""
-    symbol = gluon_syncbn.symbol.SyncBatchNorm(DATA, num_devices=2, name="x", backend="portable", fix_gamma=False)
-    graph = json.loads(symbol.tojson())
-    (custom,) = (node for node in graph["nodes"] if node["op"] == "Custom")
-    custom["attrs"]["group"] = json.dumps({**json.loads(custom["attrs"]["group"]), "renorm": [[0, 3, 5]]})
-    shards, norm = random_shards(OLD_SHAPES), norm_of(3, "portable", group_size=1)
-    executors = bind(mx.sym.load_json(json.dumps(graph)), shards, {"x": norm})
-    check_executors(executors, norm, shards, shards, "x", is_train=False)
-    words = "'x': it runs on the portable back end, which has no renorm. Load its symbol with gluon_syncbn.symbol.load"
-    with pytest.raises(mx.MXNetError, match=words):  # the second forward() raises it, if the first has failed by then
-        run(executors, shards)
+    symbol = with_group("portable", lambda group: json.dumps({**json.loads(group), "renorm": [[0, 3, 5]]}))
+    words = "'first': it runs on the portable back end, which has no renorm. Load its symbol with gluon_syncbn.symbol"
+    with pytest.raises(mx.MXNetError, match=words):
+        train_symbol(symbol, 2)
     gluon_syncbn.abandon_step()
+
+
+@pytest.mark.parametrize("name", ["native", "portable"])
+@pytest.mark.parametrize("text", ["{not a group", "123456"])
+def test_an_old_file_with_a_damaged_group_is_refused(text, name, capfd):
+    with pytest.raises(mx.MXNetError) as caught:
+        with_group(name, lambda _: text).simple_bind(mx.cpu(0), data=OLD_SHAPES[0])
+    # Where MXNet loses the text of an error, it has printed it.
+    said = str(caught.value) + capfd.readouterr().out
+    assert ("describes its group as '{not" if "{" in text else "no SyncBatchNorm layer number 123456") in said
 
 
 @modes

@@ -16,7 +16,7 @@ from graphs import CHANNELS, Pair, Whole
 from mxnet import gluon
 from mxnet.gluon import nn
 from test_symbols import BATCH, classifier
-from testing import MODES, check_step, cpus, random_shards, reference_of, run_program, set_mode, shards_and_heads
+from testing import MODES, check_step, cpus, options_of, random_shards, reference_of, run_program, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
 
@@ -132,12 +132,12 @@ def test_what_is_almost_a_pattern_is_left_alone(name, log):
 
 
 @pytest.mark.parametrize("pattern", ["relu", "leaky", "skip"])
-def test_a_norm_with_an_activation_of_its_own_is_left_alone(pattern, log):
+def test_a_norm_with_an_activation_of_its_own_computes_that(pattern, log):
     behind = PATTERNS[pattern][1]
     net = Net(behind, lambda **options: SyncBatchNorm(activation="relu", backend="native", **options))
     whole = Net(lambda F, y, x: behind(F, F.relu(y), x), Whole)
     Pair(net, whole, 2, mode="static", is_leaky=pattern == "leaky").check_steps(SHAPES)
-    assert told(log) == []
+    assert told(log) == ["1 × ReLU"]
 
 
 def test_random_graphs(backend, seed):
@@ -299,26 +299,22 @@ def train_module(symbol, count):
 @pytest.mark.parametrize("pattern", ["relu", "leaky by default", "skip", "skip first", "two norms", "own"])
 def test_a_module_that_is_bound(pattern, fuse, log):
     """Its arguments keep their order, by which Module finds them; the symbol stays as it is."""
-    is_own = pattern == "own"  # of the operator itself
     options = {"fix_gamma": False, "eps": 1e-5, "momentum": 0.75}
     two_norms = "sum and ReLU", lambda F, y, x: F.relu(F.BatchNorm(x, name="other", **options) + y)
     kind, behind = {**PATTERNS, "own": PATTERNS["relu"], "two norms": two_norms}[pattern]
     x = mx.sym.var("data")
     convs = [mx.sym.Convolution(x, num_filter=CHANNELS, kernel=(1, 1), no_bias=True, name=f"conv{i}") for i in range(2)]
     plain = source = classifier(behind(mx.sym, mx.sym.BatchNorm(convs[0], name="bn", **options), convs[1]))
-    if is_own:
+    if pattern == "own":  # of the operator itself
         source = classifier(mx.sym.contrib.BatchNormWithReLU(convs[0], name="bn", **options))
     sym = convert_symbol(source, 3, backend="native", fuse=fuse, dtype="float64")
     before = sym.tojson()
-    if is_own:  # as it was saved before activations had names
-        assert '"activation": "relu"' in before
-        sym = mx.sym.load_json(before.replace('"activation": "relu"', '"relu": "1"'))
     (seen, bound), (expected, _) = train_module(sym, 3), train_module(plain, 1)
     # MXNet's own leaky ReLU computes in float32.
     check_net(seen, expected, **({"dtype": "float32", "units": 300} if "leaky" in pattern else {}))
     # With the norm as the first summand, the arguments would change places.
-    is_fused = fuse and pattern != "skip" and not is_own
-    assert set(told(log)) == ({f"1 × {kind}"} if is_fused else set()) and (is_own or sym.tojson() == before)
+    is_fused = fuse and pattern != "skip"
+    assert set(told(log)) == ({f"1 × {kind}"} if is_fused else set()) and sym.tojson() == before
     assert bound.list_outputs() == sym.list_outputs()
     if is_fused:
         with pytest.raises(ValueError, match="computes a SyncBatchNorm and what follows it"):
@@ -359,20 +355,19 @@ def sequential(norm=nn.BatchNorm, behind=None, kind=nn.HybridSequential):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @modes
-def test_a_norm_takes_over_the_relu_after_it_there_and_back(mode, dtype, backend, recwarn):
+def test_a_norm_before_a_relu_there_and_back(mode, dtype, backend, recwarn):
     """However often it is converted, it computes the same. fuse=False stays until it is asked for again."""
     net = sequential()
     both = Pair(convert_sync_batchnorm(net), sequential(Whole), 2, dtype, mode)
-    for options, is_taken in (({}, True), ({"fuse": False}, False), ({}, False), ({"fuse": True}, True)):
+    for options, fuses in (({}, True), ({"fuse": False}, False), ({}, False), ({"fuse": True}, True)):
         convert_sync_batchnorm(net, **options)
-        assert ("activation='relu'" in repr(net[0])) == is_taken == (type(net[1]) is not nn.Activation)
+        assert options_of(net[0])["fuse"] == fuses and type(net[1]) is nn.Activation
         both.check_steps(SHAPES)
     x = mx.nd.array(random_shards(SHAPES, dtype)[0], dtype=dtype)
-    for part in (net, net[0]):  # a norm by itself takes its ReLU along
+    for part in (net, net[0]):
         convert_sync_batchnorm(net)
         prediction = net(x).asnumpy()
         convert_batchnorm(part)
-        set_mode(net, mode)  # a part does not know whose graphs it is in
         assert [type(child) for child in net._children.values()] == [nn.BatchNorm, nn.Activation]
         np.testing.assert_allclose(net(x).asnumpy(), prediction, rtol=0 if dtype == "float32" else 1e-14, atol=1e-15)
     norm = reference_of(net[0], activation="relu", group_size=1)

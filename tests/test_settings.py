@@ -148,6 +148,11 @@ from gluon_syncbn.backends import choose
 for backend in choose.BACKENDS.values():
     type(backend).unavailable_reason = lambda self, spec, devices: f"{self.name} cannot"
 """
+NO_LIBRARY = """
+from importlib import metadata
+def version(name): raise metadata.PackageNotFoundError(name)
+metadata.version = version
+"""
 RIGHT = "all-reduce   right on cpu(0), cpu(1); "
 HEALTHY = f"MXNet        1.|CPU cores|CPU devices  each has|compiled     yes|all is well|{RIGHT}|"
 FEW = "warning      MXNET_CPU_TEMP_COPY=64 may be too few for several CPU devices."
@@ -164,6 +169,7 @@ DOCTORS = [
     ("", {NAMES[0]: 64}, 0, FEW),
     ("", {"MXNET_ENGINE_TYPE": "NaiveEngine"}, 1, NAIVE),
     (NOT_COMPILED, {}, 0, PLAIN + RIGHT),
+    (NO_LIBRARY, {}, 0, HEALTHY + "one only: neither mpi4py nor horovod is installed"),
     (NO_BACK_END, {}, 1, NONE + "|all-reduce   FAILED: "),
 ]
 

@@ -19,7 +19,6 @@ from gluon_syncbn.backends import choose, native
 from gluon_syncbn.backends.bfloat16 import mxnet_takes_bfloat16
 from gluon_syncbn.backends.portable import operator as portable
 from gluon_syncbn.base import library
-from gluon_syncbn.base.mxnet_private import graph_of
 from gluon_syncbn.meeting import processes, waiting
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, may_have_gpus
@@ -254,9 +253,16 @@ def play_gpus(monkeypatch) -> None:
     monkeypatch.setattr(portable.HostArrays, "__init__", lambda self, device: setattr(self, "_direct", False))
 
 
-def operators_of(net) -> set:
-    """Of the graph that a hybridized net has made."""
-    return set(re.findall(r'"op": "(\w+)"', graph_of(net)[1].tojson()))
+def note_what_runs(monkeypatch) -> list:
+    """The operators of each graph that MXNet makes to run for a net from now on."""
+    found, make = [], mx.nd.CachedOp
+
+    def noting(symbol, flags=()):
+        found.append(set(re.findall(r'"op": "(\w+)"', symbol.tojson())))
+        return make(symbol, flags)
+
+    monkeypatch.setattr(mx.nd, "CachedOp", noting)
+    return found
 
 
 def forget_choices(monkeypatch) -> None:

@@ -36,34 +36,15 @@ def mxnet_takes_bfloat16() -> bool:
     return LIBMXNET.MXNDArrayWaitToRead(out.handle) == 0
 
 
-def widened(F, x, inputs: Dict[str, Any]) -> Tuple[Any, Callable]:
+def widened(x: mx.nd.NDArray) -> Tuple[mx.nd.NDArray, Callable]:
     """Return the input of MXNet's BatchNorm in place of ``x``, and a function for its result.
 
     Returns ``x`` unchanged, unless it is bfloat16 and MXNet cannot take it.
-
-    Parameters
-    ----------
-    F : mx.nd or mx.sym
-    x : NDArray or Symbol
-    inputs : dict
-        For a symbol: as in `inferred_dtypes`.
     """
-    if not needs_float32(F, x, inputs):
+    if not is_bfloat16(x.dtype) or mxnet_takes_bfloat16():
         return x, lambda out: out
     # Not cast, which truncates, and so do the gradients that come back through it.
-    return F.amp_cast(x, dtype="float32"), lambda out: F.amp_cast(out, dtype=BFLOAT16)
-
-
-def needs_float32(F, x, inputs: Dict[str, Any]) -> bool:
-    """Whether ``x`` is of bfloat16, which MXNet's BatchNorm does not take here; arguments as in `widened`."""
-    if F is mx.nd:
-        return is_bfloat16(x.dtype) and not mxnet_takes_bfloat16()
-    return not mxnet_takes_bfloat16() and is_bfloat16(inferred_dtype(x, inputs))
-
-
-def inferred_dtype(x: mx.sym.Symbol, inputs: Dict[str, Any]):
-    """The dtype of a symbol with one output, by `inferred_dtypes`."""
-    return inferred_dtypes(x, inputs)[x.list_outputs()[0]]
+    return mx.nd.amp_cast(x, dtype="float32"), lambda out: mx.nd.amp_cast(out, dtype=BFLOAT16)
 
 
 def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.graphs.norms import mark
+from gluon_syncbn.graphs.graph import Entry
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.mxnet_engine import failures
 
@@ -57,24 +57,20 @@ class LayerGroup(ABC):
 
 
 class NodeOptions(NamedTuple):
-    """The node that a layer becomes in a graph.
+    """The node that a layer becomes in the graph that runs.
 
-    ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node. ``after`` is
-    the order token of the call that must come before this one, if there is one. ``is_static`` says whether the graph is
-    for ``static_alloc`` and ``static_shape``, and ``is_partitioned`` whether MXNet takes it apart (``optimize_for``).
-    ``dtypes`` are those of the graph's inputs, by name, as far as they are known.
+    ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node. ``is_static``
+    says whether the graph is for ``static_alloc`` and ``static_shape``, and ``is_partitioned`` whether MXNet takes it
+    apart (``optimize_for``). ``dtype`` is that of x, if it is known. ``activation`` is what the node computes after the
+    layer.
     """
 
     name: str
-    hidden: Optional[Dict[str, str]] = None
-    after: Optional[mx.sym.Symbol] = None
+    hidden: Dict[str, str] = {}
     is_static: bool = False
     is_partitioned: bool = False
-    dtypes: Dict[str, Any] = {}
-
-    def marked(self, spec: LayerSpec) -> Dict[str, Any]:
-        """Name and attributes of the last node, which computes what ``spec`` says."""
-        return {"name": self.name, "attr": {**(self.hidden or {}), **mark(spec)}}
+    dtype: Any = None
+    activation: Optional[str] = None
 
 
 class Backend(ABC):
@@ -95,36 +91,53 @@ class Backend(ABC):
         """The group of a layer; ``devices`` in rank order."""
 
     @abstractmethod
-    def normalize(
-        self,
-        F,
-        arrays: Sequence,
-        spec: LayerSpec,
-        group: str,
-        devices: Sequence[mx.Context],
-        node: Optional[NodeOptions] = None,
-    ) -> Tuple[Any, Any]:
+    def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, group: str, devices: Sequence[mx.Context]):
         """Batch Normalization with the statistics of the whole group.
 
         Parameters
         ----------
-        F : mx.nd or mx.sym
-        arrays : five NDArrays or Symbols
+        arrays : five NDArrays
             x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
             mean and running variance, of shape (C,) and ``spec.dtype``.
         spec : LayerSpec
             As the user has made it. After its activation, NaN stays NaN.
         group : str
-            What a graph calls the group: its id; or for an open one, which is made when MXNet makes the node, the JSON
-            text of the spec.
+            The id of the group.
         devices : sequence of mx.Context
-            Those of the group that are known before they come.
-        node : NodeOptions
-            If F makes symbols.
+            Those of the group.
 
         Returns
         -------
-        out, order_token : NDArray or Symbol
-            The result, shape and dtype of x; and what the next call of the layer in the same graph is to have as
-            ``after``.
+        NDArray
+            Of the shape and dtype of x.
+        """
+
+    @abstractmethod
+    def nodes(
+        self,
+        inputs: Sequence[Entry],
+        spec: LayerSpec,
+        group: str,
+        devices: Sequence[mx.Context],
+        node: NodeOptions,
+        after: Optional[Entry],
+    ) -> Tuple[Entry, Entry]:
+        """The same as nodes of a graph.
+
+        Parameters
+        ----------
+        inputs, spec
+            As the arrays in `normalize`; and the layer, but for its activation, which ``node`` has.
+        group : str
+            The id of the group; or for an open one, which is made when MXNet makes the node, the JSON text of the spec.
+        devices : sequence of mx.Context
+            Those of the group that are known before they come.
+        node : NodeOptions
+        after : Entry, optional
+            The order token of the call that must come before this one.
+
+        Returns
+        -------
+        out, order_token : Entry
+            The last node, and what the next call of the layer in the same graph is to have as ``after``.
         """

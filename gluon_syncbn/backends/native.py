@@ -34,10 +34,12 @@ from typing import Dict, List, Optional, Sequence
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions, next_group_id
+from gluon_syncbn.backends.interface import Backend, LayerGroup, next_group_id
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.graphs.fuse import OPERATOR
+from gluon_syncbn.graphs.graph import Entry, Node
+from gluon_syncbn.graphs.norms import mark_of_last
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
@@ -265,36 +267,48 @@ class NativeBackend(Backend):
     def make_group(self, spec, devices) -> NativeGroup:
         return NativeGroup(spec, devices)
 
-    def normalize(self, F, arrays, spec, group, devices, node: Optional[NodeOptions] = None):
+    def normalize(self, arrays, spec, group, devices):
         x, gamma, beta, running_mean, running_var = arrays
-        after = None if node is None else node.after
-        last = {} if node is None else node.marked(spec)
+        is_on_gpu = x.context.device_type == "gpu"
+        out = mx.nd.Custom(
+            *[x if is_on_gpu else _dense_copy(x), gamma, beta, running_mean, running_var],
+            **_attributes(spec, group, spec.activation),
+            name="fwd_sync",
+        )[0]
+        return out if is_on_gpu else _dense_copy(out)
+
+    def nodes(self, inputs, spec, group, devices, node, after):
+        # A partitioner takes identity out.
         is_on_gpus = bool(devices) and len(_gpus(devices)) == len(devices)
-        # A partitioner takes identity out, and with it the mark.
-        is_kept = node is None or not node.is_partitioned
-        skip_copies = is_kept and (is_on_gpus or (node is not None and node.is_static))
-        skip_wrappers = F is mx.nd and x.context.device_type == "gpu"
-        dense = x if skip_wrappers else F.reshape(x, shape=(-2,)) if skip_copies else _dense_copy(F, x)
-        out, order_token = F.Custom(
-            *[dense, gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
-            running_mean,
-            running_var,
-            op_type=OPERATOR,
-            group=group,
-            axis=spec.axis,
-            activation=spec.activation or "none",
-            in_place=int(spec.in_place),
-            follows=int(after is not None),
-            name=("fwd" if node is None else node.name) + "_sync",
+        skip_copies = not node.is_partitioned and (is_on_gpus or node.is_static)
+        copies = {"axis": "0", "begin": "0", "end": "None"}
+        before, behind = (
+            (("Reshape", {"shape": "(-2,)"}), ("_copy", {})) if skip_copies else [("slice_axis", copies)] * 2
         )
-        if not skip_wrappers:
-            out = F.identity(out, **last) if skip_copies else _dense_copy(F, out, **last)
-        return out, order_token
+        x, gamma, beta, *statistics = inputs
+        dense = Entry(Node(before[0], f"{node.name}_dense", before[1], [x]))
+        order = [] if after is None else [Entry(Node("BlockGrad", f"{node.name}_after", {}, [after]))]
+        attributes = _attributes(spec, group, node.activation, follows=bool(order))
+        custom = Node("Custom", f"{node.name}_sync", attributes, [dense, gamma, beta, *order, *statistics])
+        last = {**behind[1], **node.hidden, **mark_of_last(spec.but(activation=node.activation))}
+        return Entry(Node(behind[0], node.name, last, [Entry(custom)])), Entry(custom, 1)
+
+
+def _attributes(spec: LayerSpec, group: str, activation: Optional[str], follows: bool = False) -> Dict[str, str]:
+    """Attributes of the operator. It ``follows`` another call, whose order token is its last input but two."""
+    return {
+        "op_type": OPERATOR,
+        "group": group,
+        "axis": str(spec.axis),
+        "activation": activation or "none",
+        "in_place": str(int(spec.in_place)),
+        "follows": str(int(follows)),
+    }
 
 
 def _gpus(devices: Sequence[mx.Context]) -> List[mx.Context]:
     return [device for device in devices if device.device_type == "gpu"]
 
 
-def _dense_copy(F, x, **named):
-    return F.slice_axis(x, axis=0, begin=0, end=None, **named)
+def _dense_copy(x: mx.nd.NDArray) -> mx.nd.NDArray:
+    return mx.nd.slice_axis(x, axis=0, begin=0, end=None)

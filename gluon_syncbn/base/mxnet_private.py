@@ -22,6 +22,11 @@ flatten, regroup = gluon_block._flatten, gluon_block._regroup
 RecordingScope = mx.autograd._RecordingStateScope
 
 
+def trains(scope) -> bool:
+    """Whether layers are in training mode within this `RecordingScope`."""
+    return bool(scope._enter_train_mode)
+
+
 def is_record(scope) -> bool:
     """Whether this `RecordingScope` is ``autograd.record()``."""
     return bool(scope._enter_is_record)
@@ -50,6 +55,21 @@ def drop_graph(block: HybridBlock) -> None:
     block._clear_cached_op()
 
 
+def drop_operator(block: HybridBlock) -> None:
+    """Drop what runs the graph; the next call makes another of the same graph."""
+    block._cached_op, block._cached_op_args = None, []
+
+
+def find_shapes(block: HybridBlock, symbol: mx.sym.Symbol, arguments: Tuple) -> None:
+    """Give the parameters that wait for their shapes these; ``symbol`` is the graph, for the order: of random draws."""
+    parameters = block.collect_params()
+    used = [parameters[name] for name in symbol.list_inputs() if name in parameters]
+    if any(item._deferred_init for item in used):
+        block._deferred_infer_shape(*arguments)
+        for item in used:
+            item._finish_deferred_init()
+
+
 def has_operator(block: HybridBlock) -> bool:
     """Whether what runs a graph of the block has been made."""
     return block._cached_op is not None
@@ -66,32 +86,9 @@ def is_static(block: HybridBlock) -> bool:
     return bool(flags.get("static_alloc") and flags.get("static_shape"))
 
 
-def is_making_graph(frame) -> bool:
-    """Whether this stack frame is a method that makes the graph of a block: Gluon's own, or that of a subclass.
-
-    It has the graph's inputs, new objects each time, in ``symbol_inputs``, and what the block is called with in
-    ``args``.
-    """
-    return frame.f_code.co_name == "_get_graph" and "symbol_inputs" in frame.f_locals
-
-
-def owner_of_graph(frame) -> Optional[HybridBlock]:
-    """The block for which this stack frame makes a graph to be kept, if it does."""
-    is_builder = frame.f_code.co_name == "_build_cache" and frame.f_globals is vars(gluon_block)
-    return frame.f_locals["self"] if is_builder else None
-
-
-def children(block: Block) -> List[Block]:
-    return list(block._children.values())
-
-
 def names_within(block: Block) -> List[str]:
     """Names of all parameters by attribute (``features.0.weight``), which do not depend on what was made before."""
     return list(block._collect_params_with_prefix())
-
-
-def has_forward_hooks(block: Block) -> bool:
-    return bool(block._forward_hooks or block._forward_pre_hooks)
 
 
 def has_operator_hook(block: Block) -> bool:
@@ -102,10 +99,6 @@ def has_operator_hook(block: Block) -> bool:
 def has_partitioner(block: Block) -> bool:
     """Whether ``optimize_for`` or ``hybridize(backend=...)`` takes the graph apart; since MXNet 1.7."""
     return bool(getattr(block, "_backend", None))
-
-
-def is_relu(block: Block) -> bool:
-    return type(block) is nn.Activation and block._act_type == "relu"
 
 
 def set_name(block: Block, name: str) -> None:
@@ -133,6 +126,11 @@ _AS_IT_IS = (
 def json_of(symbol: mx.sym.Symbol) -> str:
     """All of it. To remove the casts of AMP, as `Symbol.tojson` does, MXNet makes a copy that it never frees."""
     return symbol.tojson(**_AS_IT_IS)
+
+
+def set_attributes(symbol: mx.sym.Symbol, attributes: Dict[str, str]) -> None:
+    """Set hidden attributes of its last node."""
+    symbol._set_attr(**attributes)
 
 
 def is_numpy(symbol: mx.sym.Symbol) -> bool:
@@ -238,7 +236,7 @@ def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
 def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[List[mx.nd.NDArray]]]:
     """Keys of each parameter in the optimizer (its name, or its number on each device), and all its gradients."""
     group = module._exec_group
-    count = len(module._context)
+    count = len(contexts_of_module(module))
     names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
     found = [(name, _arrays_in(some)) for name, some in zip(names, group.grad_arrays)]
     found = [(name, some) for name, some in found if some]
@@ -251,6 +249,10 @@ def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
     """Weights on all devices, and what its optimizer keeps in arrays."""
     updater = module._kvstore._updater if module._update_on_kvstore else module._updater
     return _arrays_in(module._exec_group.param_arrays) + _arrays_in(getattr(updater, "states", {}))
+
+
+def contexts_of_module(module: mx.mod.Module) -> List[mx.Context]:
+    return module._context
 
 
 def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:

@@ -1,60 +1,85 @@
-"""Calls of graphs: one whose layers have moved is made anew, and the engine learns what each call writes.
+"""Calls of nets' graphs: what runs is lowered, made anew when a layer changes, and the engine learns what it writes.
 
 On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
-there, and then the net moves (``reset_ctx``). On one device a layer is plain Batch Normalization, so a graph that
-stayed would never synchronize, and nobody would notice.
+there, and then the net moves (``reset_ctx``). So the graph that Gluon keeps is that of the plain net. What runs is a
+lowered copy (`gluon_syncbn.graphs.lower`), which is made from the layers as they are, and made anew
 
-MXNet gives a Parameter a new list of contexts whenever it is initialized, loaded or moved; that is what is compared
-before each call of a graph. After the call, its outputs are watched, and the engine learns what it has written
-(`engine.failures`).
+- when a Parameter has moved, or has got new arrays: MXNet gives it a new list of contexts whenever it is initialized,
+  loaded or moved, and that is what is compared before each call;
+- when a layer has been converted or frozen, or has got other options, in this net or in a part of it: `note_changes`
+  counts, and the layers of a net are looked at when the count has changed. The graph is traced anew then;
+- when somebody wants to see what operators compute, or no more.
 
-The method that calls graphs is extended for both. Forward hooks would do for the second, but MXNet warns of them, with
-the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a function.
+After the call, its outputs are watched, and the engine learns what it has written (`mxnet_engine.failures`).
+
+The methods that make and call graphs are extended for this. Forward hooks would do for the second, but MXNet warns of
+them, with the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a
+function.
 """
 
 import functools
+import itertools
 import threading
 import weakref
-from collections import ChainMap
-from typing import Any, Dict, List, MutableMapping, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet.gluon import Block, Parameter
+from mxnet.gluon import Block
 
 from gluon_syncbn.base.mxnet_private import (
+    PlainBatchNorm,
     arrays_of,
     context_list,
     drop_graph,
+    drop_operator,
+    find_shapes,
     flatten,
+    graph_of,
     has_operator,
     has_operator_hook,
+    has_partitioner,
+    is_static,
     make_operator,
+    operator_options,
+    set_graph,
 )
-from gluon_syncbn.graphs.trace import Trace
+from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.norms import is_marked
+from gluon_syncbn.graphs.trace import layers_of
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import is_followed, steps
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
+_changes = itertools.count(1)
+_latest_change = 0
 
 
-OrderTokens = MutableMapping[Parameter, mx.sym.Symbol]  # by running mean
+def note_changes() -> None:
+    """Layers have been converted or frozen, or have got other options."""
+    global _latest_change
+    _latest_change = next(_changes)
 
 
 class _Graph:
-    """The layers in the graph that a net has now, each with the contexts for which it was made."""
+    """What a net runs, and the state of the layers for which it was made.
 
-    def __init__(self, trace: mx.sym.Symbol, has_hook: bool):
-        self.trace = trace
-        self.order_tokens: Dict[str, OrderTokens] = {}  # by the body of a loop or branch; until it is made
-        self.has_hook = has_hook  # what operators compute must show then (`graphs.fuse`)
-        self._contexts: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
+    A partitioner's graph is what MXNet keeps from then on; ``plain`` is the one that was taken apart.
+    """
+
+    def __init__(self, net: Block, is_lowered: bool):
+        layers = layers_of(net).all()
+        self.is_lowered = is_lowered
+        self.partitioned: Tuple = ()
+        self.plain: Tuple = ()
+        self._has_hook = has_operator_hook(net)
+        self._change = _latest_change
+        self._contexts = weakref.WeakKeyDictionary({layer: context_list(layer.running_mean) for layer in layers})
+        self._states = _states(net)
         self._is_placed = False
-
-    def add(self, layer: Block) -> None:
-        self._contexts[layer] = context_list(layer.running_mean)
 
     def _layers(self) -> List[Block]:
         """The layers that have not been converted back since."""
@@ -84,44 +109,40 @@ class _Graph:
         return found
 
     def is_out_of_date(self, net: Block) -> bool:
-        """Whether it must be made anew."""
-        return self._has_moved() or self.has_hook != has_operator_hook(net)
+        """Whether what runs must be made anew."""
+        if self.has_changed(net):
+            return True
+        has_moved = any(context_list(layer.running_mean) is not made for layer, made in list(self._contexts.items()))
+        return has_moved or (self.is_lowered and self._has_hook != has_operator_hook(net))
 
-    def _has_moved(self) -> bool:
-        for layer, made_for in list(self._contexts.items()):
-            now = context_list(layer.running_mean)
-            if now is not made_for:
-                if made_for is not None and now != made_for:
-                    return True
-                self._contexts[layer] = now
+    def has_changed(self, net: Block) -> bool:
+        """Whether a Batch Normalization of the net is another than when the graph was made."""
+        if self._change != _latest_change:
+            if _states(net) != self._states:
+                return True
+            self._change = _latest_change
         return False
 
 
-def remember(net: Block, trace: mx.sym.Symbol, layer: Block) -> None:
-    """``layer`` is in the graph of ``net`` that is being made; ``trace`` names it."""
-    _graph_of(net, trace).add(layer)
+def _states(net: Block) -> Dict[int, Tuple[Any, ...]]:
+    """What conversions, `freeze_statistics` and casts change, by the layers' ids."""
+    layers = [block for block in all_blocks(net) if isinstance(block, PlainBatchNorm)]
+    found = {}
+    for layer in [*layers, *layers_of(net).all()]:
+        sync = vars(layer).get("_sync")
+        is_frozen = bool(operator_options(layer)["use_global_stats"])
+        found[id(layer)] = sync and weakref.ref(sync), is_frozen, layer.running_mean.dtype
+    return found
 
 
-def order_tokens(trace: Optional[Trace]) -> OrderTokens:
-    """The order tokens of the last calls in the graph that is being made; callers add theirs.
-
-    Calls on parallel branches that share running statistics (one layer, or several that have its Parameters) would have
-    the order in which MXNet sorts the nodes, which depends on what is fused; and in a static graph none at all, since
-    it does not count what a call does to the statistics as writing. So each call is made to depend on the one before.
-
-    The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what it computes is of no use outside.
-    """
-    if trace is None or trace.net is None:
-        return {}
-    all_tokens = _graph_of(trace.net, trace.symbol).order_tokens
-    body = mx.sym.var("any").attr("__subgraph_name__") or ""
-    return ChainMap(all_tokens.setdefault(body, {}), all_tokens.get("", {}))
-
-
-def _graph_of(net: Block, trace: mx.sym.Symbol) -> _Graph:
-    if net not in _graphs or _graphs[net].trace is not trace:
-        _graphs[net] = _Graph(trace, has_operator_hook(net))
-    return _graphs[net]
+def _is_complete(net: Block) -> bool:
+    """Whether the graph that the net keeps, if any, was traced with all layers that synchronize now."""
+    if not graph_of(net):
+        return True
+    traced = set(layers_of(net).all())
+    left = [block for block in all_blocks(net) if "_sync" in vars(block) and block not in traced]
+    inputs = graph_of(net)[1].list_inputs() if left else ()
+    return all(layer.running_mean.name not in inputs for layer in left)
 
 
 def _device_of(inputs) -> Optional[mx.Context]:
@@ -130,34 +151,78 @@ def _device_of(inputs) -> Optional[mx.Context]:
 
 
 def _make(net: Block, args) -> Optional[_Graph]:
-    """Make the graph, one thread at a time: threads of several devices may call it for the first time together, and
-    MXNet, which keeps the names of what it makes in the blocks, does not expect that."""
+    """Make what runs, one thread at a time: threads of several devices may call the net for the first time together,
+    and MXNet, which keeps the names of what it makes in the blocks, does not expect that."""
     with _making:
         graph = _graphs.get(net)
-        if graph is not None and graph.is_out_of_date(net):
-            del _graphs[net]
-            drop_graph(net)
+        if graph is None or graph.is_out_of_date(net):
+            _put_plain_graph_back(net)
+            if graph is not None and graph.has_changed(net):
+                drop_graph(net)
+            drop_operator(net)
         if not has_operator(net):
             cpu_resources.give_buffers(net, cpu_resources.GraphsBuffers())
             make_operator(net, args)
-        graph = _graphs.get(net)
-        if graph is not None:
-            graph.order_tokens.clear()
-        return graph
+        return _graphs.get(net)
 
 
-def following_moves(call):
-    """Extend the call of a graph: one whose layers have moved is made anew, and the engine learns what it writes."""
+def plain_graph_of(net: Block) -> Tuple:
+    """The graph that the net keeps, as it was before a partitioner took it apart."""
+    graph = _graphs.get(net)
+    is_partitioned = graph is not None and graph.partitioned and graph_of(net) is graph.partitioned
+    return graph.plain if graph is not None and is_partitioned else graph_of(net)
+
+
+def _put_plain_graph_back(net: Block) -> None:
+    set_graph(net, plain_graph_of(net))
+    _graphs.pop(net, None)
+
+
+def lowering_what_runs(build):
+    """``HybridBlock._build_cache``: what it makes to run is the lowered copy of the graph; the net keeps the graph."""
+
+    @functools.wraps(build)
+    def _build_cache(self, *args):
+        with _making:
+            _put_plain_graph_back(self)
+            if not _is_complete(self):
+                drop_graph(self)
+            inputs, plain = kept = self._get_graph(*args)
+            is_lowered, is_partitioned = bool(layers_of(self).all()) or is_marked(plain), has_partitioner(self)
+            if is_lowered:
+                flat = flatten(args, "input")[0]
+                find_shapes(self, plain, flat)
+                given = zip(inputs, (item for item in flat if item is not None))
+                dtypes = {data.name: x.dtype for data, x in given if isinstance(x, mx.nd.NDArray)}
+                kind = Kind(is_static(self), is_partitioned, not has_operator_hook(self) and not is_partitioned)
+                lowering = Lowering(plain, layers_of(self), dtypes, kind)
+                say(self.name, lowering.fused)
+                set_graph(self, (inputs, lowering.symbol))
+            made = _Graph(self, is_lowered)
+            try:
+                build(self, *args)
+                if is_partitioned:
+                    made.partitioned, made.plain = graph_of(self), kept
+            finally:
+                if not made.partitioned:
+                    set_graph(self, kept)
+            _graphs[self] = made
+
+    return _build_cache
+
+
+def following_changes(call):
+    """The call of a graph: what runs is made anew if layers have changed, and the engine learns what it writes."""
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):
         is_made = has_operator(self)  # before the graph, which another thread may be making
         graph = _graphs.get(self)
-        if not is_made or (graph is not None and graph.is_out_of_date(self)):
+        if not is_made or graph is None or graph.is_out_of_date(self):
             graph = _make(self, args)
         buffers = cpu_resources.buffers_of(self)
         device = _device_of(args)
-        if graph is None:
+        if graph is None or not graph.is_lowered:
             return cpu_resources.in_one_call(buffers, device, call, self, *args)
         graph.begin_forward(device)
         out = cpu_resources.in_one_call(buffers, device, call, self, *args)

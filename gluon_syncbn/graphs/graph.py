@@ -46,12 +46,14 @@ class Graph:
 
     Parameters
     ----------
-    source : Symbol or str
-        Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is.
+    source : Symbol, str or dict
+        Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is; a dict is
+        that of the body of a loop or branch.
     """
 
-    def __init__(self, source: Union[mx.sym.Symbol, str]):
+    def __init__(self, source: Union[mx.sym.Symbol, str, Dict[str, Any]]):
         self.is_numpy = isinstance(source, mx.sym.Symbol) and is_numpy(source)
+        source = json.dumps(source) if isinstance(source, dict) else source
         text = json.loads(source if isinstance(source, str) else json_of(source))
         self._attrs: Dict[str, Any] = text.get("attrs", {})
         self.nodes: List[Node] = []  # inputs first
@@ -89,21 +91,28 @@ class Graph:
             node.control_deps = [new(Entry(other)).node for other in node.control_deps]
         self.heads = [new(entry) for entry in self.heads]
 
-    def insert(self, fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
-        """The outputs of a small symbol, whose variables are these entries."""
-        small = Graph(fragment)
-        small.replace({node: inputs[node.name] for node in small.nodes if node.is_variable})
-        return small.heads
+    def refresh(self) -> None:
+        """List the nodes that are there now."""
+        self.nodes = _in_order(entry.node for entry in self.heads)
+
+    def inputs(self) -> List[str]:
+        """The names of its variables, in the order in which a symbol lists them."""
+        return [node.name for node in _in_order(entry.node for entry in self.heads) if node.is_variable]
 
     def symbol(self) -> mx.sym.Symbol:
         """Make a symbol of the graph as it is now: its heads, and all that they need."""
+        made = mx.sym.load_json(json.dumps(self.text()))
+        return made.as_np_ndarray() if self.is_numpy else made
+
+    def text(self) -> Dict[str, Any]:
+        """The graph as it is now, as MXNet writes it."""
         nodes = _in_order(entry.node for entry in self.heads)
         index = {node: number for number, node in enumerate(nodes)}
 
         def entry_of(entry: Entry):
             return [index[entry.node], entry.output, entry.version]
 
-        text = {
+        return {
             "nodes": [
                 {
                     **node.more,
@@ -119,8 +128,29 @@ class Graph:
             "heads": [entry_of(entry) for entry in self.heads],
             "attrs": self._attrs,
         }
-        made = mx.sym.load_json(json.dumps(text))
-        return made.as_np_ndarray() if self.is_numpy else made
+
+
+class Names(mx.name.NameManager):
+    """For a small symbol: names that are given stay as they are, without the prefix of a block that is being traced;
+    others begin with ``prefix``."""
+
+    def __init__(self, prefix: str):
+        super().__init__()
+        self._prefix = prefix
+
+    def get(self, name, hint):
+        return name or f"{self._prefix}_{super().get(None, hint)}"
+
+
+def inserted(fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
+    """The outputs of a small symbol, as parts of a graph: its variables are these entries of that.
+
+    After ``amp.init()`` MXNet's functions put casts everywhere. The graph has those that are needed.
+    """
+    small = Graph(fragment)
+    replaced = {node: inputs[node.name] for node in small.nodes if node.is_variable}
+    small.replace({**replaced, **{node: node.inputs[0] for node in small.nodes if node.op == "amp_cast"}})
+    return small.heads
 
 
 def needed_for(nodes: Iterable[Node]) -> Set[Node]:

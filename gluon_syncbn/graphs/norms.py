@@ -1,23 +1,21 @@
-"""The Batch Normalizations of a graph: found, marked, and replaced.
+"""The Batch Normalizations of a graph: found, marked, and made plain.
 
-A synchronized layer is several nodes, the last of which is marked: a hidden attribute has the layer's `LayerSpec`, so
-that it can be found, replaced by a plain BatchNorm, or made anew for another number of devices. A plain BatchNorm is
-marked, too, if its layer was on one device and is to synchronize once it has moved.
-
-Each Batch Normalization is replaced by a small symbol of its own, whose last node takes over the name and the hidden
-attributes (``__lr_mult__`` and the like), so that ``sym.get_internals()['bn0_output']`` finds it as before.
+A graph that a user can see has plain ``BatchNorm`` nodes. One of a symbol that is to synchronize is marked: a hidden
+attribute has its `LayerSpec`. (A node of a net's graph needs no mark: see `gluon_syncbn.graphs.trace`.) What runs, and
+what files of older versions have, is several nodes, the last of which is marked.
 """
 
 import json
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import json_of
+from gluon_syncbn.base.mxnet_private import json_of, operator_options
 from gluon_syncbn.graphs.graph import Entry, Graph, Node
 from gluon_syncbn.layer.spec import LayerSpec
 
 MARK = "__syncbn__"
+CALL = "__syncbn_call__"  # in the graph of a net: the number of the call, among those with the same running mean
 
 # What MXNet calls Batch Normalization, and what it ends in.
 _PLAIN = {
@@ -30,21 +28,27 @@ _PLAIN = {
 _PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 
 
-def mark(spec: LayerSpec, is_plain: bool = False) -> Dict[str, str]:
-    """The attribute that marks a layer's last node; ``is_plain`` if that is a plain BatchNorm, for now."""
-    return {MARK: spec.to_json(**({"is_plain": True} if is_plain else {}))}
+def mark(spec: LayerSpec, bound_for: Optional[int] = None) -> Dict[str, str]:
+    """The attribute that marks a plain BatchNorm; ``bound_for`` is the number of devices that its layer has now."""
+    more = {"bound_for": bound_for} if bound_for else {}
+    return {MARK: spec.but(activation=None).to_json(is_plain=True, **more)}
+
+
+def mark_of_last(spec: LayerSpec) -> Dict[str, str]:
+    """The attribute that marks the last of the nodes that synchronize."""
+    return {MARK: spec.to_json()}
 
 
 def is_marked(symbol: mx.sym.Symbol) -> bool:
-    """Whether it has synchronized layers."""
+    """Whether it has nodes that are to synchronize, or that do."""
     return MARK in json_of(symbol)
 
 
-def _read_mark(node: Node) -> Tuple[LayerSpec, bool]:
-    """The layer that ends in this node, and whether it is a plain BatchNorm for now."""
+def read_mark(node: Node) -> Tuple[LayerSpec, bool, Optional[int]]:
+    """The layer that ends in this node; whether that is a plain BatchNorm; and how many devices the layer had."""
     try:
         values = dict(json.loads(node.attrs[MARK]))
-        is_plain = values.pop("is_plain", False)
+        is_plain, bound_for = values.pop("is_plain", False), values.pop("bound_for", None)
         if "options" in values:  # as version 0.1.0 wrote it
             options = values.pop("options")
             relu, scale = values.pop("relu"), not values.pop("fix_gamma")
@@ -52,30 +56,45 @@ def _read_mark(node: Node) -> Tuple[LayerSpec, bool]:
             values.update(options)
     except (KeyError, TypeError, ValueError) as problem:
         raise ValueError(f"the mark of node '{node.name}' is damaged: {node.attrs[MARK]!r} ({problem!r}).") from None
-    return LayerSpec.from_json(json.dumps({**values, "name": node.name})), is_plain
-
-
-def spec_of(node: Node) -> LayerSpec:
-    """The layer that ends in this node, which is marked."""
-    return _read_mark(node)[0]
+    return LayerSpec.from_json(json.dumps({**values, "name": node.name})), is_plain, bound_for
 
 
 class Norm(NamedTuple):
-    """One Batch Normalization of a graph, plain or synchronized; ``inputs`` are data, gamma, beta and statistics."""
+    """One Batch Normalization of a graph; ``inputs`` are data, gamma, beta and statistics.
+
+    ``is_plain`` says whether it is one node, MXNet's own. ``bound_for`` is the number of devices that its layer had
+    when a user's symbol was made of it. ``activation`` is what this node computes after it.
+    """
 
     node: Node
     spec: LayerSpec
     is_marked: bool
+    is_plain: bool
     inputs: List[Entry]
+    bound_for: Optional[int] = None
 
     @property
     def name(self) -> str:
         return self.node.name
 
     @property
+    def call(self) -> Optional[int]:
+        return int(self.node.attrs[CALL]) if CALL in self.node.attrs else None
+
+    @property
+    def num_devices(self) -> Optional[int]:
+        """How many devices of a process train it, if that is known."""
+        return self.bound_for or self.spec.num_devices
+
+    @property
+    def activation(self) -> Optional[str]:
+        return _PLAIN[self.node.op] if self.is_plain else self.spec.activation
+
+    @property
     def hidden(self) -> Dict[str, str]:
         """The attributes that MXNet keeps for others."""
-        return {key: value for key, value in self.node.attrs.items() if key.startswith("__") and key != MARK}
+        ours = (MARK, CALL)
+        return {key: value for key, value in self.node.attrs.items() if key.startswith("__") and key not in ours}
 
     @property
     def data(self) -> str:
@@ -92,22 +111,57 @@ class Norm(NamedTuple):
     def running_mean(self) -> str:
         return self.parameters["running_mean"]
 
+    def plain(self, **marks: str) -> Entry:
+        """A plain BatchNorm in its place, with a ReLU if it has one, and with these marks."""
+        attrs = {name: value for name, value in self.node.attrs.items() if name not in (MARK, CALL)}
+        if self.node.op != "BatchNorm" or not self.is_plain:
+            spec = self.spec
+            options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
+            options["use_global_stats"] = spec.use_global_stats
+            attrs = {**{name: str(value) for name, value in options.items()}, **self.hidden}
+        out = Entry(Node("BatchNorm", self.name, {**attrs, **marks}, self.inputs))
+        return Entry(Node("relu", f"{self.name}_relu", {}, [out])) if self.activation else out
+
 
 def find_norms(graph: Graph) -> List[Norm]:
-    """The Batch Normalizations that can be replaced, inputs first."""
+    """The Batch Normalizations that can synchronize, inputs first."""
     readers = graph.readers()
     found = []
     for node in graph.nodes:
+        if node.op in _PLAIN and (readers.get((node, 1)) or readers.get((node, 2))):
+            continue
         if MARK in node.attrs:
-            spec, is_plain = _read_mark(node)
-            found.append(Norm(node, spec, True, node.inputs if is_plain else _inputs_of_marked(node, spec)))
-        elif node.op in _PLAIN and not (readers.get((node, 1)) or readers.get((node, 2))):
-            found.append(Norm(node, _spec_of_plain(node), False, node.inputs))
+            spec, is_plain, bound_for = read_mark(node)
+            if not is_plain or node.op in _PLAIN:  # not a cast of AMP's
+                inputs = node.inputs if is_plain else _inputs_of(node, spec)
+                found.append(Norm(node, spec, True, is_plain, inputs, bound_for))
+        elif node.op in _PLAIN:
+            found.append(Norm(node, _spec_of_plain(node), False, True, node.inputs))
     return found
 
 
+def replace_norms(graph: Graph, change: Callable[[Norm], Optional[Entry]]) -> None:
+    """Put what ``change`` returns in the place of each Batch Normalization, also in bodies of loops and branches."""
+    made = [(norm.node, change(norm)) for norm in find_norms(graph)]
+    graph.replace({node: entry for node, entry in made if entry is not None})
+    for node in graph.nodes:
+        for number, body in enumerate(node.more.get("subgraphs", ())):
+            inside = Graph(body)
+            replace_norms(inside, change)
+            node.more["subgraphs"][number] = inside.text()
+
+
+def take_frozen(norm: Norm, layer) -> bool:
+    """Bring the attribute up to date that `freeze_statistics` changes; returns whether it was not."""
+    is_frozen = bool(operator_options(layer)["use_global_stats"])
+    if (norm.node.attrs.get("use_global_stats", "False") in ("True", "1")) == is_frozen:
+        return False
+    norm.node.attrs["use_global_stats"] = str(is_frozen)
+    return True
+
+
 def count_others(graph: Graph) -> int:
-    """How many Batch Normalizations cannot be replaced: their mean or variance is an output too."""
+    """How many Batch Normalizations cannot synchronize: their mean or variance is an output too."""
     found = {norm.node for norm in find_norms(graph)}
     return sum(node.op in _PLAIN and node not in found for node in graph.nodes)
 
@@ -127,8 +181,8 @@ def _spec_of_plain(node: Node) -> LayerSpec:
     )
 
 
-def _inputs_of_marked(last: Node, spec: LayerSpec) -> List[Entry]:
-    """Data, gamma, beta, running mean and variance of the synchronized layer that ends in this node.
+def _inputs_of(last: Node, spec: LayerSpec) -> List[Entry]:
+    """Data, gamma, beta, running mean and variance of the layer that ends in this node, the last of several.
 
     Raises
     ------
@@ -150,68 +204,3 @@ def _inputs_of_marked(last: Node, spec: LayerSpec) -> List[Entry]:
         dense, gamma, beta = custom.inputs[:3]
         data = dense.node.inputs[0]
     return [data, gamma, beta, *custom.inputs[-2:]]
-
-
-# ``make(norm, inputs, after)`` returns what takes the place of a norm, or None to leave it: ``out``, a symbol of the
-# symbols ``inputs`` (data, gamma, beta, moving mean, moving variance), and its order token. That is handed as ``after``
-# to the next norm with the same running mean; None if that need not know.
-Make = Callable[[Norm, List[mx.sym.Symbol], Optional[mx.sym.Symbol]], Optional[Tuple[mx.sym.Symbol, Any]]]
-
-
-def replace_norms(
-    graph: Graph, make: Make, after: Optional[Dict[str, str]] = None
-) -> Tuple[mx.sym.Symbol, Dict[str, mx.sym.Symbol]]:
-    """Replace Batch Normalizations; ``graph`` is of no use afterwards.
-
-    Parameters
-    ----------
-    graph : Graph
-    make : callable
-        See `Make`.
-    after : dict, optional
-        Names of variables that stand for the order token before the first one, by the name of the running mean.
-
-    Returns
-    -------
-    Symbol, dict
-        The new symbol, and the last order tokens by the name of the running mean.
-    """
-    tokens = {running_mean: Entry(Node("null", name, {})) for running_mean, name in (after or {}).items()}
-    replaced: Dict[Node, Entry] = {}
-    for norm in find_norms(graph):
-        inputs = [mx.sym.var(f"input{i}") for i in range(5)]
-        before = mx.sym.var("after") if norm.running_mean in tokens else None
-        with _Names(norm.name):
-            made = make(norm, inputs, before)
-        if made is None:
-            continue
-        out, token = made
-        entries = {f"input{i}": entry for i, entry in enumerate(norm.inputs)}
-        if before is not None:
-            entries["after"] = tokens[norm.running_mean]
-        heads = graph.insert(mx.sym.Group([out] if token is None else [out, token]), entries)
-        replaced[norm.node] = heads[0]
-        if token is not None:
-            tokens[norm.running_mean] = heads[1]
-    outputs = len(graph.heads)
-    graph.heads += tokens.values()
-    graph.replace(replaced)
-    result = graph.symbol()
-    if not tokens:
-        return result, {}
-    everything = list(result.as_nd_ndarray())
-    chosen = mx.sym.Group(everything[:outputs])
-    last_tokens = dict(zip(tokens, everything[outputs:]))
-    return (chosen.as_np_ndarray() if graph.is_numpy else chosen), last_tokens
-
-
-class _Names(mx.name.NameManager):
-    """Names that are given stay as they are, without the prefix of a block that is being traced; others begin with
-    ``prefix``."""
-
-    def __init__(self, prefix: str):
-        super().__init__()
-        self._prefix = prefix
-
-    def get(self, name, hint):
-        return name or f"{self._prefix}_{super().get(None, hint)}"

@@ -1,58 +1,97 @@
-"""Finds the graph that Gluon is making now.
+"""The layers of the graph that Gluon is making.
 
-Gluon calls the blocks of a hybridized net with symbols, and gives them no information about the net. What a layer must
-know is looked up on the stack: which block owns the graph, the inputs, and whether the graph is static.
+Gluon makes a graph of a net by calling its blocks with symbols, once, and keeps it. A synchronized layer is a plain
+``BatchNorm`` node there, as it is in the net that was converted. Which layer a node is for, and in which order the
+program has called those that share running statistics, is noted meanwhile: a node is found again by the name of its
+running mean, and by the number of the call, a hidden attribute. It is marked, too: who makes a SymbolBlock of the graph
+has one that synchronizes.
 """
 
-import sys
-from types import FrameType
-from typing import Any, Dict, List, NamedTuple, Optional
+import functools
+import threading
+from collections import defaultdict
+from typing import Dict, List, Optional
 
-import mxnet as mx
-from mxnet.gluon import HybridBlock
+from mxnet.gluon import Block, SymbolBlock
 
-from gluon_syncbn.base.mxnet_private import flatten, has_partitioner, is_making_graph, is_static, owner_of_graph
-
-
-class Trace(NamedTuple):
-    """A graph of Gluon's that is being made: of which net, its inputs, what it is called with, and of which kind."""
-
-    net: Optional[HybridBlock]
-    inputs: List[mx.sym.Symbol]
-    arguments: tuple
-    is_static: bool
-
-    @property
-    def is_partitioned(self) -> bool:
-        """Whether MXNet takes the graph apart when it is made, and removes what it holds for superfluous."""
-        return self.net is not None and has_partitioner(self.net)
-
-    @property
-    def symbol(self) -> mx.sym.Symbol:
-        """The first input. It names the graph, since each has new ones."""
-        return self.inputs[0]
-
-    def dtypes(self) -> Dict[str, Any]:
-        """The dtypes of the inputs, by name."""
-        given = [item for item in flatten(self.arguments, "input")[0] if item is not None]
-        return {symbol.name: item.dtype for symbol, item in zip(self.inputs, given)}
+from gluon_syncbn.base.mxnet_private import graph_of
+from gluon_syncbn.graphs.norms import CALL, Norm
 
 
-def find_trace() -> Optional[Trace]:
-    """The graph that is being made now; None if a user calls blocks with symbols.
+class Layers:
+    """The synchronized layers in a graph, in the order of their calls."""
 
-    It is static if it is for ``static_alloc`` and ``static_shape``. The flags that count are those of the block that
-    owns the graph, and its children do not have them. They may have other flags of their own, and what is safe in a
-    static graph is not in another, so the owner is looked up on the stack. A trace that does not come from a hybridized
-    block's first call counts as not static, which is always safe.
-    """
-    frame: Optional[FrameType] = sys._getframe()
-    maker, owner = None, None
-    while frame is not None and owner is None:
-        if is_making_graph(frame):
-            maker = frame.f_locals
-        owner = owner_of_graph(frame)
-        frame = frame.f_back
-    if maker is None:
-        return None
-    return Trace(owner, maker["symbol_inputs"], maker["args"], owner is not None and is_static(owner))
+    def __init__(self) -> None:
+        self._calls: Dict[str, List[Block]] = defaultdict(list)  # by running mean
+
+    def add(self, layer: Block) -> Dict[str, str]:
+        """Note that the layer is called; returns a hidden attribute for its node."""
+        calls = self._calls[layer.running_mean.name]
+        calls.append(layer)
+        return {CALL: str(len(calls) - 1)}
+
+    def of(self, norm: Norm) -> Optional[Block]:
+        """The layer of a node, which may have been converted back since; None if it has none."""
+        calls = self._calls.get(norm.running_mean, [])
+        return calls[norm.call] if norm.call is not None and norm.call < len(calls) else None
+
+    def all(self) -> List[Block]:
+        """Each of them once, those that have been converted back, too."""
+        return list(dict.fromkeys(layer for calls in self._calls.values() for layer in calls))
+
+
+class _Tracing(threading.local):
+    """The layers of the graph that a thread is making."""
+
+    layers: Optional[Layers] = None
+
+
+_tracing = _Tracing()
+_ATTRIBUTE = "_syncbn_layers"  # of a net; so it is copied with the graph, and goes with it
+
+
+def tracing() -> Optional[Layers]:
+    """The layers of the graph that this thread is making for a net; None if a user calls blocks with symbols."""
+    return _tracing.layers
+
+
+def layers_of(net: Block) -> Layers:
+    """The layers in the graph that the net keeps."""
+    return vars(net).get(_ATTRIBUTE) or Layers()
+
+
+def set_layers(net: Block, layers: Layers) -> None:
+    """Set what `layers_of` returns."""
+    vars(net).pop(_ATTRIBUTE, None)
+    if layers.all():
+        vars(net)[_ATTRIBUTE] = layers
+
+
+def noting_layers(get_graph):
+    """``HybridBlock._get_graph``: the layers of a graph that is made are noted."""
+
+    @functools.wraps(get_graph)
+    def _get_graph(self, *args):
+        if graph_of(self):
+            return get_graph(self, *args)
+        outer, _tracing.layers = _tracing.layers, Layers()
+        try:
+            made = get_graph(self, *args)
+            set_layers(self, _tracing.layers)
+        finally:
+            _tracing.layers = outer
+        return made
+
+    return _get_graph
+
+
+def dropping_layers(clear):
+    """``HybridBlock._clear_cached_op``: the layers of a graph that is dropped are forgotten."""
+
+    @functools.wraps(clear)
+    def _clear_cached_op(self):
+        clear(self)
+        if not isinstance(self, SymbolBlock):  # it keeps its graph
+            vars(self).pop(_ATTRIBUTE, None)
+
+    return _clear_cached_op

@@ -15,19 +15,18 @@ class Site(enum.Enum):
 
     ARRAYS = "arrays"
     NET = "the graph of a net, which is made anew when its layers move"
-    SYMBOL = "a symbol, which may be saved, bound by a Module or put into a SymbolBlock"
+    SYMBOL = "a symbol that is bound, or will be"
 
 
 class Way(enum.Enum):
     """The function that a layer computes in a call."""
 
     PLAIN = "`nn.BatchNorm`"
-    PLAIN_FOR_NOW = "`nn.BatchNorm`, which a later conversion or a SymbolBlock may make a synchronized layer"
     OPEN = "synchronized; the devices are those that come to train"
     SYNCHRONIZED = "synchronized over the devices of the parameters"
 
 
-def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site, is_loaded: bool = False) -> Way:
+def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site) -> Way:
     """Decide what a layer computes.
 
     Parameters
@@ -36,22 +35,17 @@ def decide(spec: LayerSpec, devices: Sequence[mx.Context], site: Site, is_loaded
     devices : sequence of mx.Context
         Of its parameters; empty if they are not known.
     site : Site
-    is_loaded : bool
-        The symbol comes from a file: whether ``group_size`` fits the processes shows when it trains.
     """
-    if spec.use_global_stats or (site is Site.ARRAYS and not mx.autograd.is_training()):
+    if spec.use_global_stats or spec.is_by_itself or (site is Site.ARRAYS and not mx.autograd.is_training()):
         return Way.PLAIN
-    if site is not Site.SYMBOL:
-        if spec.is_by_itself or _is_alone(spec, len(devices) or spec.num_devices):
-            return Way.PLAIN
-        if devices:
-            return Way.SYNCHRONIZED
-        return Way.PLAIN if site is Site.ARRAYS else Way.OPEN
-    is_settled = not (is_loaded and spec.group_size is not None)
-    if len(devices) <= 1 and is_settled and spec.num_devices == 1 and _is_alone(spec, 1):
+    if site is Site.SYMBOL:
+        # Whether the groups of a symbol fit its processes shows when it trains.
+        return Way.PLAIN if spec.group_size is None and _is_alone(spec, spec.num_devices) else Way.OPEN
+    if _is_alone(spec, len(devices) or spec.num_devices):
         return Way.PLAIN
-    # On one device base weights are loaded, and most layers move before they train.
-    return Way.PLAIN_FOR_NOW if len(devices) == 1 or spec.is_by_itself else Way.OPEN
+    if devices:
+        return Way.SYNCHRONIZED
+    return Way.PLAIN if site is Site.ARRAYS else Way.OPEN
 
 
 def _is_alone(spec: LayerSpec, num_devices: Optional[int]) -> bool:

@@ -1,27 +1,24 @@
 """A SymbolBlock whose Batch Normalizations synchronize.
 
 SSD's ``FeatureExpander``, `SymbolBlock.imports` and checkpoints that are loaded as a block have a symbol inside where
-other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and is what ``export`` writes. Whenever
-MXNet makes a graph of the block, each of those nodes is made by a `SyncBatchNorm` that has the block's Parameters, so
-that all that holds for layers holds here: devices, groups, timeouts, order of calls, frozen statistics.
+other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and is what ``export`` writes. For each
+of those nodes there is a `SyncBatchNorm` that has the block's Parameters, so that all that holds for layers holds here:
+devices, groups, timeouts, order of calls, frozen statistics.
 """
 
-import copy
 import functools
 from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
-from gluon_syncbn.backends.bfloat16 import inferred_dtype, inferred_dtypes
 from gluon_syncbn.backends.choose import BACKENDS
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.calls import order_tokens
-from gluon_syncbn.graphs.fuse import fusing_graphs
+from gluon_syncbn.graphs.calls import plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, replace_norms
-from gluon_syncbn.graphs.trace import Trace, find_trace
+from gluon_syncbn.graphs.norms import CALL, MARK, Norm, find_norms, is_marked, mark, take_frozen
+from gluon_syncbn.graphs.trace import Layers, set_layers
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
 
@@ -59,46 +56,20 @@ class SynchronizedSymbolBlock(SymbolBlock):
             return super().forward(x, *args)
         flat, in_format = flatten([x, *args], "input")
         assert in_format == self._in_format, "Invalid input format"
-        trace = find_trace()
-        tokens = order_tokens(trace)
-        layers = {norm.running_mean: self._norms.layer_of(norm) for norm in self._norms.norms}
-        running_means = {name: layer.running_mean for name, layer in layers.items() if layer is not None}
-        before = {name: tokens[parameter] for name, parameter in running_means.items() if parameter in tokens}
-        variables = {running_mean: f"{running_mean}_order_token" for running_mean in before}
-        known = trace.dtypes() if trace else {}
-        inputs = {data.name: item.as_nd_ndarray() for data, item in zip(graph_of(self)[0], flat)}
-        dtypes = {name: inferred_dtype(item, known) for name, item in inputs.items()}
-        out, last = self._synchronized(trace, dtypes, variables)
-        everything = mx.sym.Group([*out.as_nd_ndarray(), *last.values()])
-        everything._compose(**inputs, **{variables[running_mean]: token for running_mean, token in before.items()})
-        size = len(out.list_outputs())
-        tokens.update({running_means[name]: token for name, token in zip(last, list(everything)[size:])})
-        outputs = list(everything)[:size]
+        inputs, symbol = plain_graph_of(self)
+        graph = Graph(symbol)
+        for norm in find_norms(graph):
+            layer = self._norms.layer_of(norm)
+            if layer is not None:
+                take_frozen(norm, layer)
+                norm.node.attrs.pop(CALL, None)
+                norm.node.attrs.update(layer._node_attributes())
+        out = graph.symbol().as_nd_ndarray()
+        out._compose(**{data.name: item.as_nd_ndarray() for data, item in zip(inputs, flat)})
+        outputs = list(out)
         if mx.util.is_np_array():
             outputs = [item.as_np_ndarray() for item in outputs]
         return regroup(outputs, self._out_format)
-
-    @fusing_graphs
-    def _get_graph(self, *args):
-        # New objects (`Trace.symbol`), under the name that `is_making_graph` knows.
-        symbol_inputs = [copy.copy(item) for item in graph_of(self)[0]]
-        trace = find_trace()
-        return symbol_inputs, self._synchronized(trace, trace.dtypes(), {})[0]
-
-    def _synchronized(self, trace: Optional[Trace], dtypes: Dict[str, Any], before: Dict[str, str]):
-        """The graph with synchronized nodes, and the last order tokens (see `replace_norms`).
-
-        ``dtypes`` are those of the block's inputs, as far as they are known.
-        """
-        known = inferred_dtypes(graph_of(self)[1], dtypes)
-
-        def make(norm: Norm, inputs, after):
-            layer = self._norms.layer_of(norm)
-            if layer is None:
-                return None
-            return layer._as_node(inputs, trace, norm.name, {inputs[0].name: known.get(norm.data)}, norm.hidden, after)
-
-        return replace_norms(Graph(graph_of(self)[1]), make, before)
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
@@ -111,7 +82,7 @@ def synchronize(block: SymbolBlock, **options) -> None:
     ValueError
         The others have different ones.
     """
-    data, symbol = graph_of(block)
+    data, symbol = plain_graph_of(block)
     # A gamma that is computed, say, has no Parameter.
     norms = [
         norm for norm in find_norms(Graph(symbol)) if all(name in block.params for name in norm.parameters.values())
@@ -121,9 +92,15 @@ def synchronize(block: SymbolBlock, **options) -> None:
         _key(norm): _layer_of(block, norm, norm.spec.but(**({} if norm.is_marked and not options else common)))
         for norm in norms
     }
-    plain = plain_symbol(symbol)
-    set_graph(block, (data, plain))
-    block._norms = _Norms(find_norms(Graph(plain)), layers)
+    graph, noted = Graph(plain_symbol(symbol)), Layers()
+    norms = find_norms(graph)
+    for norm in norms:
+        layer = layers.get(_key(norm))
+        if layer is not None:
+            norm.node.attrs.update({**mark(layer._sync.spec()), **noted.add(layer)})
+    set_graph(block, (data, graph.symbol()))
+    set_layers(block, noted)
+    block._norms = _Norms(norms, layers)
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
     drop_graph(block)
@@ -143,9 +120,17 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 
 
 def restore(block: SynchronizedSymbolBlock) -> None:
-    """Undo `synchronize`."""
+    """Undo `synchronize`. Statistics that are frozen stay so."""
+    inputs, symbol = plain_graph_of(block)
+    graph = Graph(symbol)
+    for norm in find_norms(graph):
+        if norm.is_marked:
+            take_frozen(norm, block._norms.layer_of(norm))
+            del norm.node.attrs[MARK], norm.node.attrs[CALL]
+    set_graph(block, (inputs, graph.symbol()))
     block.__class__ = block.__dict__.pop("_converted_from")
     del block._norms
+    set_layers(block, Layers())
     drop_graph(block)
 
 
@@ -167,11 +152,11 @@ def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
         use_global_stats=spec.use_global_stats,
         prefix=norm.name + "_",
     )
-    layer._take_options(spec)
     # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
     set_name(layer, norm.name)
     for name, variable in norm.parameters.items():
         set_parameter(layer, name, block.params[variable])
+    layer._take_options(spec)
     return layer
 
 

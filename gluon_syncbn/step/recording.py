@@ -10,10 +10,11 @@ from typing import List
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record, trains
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.steps import steps, take_fresh_gradient
+from gluon_syncbn.step.unmet import check_met, note_record
 
 _log = logging.getLogger("gluon_syncbn")
 # Whether autograd has ever recorded a copy from one CPU device to another. In a backward pass, what one device computes
@@ -29,9 +30,10 @@ def noticing_record(enter):
         if is_record(self):
             leave_failed_step()
             steps.close_if_balanced()
-        enter(self)
-        if is_record(self):
+            check_met()
+            note_record(trains(self))
             steps.begin_record()
+        enter(self)  # last: Ctrl-C behind it would leave autograd recording
 
     return __enter__
 
@@ -61,9 +63,11 @@ def noticing_end_of_record(leave):
 
     @functools.wraps(leave)
     def __exit__(self, kind, value, trace):
-        if is_record(self):
-            steps.end_record()
-        leave(self, kind, value, trace)
+        try:
+            if is_record(self):
+                steps.end_record()
+        finally:
+            leave(self, kind, value, trace)
         if kind is not None and is_record(self) and steps.layers():
             abandon_step()
 
@@ -145,10 +149,17 @@ def noticing_grad(grad):
 
 
 def noticing_forward_of_symbols(forward):
-    """``Executor.forward``; in training a step of symbols and Modules begins with it."""
+    """``Executor.forward``; in training a step of symbols and Modules begins with it.
+
+    MXNet gives operators that are pending the mode of the next call. So what was called in the other mode runs first.
+    """
 
     @functools.wraps(forward)
     def noticed_forward(self, is_train=False, **kwargs):
+        if self in steps.executors and steps.executors[self] is not bool(is_train):
+            for output in self.outputs if steps.executors[self] is not None else ():
+                output.wait_to_read()
+            steps.executors[self] = bool(is_train)
         if is_train:
             leave_failed_step()
             if self in steps.executors:

@@ -173,7 +173,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.nets = Nets()
-        self.executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()
+        # With the mode of the last call: training, prediction, or none yet.
+        self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
         self.trainers: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()
         self._lock = threading.Lock()  # of layers, passes and updates
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized

@@ -36,6 +36,7 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import HeldUpdate, steps
+from gluon_syncbn.step.unmet import check_met, check_module
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
@@ -98,6 +99,7 @@ def guarding_trainer(update):
 
     @functools.wraps(update)
     def guarded(self, *args, **kwargs):
+        check_met(parameters_of(self))
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
         if self not in steps.trainers and update.__name__ != "update":
@@ -143,6 +145,7 @@ def guarding_module(update):
 
     @functools.wraps(update)
     def guarded(self, *args, **kwargs):
+        check_module(self)
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
         for outputs in outputs_of_module(self):

@@ -38,8 +38,8 @@ from typing import Optional
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.bfloat16 import dtype_name, needs_float32
-from gluon_syncbn.backends.interface import Backend, NodeOptions
+from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, mxnet_takes_bfloat16
+from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.portable.group import Group, find_group
 from gluon_syncbn.backends.portable.host_arrays import HostArrays
 from gluon_syncbn.base import library
@@ -47,6 +47,8 @@ from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.library import check_call
 from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
+from gluon_syncbn.graphs.graph import Names, inserted
+from gluon_syncbn.graphs.norms import mark_of_last
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.mxnet_engine import failures
@@ -76,35 +78,52 @@ class PortableBackend(Backend):
     def make_group(self, spec, devices) -> Group:
         return Group(spec, devices)
 
-    def normalize(self, F, arrays, spec, group, devices, node: Optional[NodeOptions] = None):
-        x, gamma, beta, running_mean, running_var = arrays
-        if needs_float32(F, x, {} if node is None else node.dtypes):
-            raise ValueError(
-                f"{spec.where}: the portable back end is made of MXNet's own BatchNorm, which takes no bfloat16 on "
-                f"this processor. Use the native back end, or cast the net to float16 or float32."
-            )
-        name, after = ("fwd", None) if node is None else (node.name, node.after)
-        values = x if node is None and dtype_name(x.dtype) == spec.dtype else F.cast(x, dtype=spec.dtype)
-        is_on_gpu = devices[0].device_type == "gpu" if devices else mx.context.num_gpus() > 0
-        total, shift, centred = _centre(F, _as_rows(F, values, spec.axis), is_on_gpu)
-        # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
-        sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
-        affine, order_token = F.Custom(
-            *[sums, F.size_array(x), gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
-            running_mean,
-            running_var,
-            op_type=_OPERATOR,
-            group=group,
-            follows=int(after is not None),
-            name=name + "_all_reduce",
+    def normalize(self, arrays, spec, group, devices):
+        _check_dtype(arrays[0].dtype, spec)
+        out = _compute(mx.nd, arrays, spec, group, devices, "fwd")[0]
+        return mx.nd.relu(out) if spec.activation else out  # Activation would turn NaN into 0
+
+    def nodes(self, inputs, spec, group, devices, node, after):
+        _check_dtype(node.dtype, spec)
+        entries = {f"input{i}": entry for i, entry in enumerate(inputs)}
+        order = None if after is None else mx.sym.var("after")
+        with Names(node.name):
+            marked = {"name": node.name, "attr": {**node.hidden, **mark_of_last(spec.but(activation=None))}}
+            variables = [mx.sym.var(name) for name in entries]
+            out, order_token = _compute(mx.sym, variables, spec, group, devices, node.name, order, marked)
+            out = mx.sym.relu(out, name=f"{node.name}_relu") if node.activation else out
+        made = inserted(mx.sym.Group([out, order_token]), entries if after is None else {**entries, "after": after})
+        return made[0], made[1]
+
+
+def _check_dtype(dtype, spec) -> None:
+    if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
+        raise ValueError(
+            f"{spec.where}: the portable back end is made of MXNet's own BatchNorm, which takes no bfloat16 on this "
+            f"processor. Use the native back end, or cast the net to float16 or float32."
         )
-        weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
-        options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": 1, "fix_gamma": False}
-        marked = {} if node is None else node.marked(spec.but(activation=None))
-        out = F.BatchNorm(x, weight, bias, running_mean, running_var, **options, **marked)
-        if spec.activation == "relu":  # Activation would turn NaN into 0
-            out = F.relu(out, **({} if node is None else {"name": f"{name}_relu"}))
-        return out, order_token
+
+
+def _compute(F, arrays, spec, group, devices, name, after=None, marked=None):
+    """The layer without its activation, of NDArrays or Symbols, and its order token."""
+    x, gamma, beta, running_mean, running_var = arrays
+    values = x if F is mx.nd and dtype_name(x.dtype) == spec.dtype else F.cast(x, dtype=spec.dtype)
+    is_on_gpu = devices[0].device_type == "gpu" if devices else mx.context.num_gpus() > 0
+    total, shift, centred = _centre(F, _as_rows(F, values, spec.axis), is_on_gpu)
+    # One array instead of three vectors in, of two out: each costs the custom operator several microseconds.
+    sums = F.stack(F.reshape(shift, shape=(-1,)), total(centred), total(F.square(centred)), axis=0)
+    affine, order_token = F.Custom(
+        *[sums, F.size_array(x), gamma, beta, *([] if after is None else [F.BlockGrad(after)])],
+        running_mean,
+        running_var,
+        op_type=_OPERATOR,
+        group=group,
+        follows=int(after is not None),
+        name=name + "_all_reduce",
+    )
+    weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
+    options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": 1, "fix_gamma": False, **(marked or {})}
+    return F.BatchNorm(x, weight, bias, running_mean, running_var, **options), order_token
 
 
 def _as_rows(F, x, axis: int):

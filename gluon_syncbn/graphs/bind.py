@@ -1,0 +1,100 @@
+"""Executors of symbols: what is bound is the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
+
+import functools
+import threading
+from collections import OrderedDict
+from typing import Optional
+
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import json_of
+from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.norms import MARK
+from gluon_syncbn.graphs.trace import Layers
+from gluon_syncbn.mxnet_engine import cpu_resources
+from gluon_syncbn.step.steps import steps
+
+
+class _BoundSymbols:
+    """Lowered copies of symbols, by the handles of the originals.
+
+    Each device's executor is bound by itself, and all must be bound to one symbol: its nodes are where devices meet. So
+    the last few are kept, and with them what they were made of, or another symbol could come to have that handle.
+    """
+
+    _MOST = 16
+
+    def __init__(self):
+        self._kept = OrderedDict()  # by handle and kind: the symbol, its text, and what it has become
+        self._lock = threading.Lock()
+
+    def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> Optional[mx.sym.Symbol]:
+        """Return the lowered copy, with arguments and states in their order; None if no node synchronizes."""
+        text = json_of(symbol)
+        if MARK not in text:
+            return None
+        key = symbol.handle.value, kind
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None or kept[1] != text:
+                lowering = Lowering(symbol, Layers(), {}, kind)
+                if _inputs_of(lowering.symbol) != _inputs_of(symbol):
+                    lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
+                say(symbol.name or "symbol", lowering.fused)
+                kept = symbol, text, lowering.symbol
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._MOST:
+                self._kept.popitem(last=False)
+        return kept[2]
+
+
+_bound_symbols = _BoundSymbols()
+
+
+def lowering_bind(bind):
+    """``Symbol.bind`` and ``simple_bind``, as a Module calls them."""
+
+    @functools.wraps(bind)
+    def lowered_bind(self, *args, **kwargs):
+        lowered = _bound_symbols.lowered(self, Kind())
+        return _bind(bind, self if lowered is None else lowered, lowered is not None, args, kwargs)
+
+    return lowered_bind
+
+
+def lowering_partition(optimize_for):
+    """``Symbol.optimize_for``, which takes a symbol apart for a partitioner: it finds what would run.
+
+    Nothing is fused, as in a net with a partitioner. A net's graph has been lowered before, for its layers.
+    """
+
+    @functools.wraps(optimize_for)
+    def lowered_optimize_for(self, *args, **kwargs):
+        lowered = _bound_symbols.lowered(self, Kind(is_partitioned=True, fuses=False))
+        return optimize_for(self if lowered is None else lowered, *args, **kwargs)
+
+    return lowered_optimize_for
+
+
+def following_reshape(reshape):
+    """``Executor.reshape``, which binds another executor; a Module calls it for a batch of another size."""
+
+    @functools.wraps(reshape)
+    def followed_reshape(self, *args, **kwargs):
+        return _bind(reshape, self, self in steps.executors, args, kwargs)
+
+    return followed_reshape
+
+
+def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
+    buffers = cpu_resources.GraphsBuffers()
+    executor = cpu_resources.in_one_call(buffers, None, bind, bound, *args, **kwargs)
+    cpu_resources.give_buffers(executor, buffers)
+    if synchronizes:
+        steps.executors[executor] = None
+    return executor
+
+
+def _inputs_of(symbol: mx.sym.Symbol):
+    return symbol.list_arguments(), symbol.list_auxiliary_states()

@@ -1,0 +1,177 @@
+"""Late lowering: a graph of plain Batch Normalizations becomes, in a copy, the graph that runs.
+
+Graphs that are kept, saved or shown are those of the plain net. When MXNet makes something to run of one (a net's
+`CachedOp`, an executor), each node becomes what its layer is *at that moment*: synchronized over the devices that its
+Parameters have, or plain. Then what follows the layers is fused. It is done again when a layer has moved or changed.
+
+Several calls that share running statistics (one layer, or several that have its Parameters) would have the order in
+which MXNet sorts the nodes, which depends on what is fused; and in a static graph none at all, since it does not count
+what a call does to the statistics as writing. So each call is made to depend on the one before, by an order token.
+
+The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what it computes is of no use outside.
+"""
+
+import logging
+from ast import literal_eval
+from collections import Counter
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import mxnet as mx
+
+from gluon_syncbn.backends.bfloat16 import BFLOAT16, dtype_name, inferred_dtypes, is_bfloat16, mxnet_takes_bfloat16
+from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.interface import NodeOptions
+from gluon_syncbn.graphs.fuse import fuse
+from gluon_syncbn.graphs.graph import Entry, Graph, Node
+from gluon_syncbn.graphs.norms import CALL, MARK, Norm, find_norms, take_frozen
+from gluon_syncbn.graphs.trace import Layers
+from gluon_syncbn.layer.decision import Site, Way, decide
+
+_log = logging.getLogger("gluon_syncbn")
+
+
+class Kind(NamedTuple):
+    """What the graph is made for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
+    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
+
+    is_static: bool = False
+    is_partitioned: bool = False
+    fuses: bool = True
+    fuses_sums: bool = True
+
+
+# What makes a node in place of a norm: from the order token of the call before, or None, to the last node and its own.
+_Maker = Callable[[Optional[Entry]], Tuple[Entry, Optional[Entry]]]
+
+
+class Lowering:
+    """The copy of a symbol that is to run.
+
+    Parameters
+    ----------
+    symbol : Symbol
+    layers : Layers
+        Of the net that it is of. A node that has none is what its mark says.
+    dtypes : dict
+        Of its inputs, by name, as far as they are known.
+    kind : Kind
+
+    Attributes
+    ----------
+    symbol : Symbol
+        The copy; the symbol itself where nothing changes.
+    fused : Counter
+        How many patterns of each kind were fused.
+    """
+
+    def __init__(self, symbol: mx.sym.Symbol, layers: Layers, dtypes: Dict[str, Any], kind: Kind):
+        self._layers, self._kind = layers, kind
+        self._dtypes = inferred_dtypes(symbol, dtypes)
+        self.fused: Counter = Counter()
+        graph = Graph(symbol)
+        self.symbol = graph.symbol() if self._changes(graph) else symbol
+
+    def _changes(self, graph: Graph) -> bool:
+        """Lower a graph in place; returns whether anything has changed."""
+        has_changed = False
+        made: List[Tuple[Norm, Optional[_Maker]]] = []
+        for norm in find_norms(graph):
+            if not norm.is_plain:  # of a file that an older version has written: it runs as it is
+                has_changed = True
+                continue
+            layer = self._layers.of(norm)
+            if layer is not None:
+                has_changed |= take_frozen(norm, layer)
+            made.append((norm, self._maker(norm, layer)))
+        _replace(graph, [(norm, make) for norm, make in made if make is not None])
+        has_changed |= any(make is not None for _, make in made)
+        if made and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
+            has_changed = True
+            for norm, _ in made:
+                norm.node.attrs = {name: value for name, value in norm.node.attrs.items() if name not in (MARK, CALL)}
+        for node in graph.nodes:
+            for number, body in enumerate(node.more.get("subgraphs", ())):
+                has_changed |= self._changes_body(node, number, body)
+        if has_changed and self._kind.fuses:
+            self.fused += fuse(graph, self._kind.fuses_sums)
+        return has_changed
+
+    def _changes_body(self, node: Node, number: int, body: Dict[str, Any]) -> bool:
+        graph = Graph(body)
+        before = graph.inputs()
+        if not self._changes(graph):
+            return False
+        after = graph.inputs()
+        if after != before:
+            _move_inputs(node, number, [after.index(name) for name in before])
+        node.more["subgraphs"][number] = graph.text()
+        return True
+
+    def _maker(self, norm: Norm, layer) -> Optional[_Maker]:
+        """What makes the node; None if it stays."""
+        dtype = self._dtypes.get(norm.data)
+        node = NodeOptions(
+            norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
+        )
+        if layer is not None and "_sync" not in vars(layer):  # it has been converted back
+            pass
+        elif layer is not None:
+            sync, (spec, devices) = layer._sync, (layer._sync.spec(), layer._sync.devices())
+            if sync.way(spec, devices, Site.NET) is Way.SYNCHRONIZED:
+                return lambda after: sync.nodes(norm.inputs, spec, devices, node, after)
+        elif norm.is_marked:
+            spec = norm.spec.but(num_devices=norm.num_devices)
+            if decide(spec, [], Site.SYMBOL) is Way.OPEN:
+                devices = [mx.gpu(0)] if mx.context.num_gpus() else []
+                backend, group = choose(spec, devices).backend, spec.check_names().to_json()
+                return lambda after: backend.nodes(norm.inputs, spec, group, [], node, after)
+        if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
+            return lambda _: (_in_float32(norm), None)
+        return None
+
+
+def say(name: str, fused: Counter) -> None:
+    """Log what was fused in this net or symbol."""
+    if fused:
+        counts = ", ".join(f"{count} × {kind}" for kind, count in fused.items())
+        _log.info("%s: its norms compute what follows them in their own passes (%s).", name, counts)
+
+
+def _in_float32(norm: Norm) -> Entry:
+    """Between two casts. Not ``cast``, which truncates, and so do the gradients that come back through it."""
+    data = Entry(Node("amp_cast", f"{norm.name}_widened", {"dtype": "float32"}, [norm.inputs[0]]))
+    inside = Node(norm.node.op, f"{norm.name}_float32", norm.node.attrs, [data, *norm.inputs[1:]])
+    return Entry(Node("amp_cast", norm.name, {"dtype": dtype_name(BFLOAT16), **norm.hidden}, [Entry(inside)]))
+
+
+def _replace(graph: Graph, makers: List[Tuple[Norm, _Maker]]) -> None:
+    """Put the new nodes in, those that share running statistics in the order of the program.
+
+    Where nobody has noted that (a symbol of the user's), the order is that of MXNet.
+    """
+    several = {mean for mean, count in Counter(norm.running_mean for norm, _ in makers).items() if count > 1}
+    tokens: Dict[str, Entry] = {}
+    replaced: Dict[Node, Entry] = {}
+    for norm, make in sorted(makers, key=lambda item: item[0].call or 0):
+        replaced[norm.node], token = make(tokens.get(norm.running_mean))
+        if norm.running_mean in several and token is not None:
+            tokens[norm.running_mean] = token
+    graph.replace(replaced)
+    graph.refresh()
+
+
+_INPUTS_OF_BODIES = {
+    "_while_loop": ("cond_input_locs", "func_input_locs"),
+    "_cond": ("cond_input_locs", "then_input_locs", "else_input_locs"),
+}
+
+
+def _move_inputs(node: Node, number: int, new: List[int]) -> None:
+    """Tell a loop or branch that input i of this body of its is now input ``new[i]``."""
+    if node.op == "_foreach":  # by what they are: where they are in the body
+        for name in ("in_data_locs", "in_state_locs", "remain_locs"):
+            node.attrs[name] = str([new[int(i)] for i in literal_eval(node.attrs[name])])
+    else:  # by place in the body: where they are among the node's inputs
+        name = _INPUTS_OF_BODIES[node.op][number]
+        old = [int(i) for i in literal_eval(node.attrs[name])]
+        node.attrs[name] = str([old[new.index(i)] for i in range(len(new))])

@@ -1,0 +1,167 @@
+"""A layer that trains on several devices must synchronize: if not, that is an error, never silence.
+
+This knows nothing of graphs. A layer is looked at when weights are about to be updated, and at the next ``record()``:
+γ or β have fresh gradients on several devices, something was recorded in training mode, and the layer was never asked
+to synchronize over these devices in training. If its running statistics differ from device to device, each has
+normalized with its own images. They may also differ from a time when the layer was plain, or had other groups. So one
+that was made where its Parameters were on these devices already is an error when they have changed once more.
+"""
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Iterable, List, Optional
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import Parameter
+
+from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.mxnet_private import (
+    arrays_of,
+    context_list,
+    contexts_of_module,
+    has_fresh_gradient,
+    has_gradient,
+    set_fresh_gradient,
+)
+from gluon_syncbn.graphs.graph import Graph
+from gluon_syncbn.graphs.norms import find_norms, is_marked
+from gluon_syncbn.step.steps import steps
+
+if TYPE_CHECKING:
+    from gluon_syncbn.synchronization import Synchronization
+
+_SHOWN = 5
+_all: "weakref.WeakSet[Synchronization]" = weakref.WeakSet()
+# With the contexts on which they synchronize: another list where the layer has moved.
+_settled: "weakref.WeakKeyDictionary[Synchronization, List[mx.Context]]" = weakref.WeakKeyDictionary()
+
+# Running means on all devices, as they were when they differed first, of layers that may have trained before; None
+# before that.
+_differed: "weakref.WeakKeyDictionary[Synchronization, Optional[List[np.ndarray]]]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # of these
+_has_trained = False  # since layers were looked at
+_modules: "weakref.WeakSet[mx.mod.Module]" = weakref.WeakSet()  # that are right
+
+
+def follow(sync: "Synchronization") -> None:
+    """Look at this layer from now on."""
+    for array in _fresh(sync):
+        set_fresh_gradient(array, False)  # of a time when the layer was plain
+    with _lock:
+        _all.add(sync)
+        if len(arrays_of(sync.layer.running_mean)) > 1:
+            _differed[sync] = None
+
+
+def note_record(trains: bool) -> None:
+    """Note that ``autograd.record()`` begins, in training mode or not."""
+    global _has_trained
+    _has_trained |= trains
+
+
+def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
+    """Raise an error if layers have trained, and met nobody.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter, optional
+        Those that are about to be updated: only their layers are looked at. By default all layers are, if nothing waits
+        for a pass that is yet to begin.
+
+    Raises
+    ------
+    SyncBatchNormError
+    """
+    global _has_trained
+    if not _has_trained:
+        return
+    chosen = None if parameters is None else set(map(id, parameters))
+    with _lock:
+        suspects = [sync for sync in _all if _is_suspect(sync, chosen)]
+        if suspects:  # a base net and the SymbolBlock that was made of it have the same Parameters
+            met = {id(sync.layer.running_mean) for sync in _all if sync.layer_or_none and sync.trains_here()}
+            suspects = [sync for sync in suspects if id(sync.layer.running_mean) not in met]
+    if chosen is None:
+        if not steps.is_balanced():
+            return
+        _has_trained = False
+    unmet = [sync for sync in suspects if _has_learned_apart(sync)]
+    if unmet:
+        for array in (array for sync in unmet for array in _fresh(sync)):
+            set_fresh_gradient(array, False)  # it is not to be used
+        raise SyncBatchNormError(
+            f"{_listed([sync.layer.name for sync in unmet])} trained on {_listed(unmet[0].devices(), '')} and did not "
+            f"synchronize: each device has normalized with its own images. Does something else than Gluon, a Module or "
+            f"an executor run the graph? Call the net itself. If you do, call net.hybridize() again before you train."
+        )
+
+
+def check_module(module: mx.mod.Module) -> None:
+    """Raise an error if a Module trains a symbol on more devices than it is for.
+
+    Raises
+    ------
+    SyncBatchNormError
+        Its symbol is of a net on one device, or made for one, and is plain there.
+    """
+    if module in _modules or len(contexts_of_module(module)) < 2:
+        return
+    norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
+    trained = (
+        norm for norm in norms if norm.is_marked and not norm.spec.is_by_itself and not norm.spec.use_global_stats
+    )
+    plain = [norm.name for norm in trained if norm.num_devices == 1]
+    if plain:
+        count = len(contexts_of_module(module))
+        raise SyncBatchNormError(
+            f"{_listed(plain)} of the symbol is for one device, and the Module has {count}. Make the "
+            f"symbol for them: gluon_syncbn.convert_symbol(symbol, {count})."
+        )
+    _modules.add(module)
+
+
+def _listed(items, kind: str = "SyncBatchNorm ") -> str:
+    shown = ", ".join(f"'{item}'" if kind else str(item) for item in items[:_SHOWN])
+    return f"{kind}{shown}" + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+
+
+def _learning(sync: "Synchronization") -> List[Parameter]:
+    return [item for item in (sync.layer.gamma, sync.layer.beta) if has_gradient(item)]
+
+
+def _fresh(sync: "Synchronization") -> List[mx.nd.NDArray]:
+    """γ and β where a backward pass has written their gradient, and no Trainer has used it."""
+    return [array for item in _learning(sync) for array in arrays_of(item) if has_fresh_gradient(array)]
+
+
+def _is_suspect(sync: "Synchronization", chosen) -> bool:
+    """Whether the layer has gradients on several devices that should have met, and it was never asked to."""
+    layer = sync.layer_or_none
+    contexts = None if layer is None else context_list(layer.running_mean)
+    if contexts is None or len(contexts) < 2 or _settled.get(sync) is contexts:
+        return False
+    if chosen is not None and not any(id(item) in chosen for item in _learning(sync)):
+        return False
+    spec = sync.spec()
+    if spec.use_global_stats or spec.is_by_itself:
+        return False
+    fresh = {array.context for array in _fresh(sync)}
+    if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):
+        return False
+    if sync.trains_here():
+        _settled[sync] = contexts
+        return False
+    return True
+
+
+def _has_learned_apart(sync: "Synchronization") -> bool:
+    """Whether devices of one group have different running statistics, which they have not had before."""
+    means = {device: sync.layer.running_mean.data(device).asnumpy() for device in sync.devices()}
+    if all(np.array_equal(means[device], means[group[0]]) for group in sync.groups() for device in group):
+        return False
+    if sync not in _differed:
+        return True
+    before, now = _differed[sync], list(means.values())
+    _differed[sync] = now
+    return before is not None and not np.array_equal(before, now)
