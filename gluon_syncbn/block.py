@@ -12,7 +12,7 @@ from gluon_syncbn.base.mxnet_private import set_attributes
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
-from gluon_syncbn.graphs.trace import tracing
+from gluon_syncbn.graphs.trace import Layers, tracing
 from gluon_syncbn.layer.decision import Site, Way, decide
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
@@ -255,16 +255,22 @@ class SyncBatchNorm(nn.BatchNorm):
         In the graph of a net it is noted. A user's symbol may be saved, bound by a Module or put into a SymbolBlock, so
         its node says all that there is to know.
         """
-        layers, spec, devices = tracing(), self._sync.spec(), self._sync.devices()
+        layers = tracing()
         if layers is not None:
-            can_be_read = spec.dtype in ("float32", "float64")  # else it is an error when it trains
-            return {**(mark(spec) if can_be_read else {}), **layers.add(self)}
+            return self._note_in(layers)
+        spec, devices = self._sync.spec(), self._sync.devices()
         is_moving = len(devices) == 1  # most layers are on one device before they train
         way = decide(spec, devices, Site.SYMBOL) if is_moving else self._sync.way(spec, devices, Site.SYMBOL)
         if way is Way.OPEN:
             spec.check_names()
             choose(spec, devices)  # one that cannot run here shows at once
         return mark(spec, None if is_moving and spec.num_devices else len(devices))
+
+    def _note_in(self, layers: Layers) -> Dict[str, str]:
+        """Note the layer among those of a net's graph; returns the hidden attributes of its node there."""
+        spec = self._sync.spec()
+        can_be_read = spec.dtype in ("float32", "float64")  # else it is an error when it trains
+        return {**(mark(spec) if can_be_read else {}), **layers.add(self)}
 
     def _imperative(self, arrays):
         x, gamma = arrays[:2]

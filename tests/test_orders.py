@@ -273,3 +273,14 @@ def test_norms_in_the_body_of_a_loop_are_converted_and_made_plain():
     converted = gluon_syncbn.convert_symbol(plain, 2)
     assert converted.tojson().count("__syncbn__") == 1
     assert gluon_syncbn.plain_symbol(converted).tojson() == gluon_syncbn.plain_symbol(plain).tojson()
+
+
+def test_a_symbol_block_with_parameters_of_float16_is_refused_where_it_trains(backend):
+    """Not where it is converted: it may be cast before that."""
+    block = gluon.SymbolBlock(mx.sym.BatchNorm(mx.sym.var("data"), name="bn"), mx.sym.var("data"))
+    for parameter in block.params.values():
+        parameter.cast("float16")
+    gluon_syncbn.convert_sync_batchnorm(block)
+    block.initialize(ctx=DEVICES)
+    with pytest.raises(ValueError, match="'bn': its parameters and statistics are float16"), autograd.record():
+        block(mx.nd.ones((2, 3), dtype="float16"))

@@ -8,7 +8,7 @@ lowered copy (`gluon_syncbn.graphs.lower`), which is made from the layers as the
 - when a Parameter has moved, or has got new arrays: MXNet gives it a new list of contexts whenever it is initialized,
   loaded or moved, and that is what is compared before each call;
 - when a layer has been converted or frozen, or has got other options, in this net or in a part of it: `note_changes`
-  counts, and the layers of a net are looked at when the count has changed. The graph is traced anew then;
+  tells, and the layers of a net are looked at. The graph is traced anew if one is another;
 - when somebody wants to see what operators compute, or no more.
 
 After the call, its outputs are watched, and the engine learns what it has written (`mxnet_engine.failures`).
@@ -19,7 +19,6 @@ function.
 """
 
 import functools
-import itertools
 import threading
 import weakref
 from typing import Any, Dict, List, Optional, Tuple
@@ -51,17 +50,17 @@ from gluon_syncbn.graphs.trace import layers_of
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import is_followed, steps
+from gluon_syncbn.synchronization import synchronization_of
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
-_changes = itertools.count(1)
-_latest_change = 0
+_latest_change = object()
 
 
 def note_changes() -> None:
     """Layers have been converted or frozen, or have got other options."""
     global _latest_change
-    _latest_change = next(_changes)
+    _latest_change = object()
 
 
 class _Graph:
@@ -117,7 +116,7 @@ class _Graph:
 
     def has_changed(self, net: Block) -> bool:
         """Whether a Batch Normalization of the net is another than when the graph was made."""
-        if self._change != _latest_change:
+        if self._change is not _latest_change:
             if _states(net) != self._states:
                 return True
             self._change = _latest_change
@@ -129,7 +128,7 @@ def _states(net: Block) -> Dict[int, Tuple[Any, ...]]:
     layers = [block for block in all_blocks(net) if isinstance(block, PlainBatchNorm)]
     found = {}
     for layer in [*layers, *layers_of(net).all()]:
-        sync = vars(layer).get("_sync")
+        sync = synchronization_of(layer)
         is_frozen = bool(operator_options(layer)["use_global_stats"])
         found[id(layer)] = sync and weakref.ref(sync), is_frozen, layer.running_mean.dtype
     return found
@@ -140,7 +139,7 @@ def _is_complete(net: Block) -> bool:
     if not graph_of(net):
         return True
     traced = set(layers_of(net).all())
-    left = [block for block in all_blocks(net) if "_sync" in vars(block) and block not in traced]
+    left = [block for block in all_blocks(net) if synchronization_of(block) and block not in traced]
     inputs = graph_of(net)[1].list_inputs() if left else ()
     return all(layer.running_mean.name not in inputs for layer in left)
 
@@ -156,7 +155,6 @@ def _make(net: Block, args) -> Optional[_Graph]:
     with _making:
         graph = _graphs.get(net)
         if graph is None or graph.is_out_of_date(net):
-            _put_plain_graph_back(net)
             if graph is not None and graph.has_changed(net):
                 drop_graph(net)
             drop_operator(net)
@@ -173,18 +171,14 @@ def plain_graph_of(net: Block) -> Tuple:
     return graph.plain if graph is not None and is_partitioned else graph_of(net)
 
 
-def _put_plain_graph_back(net: Block) -> None:
-    set_graph(net, plain_graph_of(net))
-    _graphs.pop(net, None)
-
-
 def lowering_what_runs(build):
     """``HybridBlock._build_cache``: what it makes to run is the lowered copy of the graph; the net keeps the graph."""
 
     @functools.wraps(build)
     def _build_cache(self, *args):
         with _making:
-            _put_plain_graph_back(self)
+            set_graph(self, plain_graph_of(self))
+            _graphs.pop(self, None)
             if not _is_complete(self):
                 drop_graph(self)
             inputs, plain = kept = self._get_graph(*args)

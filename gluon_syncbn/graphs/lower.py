@@ -23,9 +23,10 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.backends.interface import NodeOptions
 from gluon_syncbn.graphs.fuse import fuse
 from gluon_syncbn.graphs.graph import Entry, Graph, Node
-from gluon_syncbn.graphs.norms import CALL, MARK, Norm, find_norms, take_frozen
+from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.layer.decision import Site, Way, decide
+from gluon_syncbn.synchronization import synchronization_of
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -88,7 +89,7 @@ class Lowering:
         if made and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
             has_changed = True
             for norm, _ in made:
-                norm.node.attrs = {name: value for name, value in norm.node.attrs.items() if name not in (MARK, CALL)}
+                norm.unmark()
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
                 has_changed |= self._changes_body(node, number, body)
@@ -113,13 +114,12 @@ class Lowering:
         node = NodeOptions(
             norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
         )
-        if layer is not None and "_sync" not in vars(layer):  # it has been converted back
-            pass
-        elif layer is not None:
-            sync, (spec, devices) = layer._sync, (layer._sync.spec(), layer._sync.devices())
+        sync = None if layer is None else synchronization_of(layer)  # None if it has been converted back, too
+        if sync is not None:
+            spec, devices = sync.spec(), sync.devices()
             if sync.way(spec, devices, Site.NET) is Way.SYNCHRONIZED:
                 return lambda after: sync.nodes(norm.inputs, spec, devices, node, after)
-        elif norm.is_marked:
+        elif layer is None and norm.is_marked:
             spec = norm.spec.but(num_devices=norm.num_devices)
             if decide(spec, [], Site.SYMBOL) is Way.OPEN:
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []

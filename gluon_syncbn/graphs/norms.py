@@ -1,8 +1,8 @@
 """The Batch Normalizations of a graph: found, marked, and made plain.
 
 A graph that a user can see has plain ``BatchNorm`` nodes. One of a symbol that is to synchronize is marked: a hidden
-attribute has its `LayerSpec`. (A node of a net's graph needs no mark: see `gluon_syncbn.graphs.trace`.) What runs, and
-what files of older versions have, is several nodes, the last of which is marked.
+attribute has its `LayerSpec`. A node of a net's graph also has the number of its call (`gluon_syncbn.graphs.trace`).
+What runs, and what files of older versions have, is several nodes, the last of which is marked.
 """
 
 import json
@@ -93,8 +93,15 @@ class Norm(NamedTuple):
     @property
     def hidden(self) -> Dict[str, str]:
         """The attributes that MXNet keeps for others."""
-        ours = (MARK, CALL)
-        return {key: value for key, value in self.node.attrs.items() if key.startswith("__") and key not in ours}
+        return {key: value for key, value in self._others().items() if key.startswith("__")}
+
+    def _others(self) -> Dict[str, str]:
+        """The attributes that are not this package's."""
+        return {key: value for key, value in self.node.attrs.items() if key not in (MARK, CALL)}
+
+    def unmark(self) -> None:
+        """Take what is this package's from the node."""
+        self.node.attrs = self._others()
 
     @property
     def data(self) -> str:
@@ -113,7 +120,7 @@ class Norm(NamedTuple):
 
     def plain(self, **marks: str) -> Entry:
         """A plain BatchNorm in its place, with a ReLU if it has one, and with these marks."""
-        attrs = {name: value for name, value in self.node.attrs.items() if name not in (MARK, CALL)}
+        attrs = self._others()
         if self.node.op != "BatchNorm" or not self.is_plain:
             spec = self.spec
             options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}

@@ -7,7 +7,7 @@ devices, groups, timeouts, order of calls, frozen statistics.
 """
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
@@ -17,23 +17,10 @@ from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regro
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.calls import plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import CALL, MARK, Norm, find_norms, is_marked, mark, take_frozen
-from gluon_syncbn.graphs.trace import Layers, set_layers
+from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, take_frozen
+from gluon_syncbn.graphs.trace import Layers, layers_of, set_layers
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
-
-
-class _Norms:
-    """The Batch Normalizations of the block's symbol, and a layer for each that synchronizes. In an object of their
-    own, since Gluon would take layers in an attribute for children that were not registered."""
-
-    def __init__(self, norms: List[Norm], layers: Dict[Tuple[str, ...], SyncBatchNorm]):
-        self.norms = norms
-        self.layers = layers
-
-    def layer_of(self, norm: Norm) -> Optional[SyncBatchNorm]:
-        """The layer for this node, if it synchronizes."""
-        return self.layers.get(_key(norm))
 
 
 class SynchronizedSymbolBlock(SymbolBlock):
@@ -41,15 +28,18 @@ class SynchronizedSymbolBlock(SymbolBlock):
 
     def hidden_blocks(self) -> List[SyncBatchNorm]:
         """The layers for the nodes that synchronize, which Gluon does not know as children."""
-        return list(self._norms.layers.values())
+        return layers_of(self).all()
 
     def plain_norms(self) -> List[Norm]:
         """The nodes of the block's symbol that do not synchronize."""
-        return [norm for norm in self._norms.norms if self._norms.layer_of(norm) is None]
+        return [norm for norm in self._norms() if layers_of(self).of(norm) is None]
 
     def count_nodes(self) -> int:
         """How many nodes synchronize."""
-        return len(self._norms.norms) - len(self.plain_norms())
+        return sum(layers_of(self).of(norm) is not None for norm in self._norms())
+
+    def _norms(self) -> List[Norm]:
+        return find_norms(Graph(plain_graph_of(self)[1]))
 
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
@@ -59,10 +49,10 @@ class SynchronizedSymbolBlock(SymbolBlock):
         inputs, symbol = plain_graph_of(self)
         graph = Graph(symbol)
         for norm in find_norms(graph):
-            layer = self._norms.layer_of(norm)
+            layer = layers_of(self).of(norm)
             if layer is not None:
                 take_frozen(norm, layer)
-                norm.node.attrs.pop(CALL, None)
+                norm.unmark()
                 norm.node.attrs.update(layer._node_attributes())
         out = graph.symbol().as_nd_ndarray()
         out._compose(**{data.name: item.as_nd_ndarray() for data, item in zip(inputs, flat)})
@@ -93,14 +83,12 @@ def synchronize(block: SymbolBlock, **options) -> None:
         for norm in norms
     }
     graph, noted = Graph(plain_symbol(symbol)), Layers()
-    norms = find_norms(graph)
-    for norm in norms:
+    for norm in find_norms(graph):
         layer = layers.get(_key(norm))
         if layer is not None:
-            norm.node.attrs.update({**mark(layer._sync.spec()), **noted.add(layer)})
+            norm.node.attrs.update(layer._note_in(noted))
     set_graph(block, (data, graph.symbol()))
     set_layers(block, noted)
-    block._norms = _Norms(norms, layers)
     block._converted_from = type(block)
     block.__class__ = SynchronizedSymbolBlock
     drop_graph(block)
@@ -124,12 +112,12 @@ def restore(block: SynchronizedSymbolBlock) -> None:
     inputs, symbol = plain_graph_of(block)
     graph = Graph(symbol)
     for norm in find_norms(graph):
-        if norm.is_marked:
-            take_frozen(norm, block._norms.layer_of(norm))
-            del norm.node.attrs[MARK], norm.node.attrs[CALL]
+        layer = layers_of(block).of(norm)
+        if layer is not None:
+            take_frozen(norm, layer)
+            norm.unmark()
     set_graph(block, (inputs, graph.symbol()))
     block.__class__ = block.__dict__.pop("_converted_from")
-    del block._norms
     set_layers(block, Layers())
     drop_graph(block)
 

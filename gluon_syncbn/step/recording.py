@@ -156,9 +156,10 @@ def noticing_forward_of_symbols(forward):
 
     @functools.wraps(forward)
     def noticed_forward(self, is_train=False, **kwargs):
-        if self in steps.executors and steps.executors[self] is not bool(is_train):
-            for output in self.outputs if steps.executors[self] is not None else ():
-                output.wait_to_read()
+        if self in steps.executors:
+            if steps.executors[self] not in (None, bool(is_train)):
+                for output in self.outputs:
+                    output.wait_to_read()
             steps.executors[self] = bool(is_train)
         if is_train:
             leave_failed_step()
