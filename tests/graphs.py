@@ -75,7 +75,9 @@ class Pair:
         rng = np.random.RandomState(len(ours))
         for one, other in zip(ours, theirs):
             if one.name.endswith(("gamma", "beta")):
-                one.set_data(mx.nd.array(rng.uniform(-1, 2, one.shape), dtype=one.dtype))
+                # Not near 0: the norm after it would enlarge its rounding.
+                values = rng.choice([-1, 1, 1], one.shape) * rng.uniform(0.5, 2, one.shape)
+                one.set_data(mx.nd.array(values, dtype=one.dtype))
             other.set_data(one.data(mx.cpu(0)).astype("float64"))
         self._learned = [both for both in zip(ours, theirs) if both[1].grad_req != "null"]
         self._running = [both for both in zip(ours, theirs) if both[1].grad_req == "null"]

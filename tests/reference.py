@@ -156,11 +156,11 @@ class Norm:
             + np.abs(beta)
             + (0 if skip is None else np.abs(skip).max(0))
         )
-        size_dx = np.abs(factor) * (
-            most + (absolute.mean(0) + wide * (absolute * (np.abs(hat) + lost)).mean(0)) * is_in_batch
-        )
         size_beta = absolute.sum(0)
-        size_gamma = (absolute * (np.abs(r * hat) + size_d + r * lost)).sum(0)
+        # A mean that is a unit of the widest distance off moves every x̂ alike.
+        size_sum = (absolute * (np.abs(hat) + lost)).sum(0) + np.abs(dz.sum(0)) * np.abs(hat).max(0)
+        size_gamma = np.abs(r) * size_sum + size_d * size_beta
+        size_dx = np.abs(factor) * (most + (size_beta + wide * size_sum) / len(dz) * is_in_batch)
         d_gamma = (dz * (hat * r + d)).sum(0) * self.scale
         return (
             Sized(y, size_y),
