@@ -7,7 +7,6 @@ attribute that says what is to synchronize. They do when the symbol is bound, or
 that has imported this package. So saved files load anywhere.
 """
 
-import os
 from typing import Dict, Optional
 
 import mxnet as mx
@@ -21,7 +20,7 @@ from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
-__all__ = ["SyncBatchNorm", "convert_symbol", "load", "plain_symbol"]
+__all__ = ["SyncBatchNorm", "convert_symbol", "plain_symbol"]
 
 # The options of `convert_symbol`, without the number of devices.
 _OPTIONS = {*OPTIONS, "dtype"} - {"num_devices", "activation"}
@@ -198,55 +197,8 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
     return graph.symbol()
 
 
-def load(file: str, backend: str = "auto") -> mx.sym.Symbol:
-    """Load a saved symbol, and have its nodes synchronize on a back end that runs here.
-
-    ``mx.sym.load`` is enough where the back end that the nodes name can run. This function also loads what version
-    0.1.0 has saved, on a host with GPUs or without the compiled operator.
-
-    Parameters
-    ----------
-    file : str or os.PathLike
-        A file written by ``sym.save`` or ``mx.model.save_checkpoint``.
-    backend : {'auto', 'native', 'portable'}
-        As in `SyncBatchNorm`.
-
-    Returns
-    -------
-    Symbol
-        The symbol, with the same names, attributes and variables.
-
-    Raises
-    ------
-    RuntimeError
-        The back end cannot run here.
-    ValueError
-        ``backend`` is none of these, or a node of the file is damaged.
-    """
-    with open(os.fspath(file), encoding="utf-8") as lines:
-        text = lines.read()
-    graph = Graph(text)
-
-    def change(norm: Norm) -> Optional[Entry]:
-        if not norm.is_marked:
-            return None
-        return norm.plain(**_mark(norm.spec.but(backend=backend).checked(), is_loaded=True, bound_for=norm.bound_for))
-
-    replace_norms(graph, change)
-    return graph.symbol()
-
-
-def _mark(spec: LayerSpec, is_loaded: bool = False, bound_for: Optional[int] = None) -> Dict[str, str]:
-    """The mark of a node that no block owns.
-
-    Parameters
-    ----------
-    spec : LayerSpec
-        It has been checked.
-    is_loaded : bool
-        The symbol comes from a file: whether ``group_size`` fits the processes shows when it trains.
-    bound_for : int, optional
-        See `gluon_syncbn.graphs.norms.mark`.
+def _mark(spec: LayerSpec) -> Dict[str, str]:
+    """The mark of a node that no block owns; ``spec`` has been checked.
 
     Raises
     ------
@@ -255,10 +207,9 @@ def _mark(spec: LayerSpec, is_loaded: bool = False, bound_for: Optional[int] = N
     """
     spec.check_names()
     spec.check_engine(spec.num_devices)
-    if not is_loaded:
-        check_groups(spec, spec.num_devices)
+    check_groups(spec, spec.num_devices)
     if decide(spec, [], Site.SYMBOL) is Way.OPEN:
         if spec.group_size != 1:
             refuse_late_import(spec.where, spec.num_devices or 1)
         choose(spec, [mx.gpu(0)] if mx.context.num_gpus() else [])
-    return {} if spec.use_global_stats else mark(spec, bound_for)
+    return {} if spec.use_global_stats else mark(spec)

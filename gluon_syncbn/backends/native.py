@@ -39,7 +39,6 @@ from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.graphs.fuse import OPERATOR
 from gluon_syncbn.graphs.graph import Entry, Node
-from gluon_syncbn.graphs.norms import mark_of_last
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
@@ -290,8 +289,7 @@ class NativeBackend(Backend):
         order = [] if after is None else [Entry(Node("BlockGrad", f"{node.name}_after", {}, [after]))]
         attributes = _attributes(spec, group, node.activation, follows=bool(order))
         custom = Node("Custom", f"{node.name}_sync", attributes, [dense, gamma, beta, *order, *statistics])
-        last = {**behind[1], **node.hidden, **mark_of_last(spec.but(activation=node.activation))}
-        return Entry(Node(behind[0], node.name, last, [Entry(custom)])), Entry(custom, 1)
+        return Entry(Node(behind[0], node.name, {**behind[1], **node.hidden}, [Entry(custom)])), Entry(custom, 1)
 
 
 def _attributes(spec: LayerSpec, group: str, activation: Optional[str], follows: bool = False) -> Dict[str, str]:

@@ -21,7 +21,7 @@ function.
 import functools
 import threading
 import weakref
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -44,8 +44,9 @@ from gluon_syncbn.base.mxnet_private import (
     set_graph,
 )
 from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.lower import Kind, Lowering, say
-from gluon_syncbn.graphs.norms import is_marked
+from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
 from gluon_syncbn.graphs.trace import layers_of
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
@@ -169,6 +170,22 @@ def plain_graph_of(net: Block) -> Tuple:
     graph = _graphs.get(net)
     is_partitioned = graph is not None and graph.partitioned and graph_of(net) is graph.partitioned
     return graph.plain if graph is not None and is_partitioned else graph_of(net)
+
+
+def plain_symbol_of(net: Block, attributes: Callable[[Block], Dict[str, str]] = lambda layer: {}) -> mx.sym.Symbol:
+    """The graph that the net keeps, without marks, and frozen as its layers are now. The node of each layer gets these
+    ``attributes``."""
+    graph = Graph(plain_graph_of(net)[1])
+
+    def change(norm: Norm) -> None:
+        layer = layers_of(net).of(norm)
+        norm.unmark()
+        if layer is not None:
+            take_frozen(norm, layer)
+            norm.node.attrs.update(attributes(layer))
+
+    replace_norms(graph, change)
+    return graph.symbol()
 
 
 def lowering_what_runs(build):

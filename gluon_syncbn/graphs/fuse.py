@@ -18,10 +18,9 @@ not fused with a sum.
 """
 
 from collections import Counter
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Set
 
 from gluon_syncbn.graphs.graph import Entry, Graph, Node, needed_for
-from gluon_syncbn.graphs.norms import MARK, read_mark
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -47,19 +46,21 @@ class _Pattern(NamedTuple):
         return self.activation.kind if self.skip is None else SKIP
 
 
-def fuse(graph: Graph, sums: bool = True) -> Counter:
+def fuse(graph: Graph, norms: Set[Node], sums: bool = True) -> Counter:
     """Make each pattern one node; returns how many of each kind there were.
 
-    ``sums`` says whether to look for the pattern with a sum.
+    ``norms`` are the last nodes of the layers that may be fused. ``sums`` says whether to look for the pattern with a
+    sum.
     """
-    patterns = _Finder(graph).find(sums)
+    patterns = _Finder(graph, norms).find(sums)
     graph.replace({pattern.node: Entry(_fused(pattern)) for pattern in patterns})
     return Counter(pattern.kind for pattern in patterns)
 
 
 class _Finder:
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, norms: Set[Node]):
         self._graph = graph
+        self._norms = {node for node in norms if _is_ours(node)}
         self._readers = graph.readers()
 
     def find(self, sums: bool) -> List[_Pattern]:
@@ -71,7 +72,7 @@ class _Finder:
             before = node.inputs[0]
             if before.output or self._readers[before.node, 0] != [node]:
                 continue
-            if _is_norm(before.node):
+            if before.node in self._norms:
                 found.append(_Pattern(node, activation, before.node))
             elif sums and activation.kind == RELU and before.node.op == "elemwise_add":
                 # The second summand first: it leaves the graph's inputs in their order.
@@ -85,7 +86,7 @@ class _Finder:
     def _is_summand(self, node: Node, skip: Entry) -> bool:
         """Whether this is the last node of a layer that may be fused with a sum, the other summand of which is
         ``skip``."""
-        if not _is_norm(node):
+        if node not in self._norms:
             return False
         custom = node.inputs[0].node
         running_mean = custom.inputs[-2]
@@ -94,13 +95,11 @@ class _Finder:
         return not self._readers.get((custom, 1)) and not is_shared
 
 
-def _is_norm(node: Node) -> bool:
-    """Whether this is the last node of a layer that may be fused."""
-    if MARK not in node.attrs or not node.inputs:
-        return False
+def _is_ours(node: Node) -> bool:
+    """Whether a layer that ends in this node is the compiled operator, without an activation."""
     custom = node.inputs[0].node
     is_ours = custom.op == "Custom" and custom.attrs.get("op_type") == OPERATOR
-    return is_ours and custom.attrs.get("activation") == "none" and read_mark(node)[0].fuse
+    return is_ours and custom.attrs.get("activation") == "none"
 
 
 def _activation_of(node: Node) -> Optional[_Activation]:

@@ -14,7 +14,7 @@ The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what
 import logging
 from ast import literal_eval
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -41,8 +41,13 @@ class Kind(NamedTuple):
     fuses_sums: bool = True
 
 
-# What makes a node in place of a norm: from the order token of the call before, or None, to the last node and its own.
-_Maker = Callable[[Optional[Entry]], Tuple[Entry, Optional[Entry]]]
+class _New(NamedTuple):
+    """What takes the place of a norm. ``make`` takes the order token of the call before, or None, and returns the last
+    node and its own token; ``fuses`` is the layer's option."""
+
+    norm: Norm
+    make: Callable[[Optional[Entry]], Tuple[Entry, Optional[Entry]]]
+    fuses: bool = False
 
 
 class Lowering:
@@ -75,26 +80,23 @@ class Lowering:
     def _changes(self, graph: Graph) -> bool:
         """Lower a graph in place; returns whether anything has changed."""
         has_changed = False
-        made: List[Tuple[Norm, Optional[_Maker]]] = []
-        for norm in find_norms(graph):
-            if not norm.is_plain:  # of a file that an older version has written: it runs as it is
-                has_changed = True
-                continue
+        norms, made = find_norms(graph), []
+        for norm in norms:
             layer = self._layers.of(norm)
             if layer is not None:
                 has_changed |= take_frozen(norm, layer)
-            made.append((norm, self._maker(norm, layer)))
-        _replace(graph, [(norm, make) for norm, make in made if make is not None])
-        has_changed |= any(make is not None for _, make in made)
-        if made and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
+            made.append(self._new(norm, layer))
+        fusible = _replace(graph, [new for new in made if new is not None])
+        has_changed |= any(new is not None for new in made)
+        if norms and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
             has_changed = True
-            for norm, _ in made:
+            for norm in norms:
                 norm.unmark()
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
                 has_changed |= self._changes_body(node, number, body)
-        if has_changed and self._kind.fuses:
-            self.fused += fuse(graph, self._kind.fuses_sums)
+        if fusible and self._kind.fuses:
+            self.fused += fuse(graph, fusible, self._kind.fuses_sums)
         return has_changed
 
     def _changes_body(self, node: Node, number: int, body: Dict[str, Any]) -> bool:
@@ -108,8 +110,8 @@ class Lowering:
         node.more["subgraphs"][number] = graph.text()
         return True
 
-    def _maker(self, norm: Norm, layer) -> Optional[_Maker]:
-        """What makes the node; None if it stays."""
+    def _new(self, norm: Norm, layer) -> Optional[_New]:
+        """What takes the place of a norm; None if it stays."""
         dtype = self._dtypes.get(norm.data)
         node = NodeOptions(
             norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
@@ -118,15 +120,15 @@ class Lowering:
         if sync is not None:
             spec, devices = sync.spec(), sync.devices()
             if sync.way(spec, devices, Site.NET) is Way.SYNCHRONIZED:
-                return lambda after: sync.nodes(norm.inputs, spec, devices, node, after)
+                return _New(norm, lambda after: sync.nodes(norm.inputs, spec, devices, node, after), spec.fuse)
         elif layer is None and norm.is_marked:
             spec = norm.spec.but(num_devices=norm.num_devices)
             if decide(spec, [], Site.SYMBOL) is Way.OPEN:
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []
                 backend, group = choose(spec, devices).backend, spec.check_names().to_json()
-                return lambda after: backend.nodes(norm.inputs, spec, group, [], node, after)
+                return _New(norm, lambda after: backend.nodes(norm.inputs, spec, group, [], node, after), spec.fuse)
         if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
-            return lambda _: (_in_float32(norm), None)
+            return _New(norm, lambda _: (_in_float32(norm), None))
         return None
 
 
@@ -144,20 +146,22 @@ def _in_float32(norm: Norm) -> Entry:
     return Entry(Node("amp_cast", norm.name, {"dtype": dtype_name(BFLOAT16), **norm.hidden}, [Entry(inside)]))
 
 
-def _replace(graph: Graph, makers: List[Tuple[Norm, _Maker]]) -> None:
-    """Put the new nodes in, those that share running statistics in the order of the program.
+def _replace(graph: Graph, made: List[_New]) -> Set[Node]:
+    """Put the new nodes in, those that share running statistics in the order of the program; returns the last node of
+    each that may be fused.
 
-    Where nobody has noted that (a symbol of the user's), the order is that of MXNet.
+    Where nobody has noted that order (a symbol of the user's), it is that of MXNet.
     """
-    several = {mean for mean, count in Counter(norm.running_mean for norm, _ in makers).items() if count > 1}
+    several = {mean for mean, count in Counter(new.norm.running_mean for new in made).items() if count > 1}
     tokens: Dict[str, Entry] = {}
     replaced: Dict[Node, Entry] = {}
-    for norm, make in sorted(makers, key=lambda item: item[0].call or 0):
+    for norm, make, _ in sorted(made, key=lambda new: new.norm.call or 0):
         replaced[norm.node], token = make(tokens.get(norm.running_mean))
         if norm.running_mean in several and token is not None:
             tokens[norm.running_mean] = token
     graph.replace(replaced)
     graph.refresh()
+    return {replaced[new.norm.node].node for new in made if new.fuses}
 
 
 _INPUTS_OF_BODIES = {

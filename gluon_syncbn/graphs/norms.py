@@ -2,7 +2,6 @@
 
 A graph that a user can see has plain ``BatchNorm`` nodes. One of a symbol that is to synchronize is marked: a hidden
 attribute has its `LayerSpec`. A node of a net's graph also has the number of its call (`gluon_syncbn.graphs.trace`).
-What runs, and what files of older versions have, is several nodes, the last of which is marked.
 """
 
 import json
@@ -29,48 +28,25 @@ _PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 
 
 def mark(spec: LayerSpec, bound_for: Optional[int] = None) -> Dict[str, str]:
-    """The attribute that marks a plain BatchNorm; ``bound_for`` is the number of devices that its layer has now."""
+    """The attribute that marks a BatchNorm; ``bound_for`` is the number of devices that its layer has now."""
     more = {"bound_for": bound_for} if bound_for else {}
-    return {MARK: spec.but(activation=None).to_json(is_plain=True, **more)}
-
-
-def mark_of_last(spec: LayerSpec) -> Dict[str, str]:
-    """The attribute that marks the last of the nodes that synchronize."""
-    return {MARK: spec.to_json()}
+    return {MARK: spec.but(activation=None).to_json(**more)}
 
 
 def is_marked(symbol: mx.sym.Symbol) -> bool:
-    """Whether it has nodes that are to synchronize, or that do."""
+    """Whether it has nodes that are to synchronize."""
     return MARK in json_of(symbol)
 
 
-def read_mark(node: Node) -> Tuple[LayerSpec, bool, Optional[int]]:
-    """The layer that ends in this node; whether that is a plain BatchNorm; and how many devices the layer had."""
-    try:
-        values = dict(json.loads(node.attrs[MARK]))
-        is_plain, bound_for = values.pop("is_plain", False), values.pop("bound_for", None)
-        if "options" in values:  # as version 0.1.0 wrote it
-            options = values.pop("options")
-            relu, scale = values.pop("relu"), not values.pop("fix_gamma")
-            values = {"epsilon": values.pop("eps"), "scale": scale, "activation": "relu" if relu else None, **values}
-            values.update(options)
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"the mark of node '{node.name}' is damaged: {node.attrs[MARK]!r} ({problem!r}).") from None
-    return LayerSpec.from_json(json.dumps({**values, "name": node.name})), is_plain, bound_for
-
-
 class Norm(NamedTuple):
-    """One Batch Normalization of a graph; ``inputs`` are data, gamma, beta and statistics.
+    """One Batch Normalization of a graph.
 
-    ``is_plain`` says whether it is one node, MXNet's own. ``bound_for`` is the number of devices that its layer had
-    when a user's symbol was made of it. ``activation`` is what this node computes after it.
+    ``bound_for`` is the number of devices that its layer had when a user's symbol was made of it.
     """
 
     node: Node
     spec: LayerSpec
     is_marked: bool
-    is_plain: bool
-    inputs: List[Entry]
     bound_for: Optional[int] = None
 
     @property
@@ -88,7 +64,13 @@ class Norm(NamedTuple):
 
     @property
     def activation(self) -> Optional[str]:
-        return _PLAIN[self.node.op] if self.is_plain else self.spec.activation
+        """What this node computes after it."""
+        return _PLAIN[self.node.op]
+
+    @property
+    def inputs(self) -> List[Entry]:
+        """Data, gamma, beta, running mean and running variance."""
+        return self.node.inputs
 
     @property
     def hidden(self) -> Dict[str, str]:
@@ -121,7 +103,7 @@ class Norm(NamedTuple):
     def plain(self, **marks: str) -> Entry:
         """A plain BatchNorm in its place, with a ReLU if it has one, and with these marks."""
         attrs = self._others()
-        if self.node.op != "BatchNorm" or not self.is_plain:
+        if self.node.op != "BatchNorm":
             spec = self.spec
             options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
             options["use_global_stats"] = spec.use_global_stats
@@ -135,15 +117,10 @@ def find_norms(graph: Graph) -> List[Norm]:
     readers = graph.readers()
     found = []
     for node in graph.nodes:
-        if node.op in _PLAIN and (readers.get((node, 1)) or readers.get((node, 2))):
+        if node.op not in _PLAIN or readers.get((node, 1)) or readers.get((node, 2)):
             continue
-        if MARK in node.attrs:
-            spec, is_plain, bound_for = read_mark(node)
-            if not is_plain or node.op in _PLAIN:  # not a cast of AMP's
-                inputs = node.inputs if is_plain else _inputs_of(node, spec)
-                found.append(Norm(node, spec, True, is_plain, inputs, bound_for))
-        elif node.op in _PLAIN:
-            found.append(Norm(node, _spec_of_plain(node), False, True, node.inputs))
+        spec, bound_for = _read_mark(node) if MARK in node.attrs else (_spec_of_plain(node), None)
+        found.append(Norm(node, spec, MARK in node.attrs, bound_for))
     return found
 
 
@@ -173,6 +150,15 @@ def count_others(graph: Graph) -> int:
     return sum(node.op in _PLAIN and node not in found for node in graph.nodes)
 
 
+def _read_mark(node: Node) -> Tuple[LayerSpec, Optional[int]]:
+    try:
+        values = dict(json.loads(node.attrs[MARK]))
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"the mark of node '{node.name}' is damaged: {node.attrs[MARK]!r} ({problem!r}).") from None
+    bound_for = values.pop("bound_for", None)
+    return LayerSpec.from_json(json.dumps({**values, "name": node.name})), bound_for
+
+
 def _spec_of_plain(node: Node) -> LayerSpec:
     def is_true(name: str, default: bool) -> bool:
         return node.attrs.get(name, str(default)) in ("True", "true", "1")
@@ -186,28 +172,3 @@ def _spec_of_plain(node: Node) -> LayerSpec:
         use_global_stats=is_true("use_global_stats", False),
         activation=_PLAIN[node.op],
     )
-
-
-def _inputs_of(last: Node, spec: LayerSpec) -> List[Entry]:
-    """Data, gamma, beta, running mean and variance of the layer that ends in this node, the last of several.
-
-    Raises
-    ------
-    ValueError
-        The node computes more than the layer.
-    """
-    if last.op == "BatchNorm":  # the portable one: this node has x, and a weight from the custom operator
-        data, custom = last.inputs[0], last.inputs[1].node.inputs[0].node
-        gamma, beta = custom.inputs[2:4]
-    else:  # one node, with one before it and one after it
-        custom = last.inputs[0].node
-        is_relu = custom.attrs.get("activation") == "relu" or custom.attrs.get("relu") == "1"  # the older name
-        is_more = "skip" in custom.attrs or custom.attrs.get("activation") == "leaky"
-        if is_more or is_relu != (spec.activation == "relu"):
-            raise ValueError(
-                f"the node '{last.name}' computes a SyncBatchNorm and what follows it (fuse=True), and cannot be "
-                f"taken apart. Take the symbol from before it was bound or partitioned."
-            )
-        dense, gamma, beta = custom.inputs[:3]
-        data = dense.node.inputs[0]
-    return [data, gamma, beta, *custom.inputs[-2:]]

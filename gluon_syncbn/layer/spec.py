@@ -228,10 +228,7 @@ class LayerSpec:
             It describes none, or one that could not work.
         """
         try:
-            values = dict(json.loads(text))
-            if values.get("num_devices") == 0:  # in files of version 0.1.0, not known
-                del values["num_devices"]
-            made = cls(**values)
+            made = cls(**json.loads(text))
         except (TypeError, ValueError) as problem:
             raise ValueError(f"a SyncBatchNorm node describes its group as {text!r}: {problem}.") from None
         try:

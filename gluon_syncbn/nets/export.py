@@ -1,17 +1,15 @@
 """Exports that are those of the plain net.
 
 The graph that a net keeps is that of the plain net, but for marks (`gluon_syncbn.graphs.trace`) and what was frozen
-since. A partitioner's graph has nodes that synchronize, which only this package can load. ``HybridBlock.export`` writes
-neither.
+since. ``HybridBlock.export`` writes it without these. Of a net that a partitioner took apart (``optimize_for``) it
+writes the whole: the parts have nodes that only this package can load.
 """
 
 import functools
 
 from gluon_syncbn.base.mxnet_private import graph_of, set_graph
-from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import find_norms, is_marked, take_frozen
-from gluon_syncbn.graphs.trace import layers_of
-from gluon_syncbn.symbol import plain_symbol
+from gluon_syncbn.graphs.calls import plain_graph_of, plain_symbol_of
+from gluon_syncbn.graphs.norms import is_marked
 
 
 def exporting_plain_graphs(export):
@@ -19,15 +17,10 @@ def exporting_plain_graphs(export):
 
     @functools.wraps(export)
     def plain_export(self, *args, **kwargs):
-        graph = graph_of(self)
-        if not graph or not is_marked(graph[1]):
+        graph, kept = graph_of(self), plain_graph_of(self)
+        if not kept or not is_marked(kept[1]):
             return export(self, *args, **kwargs)
-        plain = Graph(graph[1])
-        for norm in find_norms(plain):
-            layer = layers_of(self).of(norm)
-            if layer is not None and norm.is_plain:
-                take_frozen(norm, layer)
-        set_graph(self, (graph[0], plain_symbol(plain.symbol())))
+        set_graph(self, (kept[0], plain_symbol_of(self)))
         try:
             return export(self, *args, **kwargs)
         finally:

@@ -15,9 +15,9 @@ from mxnet.gluon import SymbolBlock
 from gluon_syncbn.backends.choose import BACKENDS
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.calls import plain_graph_of
+from gluon_syncbn.graphs.calls import plain_graph_of, plain_symbol_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, take_frozen
+from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked
 from gluon_syncbn.graphs.trace import Layers, layers_of, set_layers
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
@@ -46,15 +46,8 @@ class SynchronizedSymbolBlock(SymbolBlock):
             return super().forward(x, *args)
         flat, in_format = flatten([x, *args], "input")
         assert in_format == self._in_format, "Invalid input format"
-        inputs, symbol = plain_graph_of(self)
-        graph = Graph(symbol)
-        for norm in find_norms(graph):
-            layer = layers_of(self).of(norm)
-            if layer is not None:
-                take_frozen(norm, layer)
-                norm.unmark()
-                norm.node.attrs.update(layer._node_attributes())
-        out = graph.symbol().as_nd_ndarray()
+        inputs = plain_graph_of(self)[0]
+        out = plain_symbol_of(self, SyncBatchNorm._node_attributes).as_nd_ndarray()
         out._compose(**{data.name: item.as_nd_ndarray() for data, item in zip(inputs, flat)})
         outputs = list(out)
         if mx.util.is_np_array():
@@ -109,14 +102,7 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 
 def restore(block: SynchronizedSymbolBlock) -> None:
     """Undo `synchronize`. Statistics that are frozen stay so."""
-    inputs, symbol = plain_graph_of(block)
-    graph = Graph(symbol)
-    for norm in find_norms(graph):
-        layer = layers_of(block).of(norm)
-        if layer is not None:
-            take_frozen(norm, layer)
-            norm.unmark()
-    set_graph(block, (inputs, graph.symbol()))
+    set_graph(block, (plain_graph_of(block)[0], plain_symbol_of(block)))
     block.__class__ = block.__dict__.pop("_converted_from")
     set_layers(block, Layers())
     drop_graph(block)

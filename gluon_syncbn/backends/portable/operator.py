@@ -48,14 +48,11 @@ from gluon_syncbn.base.library import check_call
 from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.graphs.graph import Names, inserted
-from gluon_syncbn.graphs.norms import mark_of_last
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.mxnet_engine import failures
 
-_OPERATOR = "gluon_syncbn_all_reduce_wrapped"
-# Files that version 0.1.0 has saved where nothing was compiled have the other name.
-_NAMES = (_OPERATOR, "gluon_syncbn_all_reduce")
+_OPERATOR = "gluon_syncbn_all_reduce"
 # MXNet forgets an error once it is read; what it then passes on must not look like a result.
 _NAN = np.nan
 # What a forward pass in prediction mode, which met no one, saves for the backward pass.
@@ -88,9 +85,9 @@ class PortableBackend(Backend):
         entries = {f"input{i}": entry for i, entry in enumerate(inputs)}
         order = None if after is None else mx.sym.var("after")
         with Names(node.name):
-            marked = {"name": node.name, "attr": {**node.hidden, **mark_of_last(spec.but(activation=None))}}
+            last = {"name": node.name, "attr": node.hidden}
             variables = [mx.sym.var(name) for name in entries]
-            out, order_token = _compute(mx.sym, variables, spec, group, devices, node.name, order, marked)
+            out, order_token = _compute(mx.sym, variables, spec, group, devices, node.name, order, last)
             out = mx.sym.relu(out, name=f"{node.name}_relu") if node.activation else out
         made = inserted(mx.sym.Group([out, order_token]), entries if after is None else {**entries, "after": after})
         return made[0], made[1]
@@ -104,7 +101,7 @@ def _check_dtype(dtype, spec) -> None:
         )
 
 
-def _compute(F, arrays, spec, group, devices, name, after=None, marked=None):
+def _compute(F, arrays, spec, group, devices, name, after=None, last=None):
     """The layer without its activation, of NDArrays or Symbols, and its order token."""
     x, gamma, beta, running_mean, running_var = arrays
     values = x if F is mx.nd and dtype_name(x.dtype) == spec.dtype else F.cast(x, dtype=spec.dtype)
@@ -122,7 +119,7 @@ def _compute(F, arrays, spec, group, devices, name, after=None, marked=None):
         name=name + "_all_reduce",
     )
     weight, bias = F.split(affine, num_outputs=2, axis=0, squeeze_axis=True)
-    options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": 1, "fix_gamma": False, **(marked or {})}
+    options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": 1, "fix_gamma": False, **(last or {})}
     return F.BatchNorm(x, weight, bias, running_mean, running_var, **options), order_token
 
 
@@ -330,17 +327,15 @@ def _register() -> None:
     """Make the operator known to MXNet, with what MXNet's wrapping lacks where there is a compiled core.
 
     That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp. Where
-    nothing is compiled, it is the operator itself under the same names, so that files can be loaded.
+    nothing is compiled, it is the operator itself.
     """
     if library.core is None:
-        for name in _NAMES:
-            mx.operator.register(name)(_AllReduceProp)
+        mx.operator.register(_OPERATOR)(_AllReduceProp)
         return
     inner = f"{_OPERATOR}_inside"
     mx.operator.register(inner)(_AllReduceProp)
     creator = last_registered_operator()
-    for name in _NAMES:
-        check_call(library.core.gluon_syncbn_wrap_python_operator(name.encode(), inner.encode(), creator))
+    check_call(library.core.gluon_syncbn_wrap_python_operator(_OPERATOR.encode(), inner.encode(), creator))
 
 
 _register()
