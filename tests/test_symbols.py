@@ -201,6 +201,23 @@ def test_fit_and_checkpoints(tmp_path):
         check_net(trained[-1], trained[0])
 
 
+def test_statistics_that_are_read_right_after_an_update(backend):
+    """`Module.get_params`, and so a checkpoint, has what this step has written."""
+    module = mx.mod.Module(convert_symbol(network(), 2, timeout=60), context=cpus(2))
+    module.bind([("data", BATCH)], [("softmax_label", BATCH[:1])])
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer()
+    for seed in range(30):
+        data, labels = mx.nd.array(random_shards([BATCH], seed=seed)[0]), mx.nd.zeros(BATCH[0])
+        module.forward_backward(mx.io.DataBatch([data], [labels]))
+        module.update()
+        seen = {name: item.asnumpy() for name, item in module.get_params()[1].items()}
+        mx.nd.waitall()
+        for execution in module._exec_group.execs:
+            for name, array in execution.aux_dict.items():
+                np.testing.assert_allclose(seen[name], array.asnumpy(), rtol=1e-6, atol=1e-7)
+
+
 # What cannot work, and files that were damaged
 
 

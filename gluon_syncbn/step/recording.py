@@ -152,6 +152,7 @@ def noticing_forward_of_symbols(forward):
     """``Executor.forward``; in training a step of symbols and Modules begins with it.
 
     MXNet gives operators that are pending the mode of the next call. So what was called in the other mode runs first.
+    And it does not know that the call writes running statistics: ``Module.get_params`` would read those from before.
     """
 
     @functools.wraps(forward)
@@ -167,7 +168,12 @@ def noticing_forward_of_symbols(forward):
                 steps.close_if_balanced()
                 cpu_resources.open_step()
             steps.begin_executor(self)
-        return forward(self, is_train, **kwargs)
+        outputs = forward(self, is_train, **kwargs)
+        if is_train and self in steps.executors and failures.is_in_use():
+            device = outputs[0].context
+            error = f"an operator of a symbol, or one before it, had failed on {device}."
+            failures.watch([out for out in outputs if out.context == device], error, self.aux_arrays)
+        return outputs
 
     return noticed_forward
 
