@@ -1,6 +1,7 @@
 """Users call things in any order: nets synchronize, or say why not.
 
     python tests/orders.py --seed 0 --count 100 [--backend native] [--symbols]
+    mpirun -n 2 python tests/orders.py mpi
 
 An order is drawn: initialize, convert there and back with options, hybridize in three ways, calls of several kinds,
 moves, casts, files, frozen statistics, export, a wrapper around the net; on one to four devices. Then the net
@@ -10,6 +11,8 @@ MXNet refuses for that may be refused; anything else must be right.
 
 ``--symbols``: a symbol is made of operators or of a net, converted, saved, loaded, composed and cut in some order, and
 run by a Module, by executors, or in a SymbolBlock.
+
+``mpi``: the processes of the job go the same way with nets, and share the batch.
 """
 
 import argparse
@@ -111,6 +114,7 @@ class Order:
     def __init__(self, seed, backend):
         self.draw, self.seed, self.backend = random.Random(seed), seed, backend
         self.rng = np.random.RandomState(seed % 2**32)
+        self.rank, self.job = 0, [None]  # the place of this process among those that share the batch
         self.make, self.dtype = self.draw.choice(NETS), self.draw.choice(["float64", "float64", "float32"])
         self.flags = FLAGS[:1] if self.make is loop else FLAGS
         with mx.name.NameManager():
@@ -270,7 +274,11 @@ class Order:
             whole = self.made()
         whole.initialize(ctx=mx.cpu(0))
         self.done.append(f"check on {len(self.devices)}")
-        shards = [self.array(device, images).asnumpy() for device, images in zip(self.devices, self.sizes())]
+        batches = [
+            [self.array(device, images).asnumpy() for device, images in zip(self.devices, self.sizes())]
+            for _ in self.job
+        ]
+        shards = batches[self.rank]
         try:
             net(mx.nd.array(shards[0], ctx=self.devices[0], dtype=self.dtype))
         except Exception as problem:
@@ -287,11 +295,12 @@ class Order:
         inputs = [mx.nd.array(x, ctx=d, dtype=self.dtype) for x, d in zip(shards, self.devices)]
         has_backward = self.make is not loop
         seen = self.step(net, self.devices, inputs, has_backward)
-        batch = mx.nd.array(np.concatenate(shards), dtype=self.dtype)
+        batch = mx.nd.array(np.concatenate([shard for some in batches for shard in some]), dtype=self.dtype)
         expected = self.step(whole, [mx.cpu(0)], [batch], has_backward)
         mx.nd.waitall()
+        first = sum(len(shard) for some in batches[: self.rank] for shard in some)
         for what, one, other in zip(("outputs", "input gradients"), seen, expected):
-            self.compare(what, one, other)
+            self.compare(what, one, other[first : first + len(one)])
         if has_backward and self.writes_elsewhere(net):
             self.step(self.nets[1], self.devices, inputs)
             assert self.writes_elsewhere(self.nets[1])
@@ -301,7 +310,7 @@ class Order:
         least = 0.1 * max((np.abs(theirs[name].grad().asnumpy()).max() for name in learned), default=0)
         for name, parameter in theirs.items():
             if name in learned:
-                gradient = sum(ours[name].grad(device).asnumpy() for device in self.devices)
+                gradient = self.total(sum(ours[name].grad(device).asnumpy() for device in self.devices))
                 self.compare(f"gradient of {name}", gradient, parameter.grad().asnumpy(), least)
             # On a CPU, `nn.BatchNorm` has updated the statistics once, if it was called several times in a step.
             is_shared = "running" in name and self.make in (branches, loop, parts_of_another)
@@ -316,6 +325,10 @@ class Order:
         arrays = [(item.data(device).grad, item.grad(device)) for item in learned for device in self.devices]
         return any((seen.asnumpy() != wanted.asnumpy()).any() for seen, wanted in arrays)
 
+    def total(self, array):
+        """The sum over the processes of the job."""
+        return array
+
     def sizes(self):
         return [self.draw.randint(1, 3) + (len(self.devices) == 1) for _ in self.devices]
 
@@ -325,6 +338,20 @@ class Order:
     def compare(self, what, one, other, least=1e-3):
         worst = np.abs(one - other).max() / (np.abs(other).max() + least)
         assert worst < BOUND[self.dtype], f"{what} differ by {worst:.1e}"
+
+
+class OrderOfProcesses(Order):
+    """One for all processes of a job."""
+
+    def __init__(self, seed, backend):
+        from mpi4py import MPI
+
+        super().__init__(seed, backend)
+        self.total = MPI.COMM_WORLD.allreduce
+        self.rank, self.job = MPI.COMM_WORLD.rank, range(MPI.COMM_WORLD.size)
+
+    def some_devices(self):
+        return super().some_devices()[:2]
 
 
 class SymbolOrder:
@@ -522,15 +549,19 @@ class SymbolOrder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["mpi"], nargs="?")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--backend", default="native")
     parser.add_argument("--symbols", action="store_true")
     options = parser.parse_args()
     shorten_grace()
+    kind = OrderOfProcesses if options.engine else SymbolOrder if options.symbols else Order
+    if options.engine:
+        gluon_syncbn.init_process_group(options.engine)
     wrong, refused = [], 0
     for seed in range(options.seed, options.seed + options.count):
-        order = (SymbolOrder if options.symbols else Order)(seed, options.backend)
+        order = kind(seed, options.backend)
         try:
             reason = order.run()
         except Exception as problem:

@@ -3,6 +3,7 @@
 import mxnet as mx
 import numpy as np
 import pytest
+from launching import run_job
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, run_program, set_mode, step
@@ -22,6 +23,13 @@ def test_random_orders(count, what, backend, seed):
     done = run_program(["tests/orders.py", "--seed", seed, "--count", count, "--backend", backend, *what])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert f"0 of {count} orders wrong" in done.stdout
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.long)])
+def test_random_orders_of_processes(count, seed):
+    """The same, of nets that synchronize two processes."""
+    done = run_job("mpi", 2, "../orders.py", "--seed", seed, "--count", count)
+    assert done.returncode == 0 and done.text.count(f"0 of {count} orders wrong") == 2, done.text[-3000:]
 
 
 class Apart:
