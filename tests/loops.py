@@ -150,12 +150,6 @@ class Program:
     def update(self, trainer, count=IMAGES):
         trainer.step(count * len(self.devices))
 
-    def backward_one_by_one(self, outputs):
-        """From gradients that cpu(0) computes when their device is about to begin."""
-        for output in self.draw.sample(outputs, len(outputs)):
-            head = mx.nd.random.normal(shape=output.shape + (1,) * (4 - output.ndim))
-            output.backward(self.computed(head, output.context).reshape(output.shape))
-
     # What users do
 
     def do_train(self):
@@ -182,7 +176,10 @@ class Program:
             if self.draw.random() < 0.5:
                 autograd.backward(outputs)
                 gluon.Trainer(other.collect_params(), "sgd").step(1)
-        self.backward_one_by_one(losses)
+        for loss in self.draw.sample(losses, len(losses)):
+            # cpu(0) computes it when its device is about to begin.
+            head = mx.nd.random.normal(shape=loss.shape + (1,) * (4 - loss.ndim))
+            loss.backward(self.computed(head, loss.context).reshape(loss.shape))
         self.update(trainer)
 
     def do_several_nets(self):

@@ -35,6 +35,13 @@ LAYER = {
 }
 # It knows no parameters.
 SYMBOL = {**LAYER, (None, 1): NOT_SAID, (None, 2): NOT_SAID, (1, 2): "alone", (2, 1): NOT_ALL}
+SAID = [  # options, the back end and why it; None where nothing was compiled
+    ({}, "native", f"compiled kernels, {testing.instruction_set()}"),
+    ({"backend": "native"}, "native", f"compiled kernels, {testing.instruction_set()}"),
+    ({"backend": "portable"}, "portable", "it was asked for"),
+    ({"kvstore": "local"}, "portable", "a kvstore was given, and only the portable back end uses one"),
+    (None, "portable", "the compiled operator is not available: no compiler"),
+]
 
 
 def fact_of(site, group_size, renorm, num_devices, count) -> str:
@@ -123,16 +130,7 @@ def make_layer(devices=None, **options):
     return initialized(SyncBatchNorm(in_channels=4, prefix="stem_", **{"timeout": 60, **options}), devices or 2)
 
 
-@pytest.mark.parametrize(
-    "options, backend, words",
-    [
-        ({}, "native", f"compiled kernels, {testing.instruction_set()}"),
-        ({"backend": "native"}, "native", f"compiled kernels, {testing.instruction_set()}"),
-        ({"backend": "portable"}, "portable", "it was asked for"),
-        ({"kvstore": "local"}, "portable", "a kvstore was given, and only the portable back end uses one"),
-        (None, "portable", "the compiled operator is not available: no compiler"),
-    ],
-)
+@pytest.mark.parametrize("options, backend, words", SAID)
 def test_a_layer_says_once_which_back_end_it_takes(options, backend, words, said, recwarn, monkeypatch):
     if options is None:
         testing.play_not_compiled(monkeypatch)
@@ -184,8 +182,7 @@ def test_the_flags_of_the_block_that_owns_the_graph_count(outer, inner, backend,
     if inner is not None:
         net[1].hybridize(**FLAGS[inner])
     norm, operators = reference_of(net[1], activation="relu"), testing.note_what_runs(monkeypatch)
-    for seed in range(4):
-        check_step(lambda x: net(x / 2), norm, *shards_and_heads(SHAPES, seed=seed), layer=net[1])
+    testing.check_steps(lambda x: net(x / 2), norm, lambda seed: shards_and_heads(SHAPES, seed=seed), 4, layer=net[1])
     if backend == "native":  # where it is not safe, numbers are wrong too seldom to be seen here
         assert ("_copy" in operators[-1]) == (outer == "static")
 
@@ -444,8 +441,7 @@ def test_layers_that_meet_at_the_same_time_share_a_store():
 
     def train(number):
         layer, norm = make(SHAPES, kvstore=store, prefix=f"layer{number}_")
-        for seed in range(15):
-            check_step(layer, norm, *shards_and_heads(SHAPES, seed=10 * seed + number))
+        testing.check_steps(layer, norm, lambda seed: shards_and_heads(SHAPES, seed=10 * seed + number), 15)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(train, range(4), timeout=testing.HANG))

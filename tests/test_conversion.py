@@ -34,9 +34,7 @@ def draw(seed=0, shapes=SHAPES):
 def check_alone(layer, **told):
     """A layer by itself synchronizes, with these numbers and what it has; two steps."""
     testing.random_affine(initialized(layer, 2, force_reinit=True), 4)
-    norm = reference_of(layer, **told)
-    for seed in range(2):
-        check_step(layer, norm, *draw(seed), layer=layer)
+    testing.check_steps(layer, reference_of(layer, **told), draw)
 
 
 def make_net(*blocks, devices=2, mode="imperative", **how):
@@ -127,8 +125,7 @@ def test_when_it_is_converted_does_not_matter(moment, mode, backend):
     if moment != "before initialize":
         convert_sync_batchnorm(net)
     norm.mean_is_rounded = backend == "portable"
-    for seed in range(2):
-        check_step(net, norm, *draw(seed), layer=net[0])
+    testing.check_steps(net, norm, draw, layer=net[0])
     convert_batchnorm(net)  # drops the graph again: from here on each device is on its own
     check_step(net, reference_of(net[0], group_size=1, **numbers), *draw(3), layer=net[0])
 
@@ -285,8 +282,7 @@ def test_a_copy_of_a_whole_net(backend, way):
     net = make_net(shared, SyncBatchNorm(in_channels=4), shared)
     step(net, *draw(), cpus(2))
     if way == "deepcopy":  # before the first pass, after which MXNet's SymbolBlock cannot be copied
-        net.add(convert_sync_batchnorm(symbol_block()))
-        net[3].initialize(mx.init.One(), ctx=cpus(2))
+        net.add(initialized(convert_sync_batchnorm(symbol_block()), 2, init=mx.init.One()))
     made = COPIES[way](net)
     learn_again(made)
     assert made[0] is made[2] and made[0] is not shared

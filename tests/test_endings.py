@@ -117,8 +117,7 @@ def test_fault_in_each_mode(fault, layer):
 
 UNREAD = """
 from testing import *
-layers = [SyncBatchNorm(in_channels=64, timeout=LONG) for _ in range(20)]
-net = initialized(sequential(*layers), 4, {mode!r})
+net = initialized(sequential(*[lambda: SyncBatchNorm(in_channels=64, timeout=LONG)] * 20), 4, {mode!r})
 shards = random_shards([(2, 64, 32, 32)] * 4)
 step(net, shards, shards, cpus(4))
 """

@@ -92,8 +92,7 @@ def test_what_is_exported_needs_nothing_of_ours_and_predicts_the_same_to_the_las
     np.testing.assert_array_equal(expected["back"], expected["moved"])
     layer = SyncBatchNorm(axis=np.int64(-1), in_channels=8, prefix="one_")
     layer.hybridize()
-    block = SymbolBlock(mx.sym.BatchNorm(DATA, fix_gamma=False, name="bn"), DATA)
-    convert_sync_batchnorm(block, timeout=60)
+    block = convert_sync_batchnorm(SymbolBlock(mx.sym.BatchNorm(DATA, fix_gamma=False, name="bn"), DATA), timeout=60)
     for name, net in (("one", layer), ("block", block)):
         net.initialize(ctx=cpus(2))
         step(net, *shards_and_heads(SHAPES), cpus(2))

@@ -4,6 +4,7 @@ Each net is compared with `graphs.Whole` on one device, which has the whole batc
 parallel branches, shared heads and Dropout, run in a process with a hard limit, so that one that hangs is seen.
 """
 
+import functools
 import logging
 import re
 
@@ -339,10 +340,8 @@ def test_a_net_that_was_taken_apart_exports_what_it_computes(pattern, has_run, f
 
 
 def norm_and_relu(norm=nn.BatchNorm, behind=None, kind=nn.HybridSequential):
-    net = kind(prefix="net_")
-    with net.name_scope():
-        net.add(norm(in_channels=CHANNELS), behind or nn.Activation("relu"))
-    return net
+    blocks = functools.partial(norm, in_channels=CHANNELS), behind or functools.partial(nn.Activation, "relu")
+    return sequential(*blocks, prefix="net_", kind=kind)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -78,8 +78,7 @@ def look():
 atexit.register(look)  # the last to run
 import gluon_syncbn
 """
-    done = run_python(code)
-    assert done.stdout == "3 True []\n", done.stdout + done.stderr
+    assert run_python(code).stdout == "3 True []\n"
 
 
 def private_names(path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_layer
 from mxnet.gluon import nn
-from testing import MODES, check_step, initialized, reference_of, run_python, sequential, shards_and_heads
+from testing import MODES, check_step, check_steps, initialized, reference_of, run_python, sequential, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
@@ -48,15 +48,13 @@ CASES = [case for case in itertools.product([False, True], MODES, DTYPES) if cas
 @pytest.mark.parametrize("leaky, mode, dtype", CASES)
 def test_the_numbers_are_the_references(leaky, mode, dtype, axis):
     net, norm = make(leaky, GAMMA, mode, dtype, axis)
-    for seed in range(2):
-        check_step(net, norm, *draw(dtype, axis, seed), layer=net[0])
+    check_steps(net, norm, lambda seed: draw(dtype, axis, seed), layer=net[0])
 
 
 def test_with_what_follows_it_and_renorm(mode):
     """r and d are part of what is undone."""
     net, norm = make(True, GAMMA, mode, renorm=(1.5, 0.5))
-    for seed in range(3):
-        check_step(net, norm, *draw(seed=seed), layer=net[0])
+    check_steps(net, norm, lambda seed: draw(seed=seed), 3, layer=net[0])
 
 
 @pytest.mark.parametrize("near_0", [0.0, 1e-9, -1e-9])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import testing
 from mxnet.gluon import nn
-from testing import check_step, cpus, initialized, on_devices, options_of, random_shards, run_python, sequential
+from testing import cpus, initialized, on_devices, options_of, random_shards, run_python, sequential
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -52,8 +52,7 @@ def test_the_layer_takes_what_contribs_takes(installed):
     testing.random_affine(initialized(layer, 2), 4)
     norm = testing.reference_of(layer, axis=1, epsilon=1e-3, momentum=0.8, scale=False)
     shapes = [(3, 4, 2, 5), (1, 4, 2, 5)]
-    for seed in range(2):
-        check_step(layer, norm, random_shards(shapes, seed=seed), random_shards(shapes, seed=seed + 9))
+    testing.check_steps(layer, norm, lambda seed: [random_shards(shapes, seed=number) for number in (seed, seed + 9)])
     assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm
     assert type(convert_sync_batchnorm(CONTRIB["layer"](4, 2))) is SyncBatchNorm
 

@@ -49,5 +49,5 @@ try:
 except ValueError as error:
     print('ERROR', error)
 """
-    done = run_python(code, **{VARIABLE: "sse4"})
-    assert done.stdout.split("ERROR ")[1].strip() == f"{VARIABLE} must be baseline, avx2 or avx512, not 'sse4'."
+    told = run_python(code, **{VARIABLE: "sse4"}).stdout
+    assert told == f"ERROR {VARIABLE} must be baseline, avx2 or avx512, not 'sse4'.\n"

@@ -54,8 +54,7 @@ def make(shapes, axis=1, dtype="float32", mode="imperative", **options):
 def test_two_steps(case, mode, dtype):
     shapes, axis = CASES[case]
     layer, norm = make(shapes, axis, dtype, mode)
-    for seed in range(2):
-        check_step(layer, norm, *shards_and_heads(shapes, dtype, seed))
+    testing.check_steps(layer, norm, lambda seed: shards_and_heads(shapes, dtype, seed))
     for parameter in (layer.running_mean, layer.running_var):
         first, *others = (parameter.data(device).asnumpy() for device in cpus(len(shapes)))
         assert all((first == other).all() for other in others)

@@ -94,5 +94,4 @@ def test_an_exported_net_and_a_symbol_block(mode, numpy_interface, tmp_path):
     block(x)
     (layer,) = layers_of(block)
     norm = reference_of(layer, activation="relu")
-    for seed in range(2):
-        check_step(as_numpy(whole), norm, *shards_and_heads(SHAPES, seed=seed), layer=layer)
+    testing.check_steps(as_numpy(whole), norm, lambda seed: shards_and_heads(SHAPES, seed=seed), layer=layer)

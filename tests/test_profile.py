@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from test_layer import make
-from testing import check_step, cpus, initialized, on_devices, random_shards, sequential, shards_and_heads, step
+from testing import check_steps, cpus, initialized, on_devices, random_shards, sequential, shards_and_heads, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -24,8 +24,7 @@ def train(net, steps):
 def test_a_table_by_layer_and_direction(mode):
     layer, norm = make(SHAPES, mode=mode, prefix="layer_")
     with gluon_syncbn.profile() as report:
-        for seed in range(5):
-            check_step(layer, norm, *shards_and_heads(SHAPES, seed=seed))
+        check_steps(layer, norm, lambda seed: shards_and_heads(SHAPES, seed=seed), 5)
     passes = [("layer", "forward", 5), ("layer", "backward", 5)]
     assert [(row.layer, row.direction, row.calls) for row in report.rows] == passes
     assert report.devices == ["cpu(0)", "cpu(1)"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_layer
 from reference import check_tensors
-from testing import check_running, check_step, cpus, observe, shards_and_heads
+from testing import check_running, check_step, check_steps, cpus, observe, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -141,5 +141,4 @@ def test_what_users_may_write(renorm, schedule):
     norm.renorm = schedule
     shown = repr(layer)
     assert f"renorm={tuple(schedule)!r}" in shown if schedule else "renorm" not in shown
-    for seed in range(3):
-        check_step(layer, norm, *draw(seed=seed))
+    check_steps(layer, norm, lambda seed: draw(seed=seed), 3)

@@ -27,7 +27,6 @@ from testing import check_step, cpus, initialized, observe, random_affine, rando
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
-both = pytest.mark.usefixtures("backend")
 TAKES_IT = testing.takes_bfloat16()
 # On several devices portable takes bfloat16 only where MXNet's own BatchNorm does.
 COUNTS = [(1, "native"), (1, "portable"), (2, "native"), *([(2, "portable")] if TAKES_IT else [])]
@@ -166,8 +165,7 @@ def test_bfloat16_in_prediction_and_with_frozen_statistics(frozen, way, mode, ba
     check_low(block, norm, *draw_rounded(), layer, train_mode=frozen)
 
 
-@both
-def test_bfloat16_on_one_device_is_batchnorm_to_the_last_bit(mode):
+def test_bfloat16_on_one_device_is_batchnorm_to_the_last_bit(mode, backend):
     """Where MXNet's BatchNorm cannot take bfloat16, it is that of float32, rounded."""
     block, layer, _ = make_low("as it is", mode, 1)
     plain = initialized(nn.BatchNorm(in_channels=5))
@@ -259,7 +257,6 @@ for mode in MODES:
 """
 
 
-@both
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_amp(dtype, backend):
     """Statistics and parameters stay in float32. (MXNet has no float16 convolution on CPU, so the input is cast.)"""
@@ -275,9 +272,8 @@ SHAPE = (2, 3, 4, 5)
 BAD = [("x", value, name) for value in (np.nan, np.inf, -np.inf) for name in (None, "relu")]
 
 
-@both
 @pytest.mark.parametrize("where, value, activation", [("dy", np.nan, None), *BAD])
-def test_nan_and_infinity_on_one_device_reach_every_device(where, value, activation, mode):
+def test_nan_and_infinity_on_one_device_reach_every_device(where, value, activation, mode, backend):
     """In the channel where they are, as with nn.BatchNorm on the whole batch. The other channels are as ever."""
     layer, norm = make([SHAPE] * 3, mode=mode, activation=activation)
     shards, heads = shards_and_heads([SHAPE] * 3, mean=0.3)
@@ -306,16 +302,14 @@ def test_nan_and_infinity_on_one_device_reach_every_device(where, value, activat
     check_tensors(outputs, gradients, norm.step(shards, heads, seen=outputs), **testing.precision(layer))
 
 
-@both
-def test_constant_channels(mode):
+def test_constant_channels(mode, backend):
     layer, norm = make([SHAPE] * 2, mode=mode, momentum=0)
     check_step(layer, norm, [np.full(SHAPE, 7, np.float32)] * 2, random_shards([SHAPE] * 2, seed=1))
     assert all((item.asnumpy() == 0).all() for item in layer.running_var.list_data())
     assert all((item.asnumpy() == 7).all() for item in layer.running_mean.list_data())
 
 
-@both
-def test_one_value_in_all(mode):
+def test_one_value_in_all(mode, backend):
     """N = 1: one device with one image of one pixel. As with nn.BatchNorm the output is β, the gradient 0."""
     layer, _ = make([SHAPE] * 2, mode=mode, momentum=0)
     shard, head = np.float32([[[[4]], [[5]], [[6]]]]), np.float32([[[[1]], [[-2]], [[3]]]])
@@ -396,8 +390,7 @@ net[0].gamma.set_data(mx.nd.array([1.0, least_gamma]))
 norm = reference_of(net[0], activation='leaky', slope=0.125, **known)
 with warnings.catch_warnings(record=True) as told, profile() as report:
     warnings.simplefilter('always')
-    for seed in range(3):
-        check_step(net, norm, *shards_and_heads([(2, 2, 3, 5), (1, 2, 3, 5)], seed=seed), layer=net[0])
+    check_steps(net, norm, lambda seed: shards_and_heads([(2, 2, 3, 5), (1, 2, 3, 5)], seed=seed), 3, layer=net[0])
     mx.nd.waitall()
 print(report)
 print('TOLD', *[str(item.message) for item in told])

@@ -39,8 +39,8 @@ def test_import_sets_variables_only_where_nothing_is_compiled_and_no_gpu_is_ther
 
 @pytest.mark.parametrize("value", ["0", "-4", "many"])
 def test_a_number_of_buffers_that_is_none(value):
-    done = run_python(IMPORT, status=1, MXNET_CPU_TEMP_COPY=value)
-    assert f"ValueError: MXNET_CPU_TEMP_COPY must be a positive whole number, not '{value}'." in done.stderr
+    words = f"ValueError: MXNET_CPU_TEMP_COPY must be a positive whole number, not '{value}'."
+    assert words in run_python(IMPORT, status=1, MXNET_CPU_TEMP_COPY=value).stderr
 
 
 # Trains on one device and on four, compared with the reference; with many operators that need a slot, or a generator.

@@ -14,7 +14,7 @@ from gluoncv import model_zoo
 from gluoncv.nn.feature import FeatureExpander
 from mxnet.gluon import SymbolBlock, nn
 from reference import Sized, check, check_all, total
-from testing import MODES, check_step, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
+from testing import MODES, check_steps, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
@@ -82,8 +82,7 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         (layer,) = layers_of(block)
         kept = {"timeout": 60, "num_devices": 4, "fuse": options.get("fuse", True)}
         assert kept.items() <= options_of(layer).items()
-        for seed in range(2):
-            check_step(block, norm, *shards_and_heads(shapes, dtype, seed), layer=layer)
+        check_steps(block, norm, lambda seed: shards_and_heads(shapes, dtype, seed), layer=layer)
         return
     if way == "taken apart":
         symbol = plain_symbol(symbol)

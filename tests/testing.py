@@ -83,9 +83,9 @@ def random_affine(layer, channels: int, seed=1):
     return [layer.gamma.data(layer.gamma.list_ctx()[0]).asnumpy(), layer.beta.data(layer.beta.list_ctx()[0]).asnumpy()]
 
 
-def sequential(*blocks, prefix=None):
+def sequential(*blocks, prefix=None, kind=nn.HybridSequential):
     """A net of these blocks; what is none yet is called for one within the net's name scope."""
-    net = nn.HybridSequential(prefix=prefix)
+    net = kind(prefix=prefix)
     with net.name_scope():
         net.add(*[block if isinstance(block, gluon.Block) else block() for block in blocks])
     return net
@@ -200,6 +200,12 @@ def check_step(
     reference.check_tensors(seen, gradients, expected, dtype, axis=norm.axis, **how)
     gradients += check_affine(layer, devices, expected, vector_dtype(dtype), times, **of_vectors(how, dtype, times))
     return [*seen, *gradients, *(check_running(layer, norm, dtype) if running else [])]
+
+
+def check_steps(block, norm, draw, count=2, **how) -> None:
+    """`check_step` so many times, with the shards and heads of ``draw(seed)``."""
+    for seed in range(count):
+        check_step(block, norm, *draw(seed), **how)
 
 
 def check_affine(layer, devices, expected, dtype="float32", times=1, **how) -> list:

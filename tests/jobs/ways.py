@@ -409,8 +409,7 @@ def breaks_off(is_first, kind, layer, other, outside):
 
 def given_up():
     """What is under way in one process is given up in all, and goes on with the next step."""
-    (layer, norm), (other, _), outside = make(cpus(1)), make(cpus(1)), nn.Dense(2, in_units=36)
-    outside.initialize()
+    (layer, norm), (other, _), outside = make(cpus(1)), make(cpus(1)), initialized(nn.Dense(2, in_units=36))
     moments = "in record", "after another backward", "between two backward", "in the next record", "a label that failed"
     is_first = RANK == 0
     breaks_off(is_first, "never", layer, other, outside)
@@ -450,11 +449,10 @@ def dropped_net():
 
         own = MPI.COMM_WORLD
     for channels in (7, 4):
-        layer = SyncBatchNorm(in_channels=channels, timeout=60, process_group=own)
-        dropped = initialized(sequential(layer), devices)
+        dropped = initialized(sequential(SyncBatchNorm(in_channels=channels, timeout=60, process_group=own)), devices)
         testing.step(dropped, *[[np.ones((2, channels, 3, 3), np.float32)] * 2] * 2, devices)
         mx.nd.waitall()
-        del dropped, layer
+        del dropped
         if RANK == 0:
             gc.collect()
     layer, norm = make(devices)
@@ -515,8 +513,7 @@ def unfreezing():
         if epoch == 3:
             for item, norm in ((net, job.OURS), (twin, nn.BatchNorm)):
                 item.add(norm(in_channels=4))
-                item[3].cast("float64")
-                item[3].initialize()
+                initialized(item[3], dtype="float64")
         set_mode(net, mode)
         for seed in range(2):
             job.check_like(net, twin, seed, cpus(1), shape=SHAPE[1:])
