@@ -43,17 +43,6 @@ def pytest_report_header(config):
     return [kernels, f"--seed {config.option.seed} draws the same again"]
 
 
-def pytest_collection_modifyitems(config, items):
-    """Leave out what `portable_with` says: tests that take long run there in one mode, the others in all."""
-    left_out = []
-    for item in items:
-        mark, parameters = item.get_closest_marker("portable_with"), getattr(item, "callspec", None)
-        if mark and parameters and parameters.params.get("backend") == "portable":
-            left_out += [item] if any(parameters.params[name] != value for name, value in mark.kwargs.items()) else []
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
@@ -65,4 +54,10 @@ def pytest_runtest_makereport(item, call):
 def backend(request, monkeypatch):
     """What 'auto' means in this test, and in the processes that it starts."""
     monkeypatch.setenv("GLUON_SYNCBN_BACKEND", request.param)
+    return request.param
+
+
+@pytest.fixture(params=list(testing.MODES))
+def mode(request):
+    """How a net is run; a test of some modes only says which."""
     return request.param

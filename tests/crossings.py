@@ -27,8 +27,9 @@ import numpy as np
 from executors import bind, run
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from reference import UNIT, Norm, Sized, check, check_all
-from testing import MODES, cpus, mx, set_mode, vector_dtype
+from reference import UNIT, Norm, Sized, check, check_all, check_tensors, total
+from testing import MODES, cpus, initialized, mx, on_devices, set_mode, vector_dtype
+from testing import total as added_up
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -120,11 +121,6 @@ class Case:
         return found
 
 
-def total(parts):
-    """Of items that are `Sized`."""
-    return Sized(sum(part.value for part in parts), sum(part.size for part in parts))
-
-
 def expect(case, norm, shards, heads=None, used=None, seen=None, training=True):
     """What `Norm.step` gives, of the net that `Net` is."""
     outputs, d_inputs, made = [[] for _ in shards], [[] for _ in shards], []
@@ -184,8 +180,7 @@ class Subject:
             convert_sync_batchnorm(self.net, **self.convert_options)
         if case.maker == "converted twice":
             convert_sync_batchnorm(self.net, timeout=31)
-        self.net.cast(case.dtype)
-        self.net.initialize(ctx=self.contexts)
+        initialized(self.net, self.contexts, dtype=case.dtype)
         for name, value in (("gamma", norm.gamma), ("beta", norm.beta)):
             parameter = self.parameter(name)
             parameter.set_data(mx.nd.array(value, dtype=parameter.dtype))
@@ -199,10 +194,7 @@ class Subject:
         return parameter
 
     def arrays(self, shards, used):
-        inputs = [mx.nd.array(x, ctx=self.contexts[device], dtype=x.dtype) for x, device in zip(shards, used)]
-        for x in inputs:
-            x.attach_grad()
-        return inputs
+        return on_devices(shards, [self.contexts[device] for device in used], learn=True)
 
     def step(self, shards, heads, used, train_mode=True, twice=False):
         """Outputs and input gradients, and gradients of γ and β by name."""
@@ -219,7 +211,7 @@ class Subject:
         for name in ("gamma", "beta"):
             parameter = self.parameter(name)
             if parameter.grad_req != "null":
-                gradients[name] = sum(parameter.grad(x.context).asnumpy().astype("float64") for x in inputs)
+                gradients[name] = added_up(parameter.grad(x.context) for x in inputs)
         return [y.asnumpy() for y in outputs], [x.grad.asnumpy() for x in inputs], gradients
 
     def predict(self, shards):
@@ -262,10 +254,8 @@ class ModuleSubject:
 
     def step(self, shards, heads, used):
         outputs, found = self.estimate(shards, heads), [executor.grad_dict for executor in self.executors]
-        gradients = {
-            name: sum(item[f"norm_{name}"].asnumpy().astype("float64") for item in found)
-            for name in (("gamma", "beta") if self.case.layer["scale"] else ("beta",))
-        }
+        names = ("gamma", "beta") if self.case.layer["scale"] else ("beta",)
+        gradients = {name: added_up(item[f"norm_{name}"] for item in found) for name in names}
         return outputs, [item["data"].asnumpy() for item in found], gradients
 
     def predict(self, shards):
@@ -345,8 +335,7 @@ class Trial:
         edges = outputs if self.norm.activation else None
         expected = expect(self.case, self.norm, shards, heads, used, edges, training)
         how = self.precision(is_prediction=not training)
-        check_all("output", outputs, expected.outputs, **how)
-        check_all("input gradient", d_inputs, expected.input_gradients, **how)
+        check_tensors(outputs, d_inputs, expected, **how)
         is_native = self.case.backend == "native" and not self.case.is_plain and training
         # `nn.BatchNorm` rounds x̂, too.
         lost = {"units": 64} if is_native or self.case.dtype != "float16" else {"units": 2, "real": "float16"}

@@ -89,6 +89,13 @@ class Passage(Calling):
             raise OSError("the disk is full")
 
 
+class Late(Calling):
+    """Sleeps ``seconds(device)`` in both passes: for tests in which devices must arrive in another order."""
+
+    def __init__(self, seconds):
+        super().__init__(lambda device, direction: time.sleep(seconds(device)))
+
+
 def build(norm, contexts, passages):
     net = nn.HybridSequential()
     for place, name in enumerate(("first", "second", "third")):

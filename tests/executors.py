@@ -5,8 +5,8 @@ One node is compared with the reference, a net with MXNet's own operators on one
 
 import mxnet as mx
 import numpy as np
-from reference import Norm, Sized, check, check_all
-from testing import cpus, step
+from reference import Norm, Sized, check, check_tensors
+from testing import cpus, on_devices, step, total
 
 ROLES = {"gamma": "arg_dict", "beta": "arg_dict", "mean": "aux_dict", "var": "aux_dict"}
 
@@ -45,8 +45,8 @@ def run(executors, shards, heads=None, is_train=True) -> list:
     arrays = [mx.nd.array(shard, dtype=shard.dtype) for shard in shards]
     for executor, data in zip(executors, arrays):
         executor.forward(is_train=is_train, data=data)
-    for executor, head, device in zip(executors, heads or [], cpus(len(executors))):
-        executor.backward([mx.nd.array(head, ctx=device, dtype=head.dtype)], is_train=is_train)
+    for executor, head in zip(executors, on_devices(heads or [])):
+        executor.backward([head], is_train=is_train)
     return [[item.asnumpy() for item in executor.outputs] for executor in executors]
 
 
@@ -55,10 +55,9 @@ def check_executors(executors, norm, shards, heads, prefix="bn", *, is_train=Tru
     seen = [outputs[0] for outputs in run(executors, shards, heads, is_train)]
     expected = norm.step(shards, heads, training=is_train, seen=seen if norm.activation else None)
     how = {"units": 64, "roundings": 3} if norm.mean_is_rounded or not is_train else {"units": 16}
-    dtype, axis = str(shards[0].dtype), norm.axis
-    check_all("output", seen, expected.outputs, dtype, axis=axis, **how)
+    dtype = str(shards[0].dtype)
     gradients = [executor.grad_dict["data"].asnumpy() for executor in executors]
-    check_all("input gradient", gradients, expected.input_gradients, dtype, axis=axis, **how)
+    check_tensors(seen, gradients, expected, dtype, axis=norm.axis, **how)
     check_vectors(executors, norm, expected, prefix, "float64" if dtype == "float64" else "float32", how["units"])
 
 
@@ -68,56 +67,31 @@ def check_vectors(executors, norm, expected, prefix, dtype="float32", units=16) 
     names = vectors_of({**executors[0].arg_dict, **executors[0].aux_dict}, prefix)
     for role, wanted in (("gamma", expected.gamma_gradient), ("beta", expected.beta_gradient)):
         if role == "beta" or norm.scale:
-            total = sum(item.grad_dict[names[role]].asnumpy().astype("float64") for item in executors)
-            check(f"gradient of {role}", total, wanted, dtype, units=units)
+            seen = total(item.grad_dict[names[role]] for item in executors)
+            check(f"gradient of {role}", seen, wanted, dtype, units=units)
     for number, executor in enumerate(executors):
         for role, wanted in zip(("mean", "var"), norm.running(number)):
             what = f"running {role} on device {number}"
             check(what, executor.aux_dict[names[role]].asnumpy(), wanted, dtype, units=units, real="float32")
 
 
-def data_of(draw, seed, count):
-    """Shards and heads of a step for so many devices: the same batch. ``draw(seed)`` has those for several."""
-    shards, heads = draw(seed)
-    return (shards, heads) if count > 1 else ([np.concatenate(shards)], [np.concatenate(heads)])
-
-
-def train_executors(symbol, count, draw, values, steps=3) -> dict:
-    """Results of the last of some steps, by name: ``values`` are the parameters at first."""
-    executors = None
-    for seed in range(steps):
-        shards, heads = data_of(draw, seed, count)
-        executors = executors or bind(symbol, shards, {})
-        for executor in executors if seed == 0 else []:
-            for name, value in values.items():
-                {**executor.arg_dict, **executor.aux_dict}[name][:] = mx.nd.array(value)
-        outputs = [items[0] for items in run(executors, shards, heads)]
-        mx.nd.waitall()
-    return results_of(outputs, [dict(item.grad_dict) for item in executors], [item.aux_dict for item in executors])
-
-
 def train_block(block, count, draw, steps=3) -> dict:
-    """The same of a Gluon block, which has its parameters."""
+    """Results of the last of some steps of a Gluon block, by name: on so many devices, with the same batch.
+
+    ``draw(seed)``: shards and heads for several. Statistics must be the same on all devices.
+    """
     for seed in range(steps):
-        outputs, inputs = step(block, *data_of(draw, seed, count), cpus(count))
+        data = draw(seed) if count > 1 else [[np.concatenate(items)] for items in draw(seed)]
+        outputs, inputs = step(block, *data, cpus(count))
         mx.nd.waitall()
-    parameters, trained, states = block.collect_params().items(), [], []
-    for device, x in zip(cpus(count), inputs):
-        trained.append({name: item.grad(device) for name, item in parameters if item.grad_req != "null"})
-        trained[-1]["data"] = x.grad
-        states.append({name: item.data(device) for name, item in parameters if item.grad_req == "null"})
-    return results_of([item.asnumpy() for item in outputs], trained, states)
-
-
-def results_of(outputs, gradients, states) -> dict:
-    """Gradients are added over the devices, and the states must be the same on all."""
-    found = {"output": np.concatenate(outputs)}
-    found["dx"] = np.concatenate([item.pop("data").asnumpy() for item in gradients])
-    found.update({name: sum(item[name].asnumpy() for item in gradients) for name in gradients[0]})
-    for name, first in states[0].items():
-        if name.endswith(("mean", "var")):
-            found[name] = first.asnumpy()
-            assert all((item[name].asnumpy() == found[name]).all() for item in states), name
+    tensors = {"output": outputs, "dx": [item.grad for item in inputs]}
+    found = {name: np.concatenate([item.asnumpy() for item in items]) for name, items in tensors.items()}
+    for name, parameter in block.collect_params().items():
+        if parameter.grad_req != "null":
+            found[name] = total(parameter.list_grad())
+        elif name.endswith(("mean", "var")):
+            found[name], *others = (item.asnumpy() for item in parameter.list_data())
+            assert all((item == found[name]).all() for item in others), name
     return found
 
 

@@ -31,7 +31,7 @@ from endings import Passage, fired, trouble
 from mxnet import autograd, gluon
 from mxnet.gluon import HybridBlock, nn
 from reference import Sized, check_all
-from testing import LONG, MODES, cpus, has_failed, mx, set_mode, shorten_grace
+from testing import LONG, MODES, cpus, has_failed, initialized, mx, on_devices, sequential, set_mode, shorten_grace
 
 import gluon_syncbn
 
@@ -41,11 +41,6 @@ TIMEOUT = 3  # seconds; only of the nets in which a device is missed until then
 SHAPE = (2, 3, 8, 8)  # of a shard
 LATE = "backward() of the last step was called for"
 logged = []  # what the package warns of
-
-
-class Listener(logging.Handler):
-    def emit(self, record):
-        logged.append(record.getMessage())
 
 
 class Fault(NamedTuple):
@@ -125,14 +120,12 @@ class Net(HybridBlock):
         super().__init__(prefix="net_")
         places = [Passage(place) if has_operators else nn.HybridLambda("identity") for place in range(3)]
         with self.name_scope():
-            self.stem = nn.HybridSequential()
-            self.stem.add(nn.Conv2D(6, 3, padding=1, in_channels=3), places[0], nn.BatchNorm(in_channels=6))
-            self.stem.add(nn.Activation(activation), places[1])
-            self.branch = nn.HybridSequential()
-            self.branch.add(nn.Conv2D(6, 3, padding=1, in_channels=6), nn.BatchNorm(in_channels=6))
+            conv, norm = nn.Conv2D(6, 3, padding=1, in_channels=3), nn.BatchNorm(in_channels=6)
+            self.stem = sequential(conv, places[0], norm, nn.Activation(activation), places[1])
+            self.branch = sequential(nn.Conv2D(6, 3, padding=1, in_channels=6), nn.BatchNorm(in_channels=6))
             self.head = nn.BatchNorm(in_channels=6)
-            self.side = nn.HybridSequential()
-            self.side.add(nn.Conv2D(4, 3, in_channels=6), nn.BatchNorm(in_channels=4), nn.Activation(activation))
+            behind = nn.BatchNorm(in_channels=4), nn.Activation(activation)
+            self.side = sequential(nn.Conv2D(4, 3, in_channels=6), *behind)
             self.last = places[2]
 
     def hybrid_forward(self, F, x):
@@ -170,8 +163,7 @@ def learning(parameters):
 def make(case, weights=None, timeout=LONG):
     """A net with its Trainer; ``weights``: those of another."""
     net = Net(case.activation, FAULTS[case.fault].interrupt not in ("passes", "graph"))
-    net.cast("float64")
-    net.initialize(mx.init.Xavier(rnd_type="gaussian"), ctx=DEVICES)
+    initialized(net, DEVICES, dtype="float64", init=mx.init.Xavier(rnd_type="gaussian"))
     for name, parameter in net.collect_params().items():
         if weights is not None:
             parameter.set_data(mx.nd.array(weights[name][0], dtype="float64"))
@@ -240,9 +232,7 @@ def wait_until_failed():
 def passes(net, number, fault=Fault()):  # noqa: B008
     """Forward and backward; returns losses, outputs and inputs, which have gradients."""
     shards, *heads = batch(number)
-    inputs = [mx.nd.array(shard, ctx=device, dtype="float64") for shard, device in zip(shards, DEVICES)]
-    for item in inputs:
-        item.attach_grad()
+    inputs = on_devices(shards, learn=True)
     parts = list(inputs)
     for rank in fault.on if fault.broken == "input" else ():
         parts[rank] = break_off(parts[rank])
@@ -318,9 +308,7 @@ def step(net, trainer, number, fault=None, read=None):
 
 def on_one_device(weights, number, activation):
     """Outputs and input gradients of the net with `nn.BatchNorm` on the whole batch, in float64; as of `step`."""
-    net = Net(activation)
-    net.cast("float64")
-    net.initialize()
+    net = initialized(Net(activation), dtype="float64")
     for name, parameter in net.collect_params().items():
         parameter.set_data(mx.nd.array(weights[name][0], dtype="float64"))
     whole, *heads = (mx.nd.array(np.concatenate(items), dtype="float64") for items in batch(number))
@@ -476,7 +464,7 @@ def main():
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     shorten_grace(0.2)
-    logging.getLogger("gluon_syncbn").addHandler(Listener(logging.WARNING))
+    logging.getLogger("gluon_syncbn").addFilter(lambda record: logged.append(record.getMessage()) or True)
     number_wrong = 0
     for number in range(options.cases):
         for seed in (random.seed, mx.random.seed, np.random.seed):

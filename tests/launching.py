@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 from common import launcher, path_of_launchers
@@ -13,13 +12,6 @@ from testing import HANG, ROOT, lean_environment
 ENGINES = ["mpi", "horovod"]
 SCRIPTS = os.path.join(ROOT, "tests", "jobs")
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
-
-
-class Done(NamedTuple):
-    """How a job ended, and what all of its processes have printed."""
-
-    returncode: int
-    text: str
 
 
 def need(engine: str) -> None:
@@ -44,17 +36,16 @@ def command_of_job(engine: str, size: int, script: str, *arguments, hosts=None, 
     return [*words, sys.executable, os.path.join(SCRIPTS, script), engine, *map(str, arguments)], chosen
 
 
-def run_job(engine: str, size: int, script: str, *arguments, hosts=None, **variables) -> Done:
-    """Run it to its end."""
+def run_job(engine: str, size: int, script: str, *arguments, hosts=None, **variables) -> subprocess.CompletedProcess:
+    """Run it to its end; ``stdout`` is what all of its processes have printed."""
     command, chosen = command_of_job(engine, size, script, *arguments, hosts=hosts, **variables)
-    done = subprocess.run(command, cwd=ROOT, env=chosen, timeout=HANG, **PIPES)
-    return Done(done.returncode, done.stdout)
+    return subprocess.run(command, cwd=ROOT, env=chosen, timeout=HANG, **PIPES)
 
 
 def run_ways(engine: str, size: int, ways: str, *arguments, hosts=None, **variables) -> str:
     """Run ways of jobs/ways.py in one job, one after the other, all of which must be right; what it has said."""
     done = run_job(engine, size, "ways.py", ",".join(ways.split()), *arguments, hosts=hosts, **variables)
-    assert done.returncode == 0 and "pending work had failed" not in done.text, done.text
+    assert done.returncode == 0 and "pending work had failed" not in done.stdout, done.stdout
     for way in ways.split():
-        assert done.text.count(f"RIGHT {way}\n") == size, (way, done.text)
-    return done.text
+        assert done.stdout.count(f"RIGHT {way}\n") == size, (way, done.stdout)
+    return done.stdout

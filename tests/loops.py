@@ -24,7 +24,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from testing import shorten_grace
+from testing import initialized, module_of, sequential, shorten_grace
 
 import gluon_syncbn
 
@@ -38,9 +38,8 @@ class Branches(gluon.HybridBlock):
     def __init__(self, channels, dropout):
         super().__init__()
         for name in ("left", "right"):
-            branch = nn.HybridSequential()
-            branch.add(nn.Conv2D(channels, 3, padding=1), gluon_syncbn.SyncBatchNorm(), nn.Dropout(dropout))
-            setattr(self, name, branch)
+            layer = gluon_syncbn.SyncBatchNorm()
+            setattr(self, name, sequential(nn.Conv2D(channels, 3, padding=1), layer, nn.Dropout(dropout)))
 
     def hybrid_forward(self, F, x):
         return F.relu(self.left(x) + self.right(x))
@@ -73,8 +72,7 @@ def make_net(draw, devices):
                 net.add(nn.Dropout(0.3))
     net.add(nn.GlobalAvgPool2D(), nn.Dense(3))
     gluon_syncbn.convert_sync_batchnorm(net)
-    net.initialize(mx.init.Xavier(), ctx=devices)
-    return in_some_mode(draw, net)
+    return in_some_mode(draw, initialized(net, devices, init=mx.init.Xavier()))
 
 
 class Program:
@@ -152,12 +150,6 @@ class Program:
     def update(self, trainer, count=IMAGES):
         trainer.step(count * len(self.devices))
 
-    def backward_one_by_one(self, outputs):
-        """From gradients that cpu(0) computes when their device is about to begin."""
-        for output in self.draw.sample(outputs, len(outputs)):
-            head = mx.nd.random.normal(shape=output.shape + (1,) * (4 - output.ndim))
-            output.backward(self.computed(head, output.context).reshape(output.shape))
-
     # What users do
 
     def do_train(self):
@@ -178,14 +170,16 @@ class Program:
         net, trainer = self.one()
         losses = self.record(net, self.shards())
         if self.draw.random() < 0.5:
-            other = gluon.nn.Dense(2)
-            other.initialize(ctx=self.devices)
+            other = initialized(gluon.nn.Dense(2), self.devices)
             with autograd.record():
                 outputs = [other(mx.nd.ones((1, 2), ctx=device)) for device in self.devices]
             if self.draw.random() < 0.5:
                 autograd.backward(outputs)
                 gluon.Trainer(other.collect_params(), "sgd").step(1)
-        self.backward_one_by_one(losses)
+        for loss in self.draw.sample(losses, len(losses)):
+            # cpu(0) computes it when its device is about to begin.
+            head = mx.nd.random.normal(shape=loss.shape + (1,) * (4 - loss.ndim))
+            loss.backward(self.computed(head, loss.context).reshape(loss.shape))
         self.update(trainer)
 
     def do_several_nets(self):
@@ -246,11 +240,9 @@ class Program:
 
     def do_module(self):
         if self.module is None:
-            self.module = mx.mod.Module(self.symbol(), context=self.devices)
             count = IMAGES * len(self.devices)
-            self.module.bind([("data", (count, 3, SIDE, SIDE))], [("softmax_label", (count,))])
-            self.module.init_params(mx.init.Xavier())
-            self.module.init_optimizer()
+            shapes = {"shape": (count, 3, SIDE, SIDE), "softmax_label": (count,)}
+            self.module = module_of(self.symbol(), self.devices, **shapes)
         x, y = self.batch()
         self.module.forward(mx.io.DataBatch([x], [y.astype("float32")]), is_train=True)
         self.module.backward()

@@ -23,6 +23,11 @@ class Sized(NamedTuple):
     size: np.ndarray
 
 
+def total(parts) -> Sized:
+    """The sum of such results."""
+    return Sized(*(sum(items) for items in zip(*parts)))
+
+
 class Step(NamedTuple):
     """What one pass of all devices must give; lists have an item for each device that takes part."""
 
@@ -115,8 +120,7 @@ class Norm:
                 self._average(first, *made[5:])
         self.passes += is_in_batch
         outputs, dx, d_skip, means, variances = zip(*devices)
-        total = [Sized(*(sum(parts) for parts in zip(*items))) for items in (d_gamma, d_beta)]
-        return Step(list(outputs), list(dx), list(d_skip), *total, list(means), list(variances))
+        return Step(list(outputs), list(dx), list(d_skip), total(d_gamma), total(d_beta), list(means), list(variances))
 
     def _batch(self, x, dy, skip, seen, running, is_in_batch, limits):
         """Of one batch, as (values, C)."""
@@ -231,3 +235,9 @@ def check_all(what: str, seen, expected, *arguments, **options) -> None:
     assert len(seen) == len(expected), f"{what}: {len(seen)} arrays, not {len(expected)}"
     for place, (one, other) in enumerate(zip(seen, expected)):
         check(f"{what} on device {place}", one, other, *arguments, **options)
+
+
+def check_tensors(outputs, input_gradients, expected: Step, *arguments, **options) -> None:
+    """Compare what a step gives on each device."""
+    check_all("output", outputs, expected.outputs, *arguments, **options)
+    check_all("input gradient", input_gradients, expected.input_gradients, *arguments, **options)

@@ -11,26 +11,12 @@ import types
 import mxnet as mx
 import numpy as np
 import pytest
-from delay import Late
+import testing
+from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from reference import UNIT, Sized, check
-from testing import (
-    MODES,
-    check_running,
-    check_step,
-    cpus,
-    is_plain,
-    layers_of,
-    options_of,
-    precision,
-    random_affine,
-    reference_of,
-    set_mode,
-    shards_and_heads,
-    step,
-    vector_dtype,
-)
+from testing import check_step, cpus, options_of, random_affine, reference_of, sequential, set_mode, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, devices, freeze_statistics
 
@@ -40,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments"),
     pytest.mark.filterwarnings("ignore:register_op_hook is experimental"),
 ]
-modes = pytest.mark.parametrize("mode", list(MODES))
 CHANNELS = 5
 VECTORS = ("gamma", "beta", "running_mean", "running_var")
 SHAPES = [(3, CHANNELS, 4, 6), (1, CHANNELS, 4, 6)]
@@ -50,8 +35,7 @@ def make_block(kind):
     """A layer; one with a ReLU, which it computes, too; a node of a symbol."""
     net = nn.BatchNorm(in_channels=CHANNELS)
     if kind == "net":
-        net = nn.HybridSequential()
-        net.add(nn.BatchNorm(in_channels=CHANNELS), nn.Activation("relu"))
+        net = sequential(nn.BatchNorm(in_channels=CHANNELS), nn.Activation("relu"))
     elif kind == "symbol":
         data = mx.sym.var("data")
         net = gluon.SymbolBlock(mx.sym.BatchNorm(data, name="norm", fix_gamma=False, eps=1e-3), data)
@@ -64,11 +48,10 @@ class Training:
     def __init__(self, kind, mode, seed, folder):
         self.rng = np.random.RandomState(seed)
         self.kind, self.mode, self.file = kind, mode, str(folder / "net.params")
-        self.block = set_mode(make_block(kind), mode)
         self.devices, self.dtype = cpus(2), "float32"
+        self.block = testing.initialized(make_block(kind), self.devices, mode)
         self.numbers = {"momentum": 0.9, "epsilon": 1e-3 if kind == "symbol" else 1e-5}
         self.is_frozen = self.is_back = False
-        self.block.initialize(ctx=self.devices)
         if kind == "symbol":  # its shapes show in the first pass
             self.block(mx.nd.ones((1, CHANNELS, 2, 2)))
         random_affine(self.layer, CHANNELS)
@@ -78,7 +61,7 @@ class Training:
         if self.kind != "symbol":
             return self.block if self.kind == "layer" else self.block[0]
         if not self.is_back:
-            return layers_of(self.block)[0]
+            return testing.layers_of(self.block)[0]
         names = {"running_mean": "moving_mean", "running_var": "moving_var"}
         vectors = {name: self.block.params[f"norm_{names.get(name, name)}"] for name in VECTORS}
         told = {"use_global_stats": False, "axis": 1, "eps": 0, "momentum": 0, "fix_gamma": False}
@@ -103,14 +86,14 @@ class Training:
         norm = reference_of(self.layer, frozen=self.is_frozen, **told, **self.numbers)
         for number, values in enumerate(zip(*(self.vectors()[name] for name in VECTORS[2:]))):
             norm.set_running(*values, number)
-        is_alone = is_plain(self.layer, norm)
+        is_alone = testing.is_plain(self.layer, norm)
         for count in (len(self.devices), len(self.devices), 1):
             shapes = [(self.rng.randint(1, 4), CHANNELS, 3, self.rng.randint(2, 6)) for _ in range(count)]
             shards, heads = shards_and_heads(shapes, self.dtype, self.rng.randint(1 << 20))
             where = {"devices": self.devices[:count], "used": list(range(count)), "layer": self.layer}
             with contextlib.nullcontext() if is_alone else devices(self.devices[:count], self.block):
                 check_step(self.block, norm, shards, heads, running=False, **where)
-            check_running(self.layer, norm, self.dtype)
+            testing.check_running(self.layer, norm, self.dtype)
 
     def change(self, name):
         """Parameters and statistics stay as they are, or become what ``self.expected`` then has."""
@@ -155,9 +138,9 @@ class Training:
         self.block.cast(dtype)
         self.dtype = dtype
         # A SymbolBlock casts its vectors there and back.
-        via = dtype if self.kind == "symbol" else vector_dtype(dtype)
+        via = dtype if self.kind == "symbol" else testing.vector_dtype(dtype)
         for arrays in self.expected.values():
-            arrays[:] = [item.astype(via).astype(vector_dtype(dtype)) for item in arrays]
+            arrays[:] = [item.astype(via).astype(testing.vector_dtype(dtype)) for item in arrays]
 
     def move(self):
         group_size = 1 if self.is_back else self.group_size or 1
@@ -170,7 +153,7 @@ class Training:
         told = None if self.is_back else options_of(self.layer)["num_devices"]
         if told not in (None, count):
             with pytest.raises(ValueError, match=f"num_devices={told}, but its parameters live on {count} "):
-                step(self.block, *shards_and_heads([(2, CHANNELS, 3)] * count, dtype=self.dtype), self.devices)
+                testing.step(self.block, *shards_and_heads([(2, CHANNELS, 3)] * count, dtype=self.dtype), self.devices)
             self.convert(num_devices=self.random([None, count]))
 
     def freeze_statistics(self, is_frozen):
@@ -214,7 +197,7 @@ class Training:
 
     def hybridize(self, mode=None):
         self.mode = mode or self.mode
-        flags = MODES[self.mode]
+        flags = testing.MODES[self.mode]
         self.block.hybridize(flags is not None, **(flags or {}))
 
     def convert_back_and_forth(self):
@@ -255,7 +238,7 @@ CHANGES = {
     "set": Training.set_vectors,
     "a forward hook": Training.watch_calls,
     "the graph anew": Training.hybridize,
-    "graph in another mode": lambda training: training.hybridize(training.random(list(MODES))),
+    "graph in another mode": lambda training: training.hybridize(training.random(list(testing.MODES))),
     "back and forth": Training.convert_back_and_forth,
     "other options": Training.change_options,
     "other options again": Training.change_options,
@@ -264,7 +247,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", ["layer", "net", "symbol"])
-@modes
 def test_every_change_counts_from_the_next_step_on(kind, mode, seed, tmp_path):
     training = Training(kind, mode, seed, tmp_path)
     training.train()
@@ -278,7 +260,6 @@ def test_every_change_counts_from_the_next_step_on(kind, mode, seed, tmp_path):
             raise AssertionError(f"--seed {seed}, after {names[: number + 1]}: {error}") from error
 
 
-@modes
 @pytest.mark.parametrize("before", ["nothing", "a pass", "a pass, then the mode", "a pass that is refused"])
 @pytest.mark.parametrize("kind", ["net", "symbol"])
 def test_weights_may_be_there_before_the_devices_are(kind, before, mode, tmp_path):
@@ -286,22 +267,20 @@ def test_weights_may_be_there_before_the_devices_are(kind, before, mode, tmp_pat
 
     ``num_devices`` counts where it trains.
     """
-    net, file = nn.HybridSequential(), str(tmp_path / "net.params")
-    is_for_2 = before == "a pass that is refused"
-    net.add(SyncBatchNorm(in_channels=CHANNELS, num_devices=2 if is_for_2 else None, epsilon=1e-3, momentum=0.7))
-    net.initialize(ctx=mx.cpu(0))
-    random_affine(net[0], CHANNELS)
-    block, layer = net, net[0]
+    file, is_for_2 = str(tmp_path / "net.params"), before == "a pass that is refused"
+    layer = SyncBatchNorm(in_channels=CHANNELS, num_devices=2 if is_for_2 else None, epsilon=1e-3, momentum=0.7)
+    block = net = testing.initialized(sequential(layer))
+    random_affine(layer, CHANNELS)
     if kind == "symbol":
         data = mx.sym.var("data")
         block = gluon.SymbolBlock(net(data), data, params=net.collect_params())
-        (layer,) = layers_of(block)
+        (layer,) = testing.layers_of(block)
     if before != "a pass, then the mode":
         set_mode(block, mode)
     shards, heads = shards_and_heads(SHAPES[:1])
     if is_for_2:
         with pytest.raises(ValueError, match="num_devices=2, but its parameters live on 1"):
-            step(block, shards, heads, cpus(1))
+            testing.step(block, shards, heads, cpus(1))
     elif before != "nothing":
         block(mx.nd.array(shards[0])).wait_to_read()
         check_step(block, reference_of(layer, epsilon=1e-3, momentum=0.7), shards, heads, layer=layer)
@@ -316,14 +295,11 @@ def test_weights_may_be_there_before_the_devices_are(kind, before, mode, tmp_pat
             check_step(block, norm, *shards_and_heads(shapes, seed=seed), used, layer=layer)
 
 
-@modes
 def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode):
     """The first step of a Trainer too, which copies all parameters: in static graphs it lost what came later."""
-    net = set_mode(nn.HybridSequential(), mode)
-    for _ in range(2):
-        net.add(Late(lambda device: 0.1), SyncBatchNorm(in_channels=CHANNELS, timeout=60))
-    net.initialize(ctx=cpus(2))
-    layers = net[1], net[3]
+    layers = [SyncBatchNorm(in_channels=CHANNELS, timeout=60) for _ in range(2)]
+    late = [Late(lambda device: 0.1) for _ in layers]
+    net = testing.initialized(sequential(late[0], layers[0], late[1], layers[1]), 2, mode)
     for layer in layers:
         random_affine(layer, CHANNELS)
     norms = [reference_of(layer) for layer in layers]
@@ -339,12 +315,12 @@ def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode)
                 for name, wanted in zip(VECTORS[2:], norm.running()):
                     size = wanted.size + more * (1 + 2 * wanted.size)  # of the errors of what it was given
                     seen = getattr(layer, name).data(device).asnumpy()
-                    check(name, seen, Sized(wanted.value, size), units=precision(layer)["units"])
+                    check(name, seen, Sized(wanted.value, size), units=testing.precision(layer)["units"])
 
-    step(net, shards, heads, cpus(2))
+    testing.step(net, shards, heads, cpus(2))
     trainer.step(4)
     check_statistics()
     with autograd.record():
-        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+        outputs = [net(x) for x in testing.on_devices(shards)]
     check_statistics()
     assert len(outputs) == 2

@@ -13,58 +13,42 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
+import testing
 from gluoncv import model_zoo
 from gluoncv.nn import BatchNormCudnnOff
 from mxnet import autograd, gluon
 from mxnet.gluon import contrib, nn
 from reference import Norm
-from testing import (
-    MODES,
-    check_running,
-    check_step,
-    cpus,
-    layers_of,
-    options_of,
-    random_affine,
-    random_shards,
-    reference_of,
-    set_mode,
-    shards_and_heads,
-    step,
-)
+from testing import check_step, cpus, initialized, layers_of, options_of, reference_of, sequential, set_mode, step
 
 from gluon_syncbn import SyncBatchNorm, abandon_step, convert_batchnorm, convert_sync_batchnorm
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 SHAPES = [(3, 4, 5, 3), (1, 4, 5, 3)]
 NODE = {"fix_gamma": False, "eps": 1e-5}
 
 
 def draw(seed=0, shapes=SHAPES):
-    return shards_and_heads(shapes, seed=seed, mean=0.5)
+    return testing.shards_and_heads(shapes, seed=seed, mean=0.5)
 
 
 def check_alone(layer, **told):
     """A layer by itself synchronizes, with these numbers and what it has; two steps."""
-    layer.initialize(ctx=cpus(2), force_reinit=True)
-    random_affine(layer, 4)
-    norm = reference_of(layer, **told)
-    for seed in range(2):
-        check_step(layer, norm, *draw(seed), layer=layer)
+    testing.random_affine(initialized(layer, 2, force_reinit=True), 4)
+    testing.check_steps(layer, reference_of(layer, **told), draw)
 
 
-def make_net(*blocks, devices=2, **how):
-    net = nn.HybridSequential(**how)
-    with net.name_scope():
-        net.add(*[block if isinstance(block, gluon.Block) else block() for block in blocks])
-    net.initialize(ctx=cpus(devices))
-    return net
+def make_net(*blocks, devices=2, mode="imperative", **how):
+    return initialized(sequential(*blocks, **how), devices, mode)
+
+
+def node_and_data(**options):
+    data = mx.sym.var("data")
+    return mx.sym.BatchNorm(data, name="inside", **NODE, **options), data
 
 
 def symbol_block(*outputs, **options):
     """Of a BatchNorm node, and what is made of it."""
-    data = mx.sym.var("data")
-    node = mx.sym.BatchNorm(data, name="inside", **NODE, **options)
+    node, data = node_and_data(**options)
     return gluon.SymbolBlock([make(node) for make in outputs] or node, data)
 
 
@@ -116,15 +100,13 @@ def test_finds_everything_once_and_says_so(caplog, backend):
         check_step(layer, reference_of(layer, group_size=1), *draw(), layer=layer)
 
 
-@modes
 @pytest.mark.parametrize("moment", ["before initialize", "after initialize", "after a forward pass", "after a step"])
 def test_when_it_is_converted_does_not_matter(moment, mode, backend):
     """Nor that nobody knows the channels before the first pass."""
     gamma, beta = [0.5, 2.0, 1.0, -0.25], [0.5, -1.0, 0.0, 1.0]
     of_gamma, of_beta = (mx.init.Constant(mx.nd.array(vector)) for vector in (gamma, beta))
     norm = nn.BatchNorm(epsilon=1e-3, momentum=0.6, gamma_initializer=of_gamma, beta_initializer=of_beta)
-    net = set_mode(nn.HybridSequential(), mode)
-    net.add(norm, nn.Activation("relu"))
+    net = set_mode(sequential(norm, nn.Activation("relu")), mode)
     numbers = {"epsilon": 1e-3, "momentum": 0.6, "activation": "relu"}
     if moment == "before initialize":
         convert_sync_batchnorm(net)
@@ -143,32 +125,25 @@ def test_when_it_is_converted_does_not_matter(moment, mode, backend):
     if moment != "before initialize":
         convert_sync_batchnorm(net)
     norm.mean_is_rounded = backend == "portable"
-    for seed in range(2):
-        check_step(net, norm, *draw(seed), layer=net[0])
+    testing.check_steps(net, norm, draw, layer=net[0])
     convert_batchnorm(net)  # drops the graph again: from here on each device is on its own
     check_step(net, reference_of(net[0], group_size=1, **numbers), *draw(3), layer=net[0])
 
 
-class OwnHybridForward(nn.BatchNorm):
-    def hybrid_forward(self, F, x, **parameters):
-        return 2 * super().hybrid_forward(F, x, **parameters)
+def doubled(kind, method):
+    """A class whose method of that name gives twice as much."""
 
+    def double(self, *arguments, **parameters):
+        return 2 * getattr(kind, method)(self, *arguments, **parameters)
 
-class OwnForward(nn.BatchNorm):
-    def forward(self, x, *arguments):
-        return 2 * super().forward(x, *arguments)
-
-
-class OwnSymbolBlock(gluon.SymbolBlock):
-    def forward(self, x, *arguments):
-        return 2 * super().forward(x, *arguments)
+    return type("Own", (kind,), {method: double})
 
 
 OWN = {
     "MXNet's with a ReLU": lambda: nn.BatchNormReLU(in_channels=4, prefix="stem_"),
-    "hybrid_forward": lambda: OwnHybridForward(in_channels=4, prefix="stem_"),
-    "forward": lambda: OwnForward(in_channels=4, prefix="stem_"),
-    "a symbol's": lambda: OwnSymbolBlock(mx.sym.BatchNorm(mx.sym.var("data"), name="in", **NODE), mx.sym.var("data")),
+    "hybrid_forward": lambda: doubled(nn.BatchNorm, "hybrid_forward")(in_channels=4, prefix="stem_"),
+    "forward": lambda: doubled(nn.BatchNorm, "forward")(in_channels=4, prefix="stem_"),
+    "a symbol's": lambda: doubled(gluon.SymbolBlock, "forward")(*node_and_data()),
     "statistics are outputs": lambda: symbol_block(lambda node: node[0], lambda node: node[1], output_mean_var=True),
 }
 
@@ -176,9 +151,8 @@ OWN = {
 @pytest.mark.parametrize("own", list(OWN))
 def test_what_has_a_forward_pass_of_its_own_stays_as_it_is(own, caplog):
     block, other = OWN[own](), nn.BatchNorm(in_channels=4)
-    kind, net = type(block), nn.HybridSequential()
-    net.add(block, other)
-    convert_sync_batchnorm(net)
+    kind = type(block)
+    convert_sync_batchnorm(sequential(block, other))
     assert type(block) is kind and type(other) is SyncBatchNorm
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     if isinstance(block, gluon.SymbolBlock):
@@ -199,7 +173,7 @@ def test_gluoncvs_pruned_networks_whose_parameters_have_no_shape():
     net = model_zoo.get_model("resnet18_v1b_0.89", pretrained=False)
     names = list(net.collect_params())
     convert_sync_batchnorm(net).initialize(mx.init.Xavier(), ctx=cpus(2))
-    shards, heads = shards_and_heads([(2, 3, 32, 32)] * 2)[0], random_shards([(2, 1000)] * 2)
+    shards, heads = testing.shards_and_heads([(2, 3, 32, 32)] * 2)[0], testing.random_shards([(2, 1000)] * 2)
     step(net, shards, heads, cpus(2))
     means = list(net.collect_params(".*running_mean").values())
     assert len(means) == 20 and names == list(net.collect_params())
@@ -240,7 +214,6 @@ def test_a_second_conversion_keeps_what_it_is_not_given(which):
         check_alone(layer, activation="relu")  # in one group now, of two devices
 
 
-@modes
 @pytest.mark.parametrize("is_np", [False, True], ids=["nd", "np"])
 def test_an_activation_goes_there_and_back(mode, is_np):
     """It is part of what the layer computes, and no conversion may drop it."""
@@ -280,9 +253,8 @@ def learn_again(made):
 @copies
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_a_copy_does_the_same_and_nothing_is_shared(backend, way, used):
-    layer = SyncBatchNorm(in_channels=4, timeout=30, activation="relu", momentum=0.6)
-    layer.initialize(ctx=cpus(2))
-    random_affine(layer, 4)
+    layer = initialized(SyncBatchNorm(in_channels=4, timeout=30, activation="relu", momentum=0.6), 2)
+    testing.random_affine(layer, 4)
     norm = reference_of(layer, activation="relu", momentum=0.6)
     if used:
         check_step(layer, norm, *draw(1))
@@ -294,7 +266,7 @@ def test_a_copy_does_the_same_and_nothing_is_shared(backend, way, used):
     learn_again(made)
     copied = copy.deepcopy(norm)
     seen = check_step(made, copied, *draw(3))
-    check_running(layer, norm)  # as before
+    testing.check_running(layer, norm)  # as before
     assert all((one == other).all() for one, other in zip(seen, check_step(layer, norm, *draw(3))))
     for seed, (block, its) in enumerate([(made, copied), (layer, norm)] * 2):  # by turns, each on its own
         check_step(block, its, *draw(seed))
@@ -306,13 +278,11 @@ def test_a_copy_does_the_same_and_nothing_is_shared(backend, way, used):
 @copies
 def test_a_copy_of_a_whole_net(backend, way):
     """With a layer that is in it twice, which stays one, and one that is made for a symbol's node."""
-    shared, net = SyncBatchNorm(in_channels=4), nn.HybridSequential()
-    net.add(shared, SyncBatchNorm(in_channels=4), shared)
-    net.initialize(ctx=cpus(2))
+    shared = SyncBatchNorm(in_channels=4)
+    net = make_net(shared, SyncBatchNorm(in_channels=4), shared)
     step(net, *draw(), cpus(2))
     if way == "deepcopy":  # before the first pass, after which MXNet's SymbolBlock cannot be copied
-        net.add(convert_sync_batchnorm(symbol_block()))
-        net[3].initialize(mx.init.One(), ctx=cpus(2))
+        net.add(initialized(convert_sync_batchnorm(symbol_block()), 2, init=mx.init.One()))
     made = COPIES[way](net)
     learn_again(made)
     assert made[0] is made[2] and made[0] is not shared
@@ -350,9 +320,8 @@ def train(net, count=2, train_mode=True):
     return [str(item.message) for item in caught if "gluon_syncbn" in str(item.message)]
 
 
-@modes
 def test_one_warning_with_numbers_names_and_the_line_that_mends_it(mode):
-    net = set_mode(make_net(SyncBatchNorm, nn.BatchNorm, FROZEN, *[nn.BatchNorm] * 3, prefix="net_"), mode)
+    net = make_net(SyncBatchNorm, nn.BatchNorm, FROZEN, *[nn.BatchNorm] * 3, prefix="net_", mode=mode)
     (text,) = train(net)
     assert text.startswith("4 of the 5 BatchNorm layers of net are not synchronized (net_batchnorm1, ")
     assert ", ...): each device" in text and "gluon_syncbn.convert_sync_batchnorm(net)" in text
@@ -375,11 +344,9 @@ def test_a_symbol_block_is_warned_of_by_its_nodes_names():
     net = make_net(SyncBatchNorm, symbol_block())
     (text,) = train(net)
     assert text.startswith("1 of the 2 BatchNorm layers") and "(inside)" in text
-    net, data = nn.HybridSequential(prefix="net_"), mx.sym.var("data")
-    node = mx.sym.BatchNorm(data, name="inside", **NODE)
-    with net.name_scope():  # as GluonCV's SSD makes its base: layers have their nodes' names, and take no number
-        net.add(convert_sync_batchnorm(gluon.SymbolBlock(node, data)), FROZEN())
-    net.initialize(ctx=cpus(2))
+    made = node_and_data()
+    # As GluonCV's SSD makes its base: layers have their nodes' names, and take no number.
+    net = make_net(lambda: convert_sync_batchnorm(gluon.SymbolBlock(*made)), FROZEN, prefix="net_")
     assert net[1].name == "net_batchnorm0" and train(net) == []
     convert_sync_batchnorm(net, timeout=0.3)
     with autograd.record():

@@ -1,4 +1,7 @@
-"""Each code block of the documentation runs. (That it builds without a warning is shown by `make docs`, in CI.)"""
+"""Each code block of the documentation runs, and the README's example.
+
+That the documentation builds without a warning is shown by `make docs`, in CI.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import need, run_job
-from testing import HANG, ROOT
+from testing import HANG, ROOT, run_python
 
 DOCS = Path(ROOT) / "docs"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -56,12 +59,12 @@ def test_the_example_with_mpi(trainer, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{program}{CHECK_WEIGHTS}", encoding="utf-8")
     done = run_job("mpi", 2, str(script))
-    warned = "does not add up their gradients, so each process trains weights of its own" in done.text
+    warned = "does not add up their gradients, so each process trains weights of its own" in done.stdout
     if trainer == "of the page":
-        assert done.returncode == 0 and done.text.count("EQUAL WEIGHTS") == 2 and not warned, done.text
-        assert "loss" in done.text and (tmp_path / "net.params").exists()
+        assert done.returncode == 0 and done.stdout.count("EQUAL WEIGHTS") == 2 and not warned, done.stdout
+        assert "loss" in done.stdout and (tmp_path / "net.params").exists()
     else:
-        assert done.returncode != 0 and "AssertionError" in done.text and warned, done.text
+        assert done.returncode != 0 and "AssertionError" in done.stdout and warned, done.stdout
 
 
 def test_the_tutorial_as_a_notebook(tmp_path):
@@ -77,3 +80,24 @@ def test_the_tutorial_as_a_notebook(tmp_path):
 def test_every_page_is_in_the_contents():
     contents = (DOCS / "index.md").read_text(encoding="utf-8").split("```{toctree}", 1)[1]
     assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= set(contents.split())
+
+
+CHECK_README = """
+import sys
+for name, parameter in net.collect_params().items():
+    a, b = (parameter.data(device).asnumpy() for device in devices)
+    assert (a == b).all(), name
+vision.resnet18_v1(classes=10, prefix=net.prefix).load_parameters('net.params')
+assert 'gluoncv' not in sys.modules
+"""
+
+
+def test_the_example_of_the_readme(tmp_path):
+    """As it stands, with what its install line installs."""
+    text = Path(ROOT, "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert "range(10)" in code
+    code = code.replace("range(10)", "range(100)")
+    done = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{code}{CHECK_README}")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 100 and losses[-1] < losses[0], done.stdout

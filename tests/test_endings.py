@@ -81,7 +81,7 @@ def run_and_judge(fault, ways, program=PROGRAM, devices=("cpu(0)", "cpu(1)")):
 
     def run(way):
         command = [program, fault, "--layer", way[0], "--mode", way[1], "--grace", GRACE]
-        return run_program(command, GLUON_SYNCBN_TIMEOUT=expected.timeout)
+        return run_program(command, status=expected.code, GLUON_SYNCBN_TIMEOUT=expected.timeout)
 
     started = time.perf_counter()
     with ThreadPoolExecutor(len(ways)) as pool:
@@ -89,7 +89,6 @@ def run_and_judge(fault, ways, program=PROGRAM, devices=("cpu(0)", "cpu(1)")):
     assert expected.seconds < time.perf_counter() - started
     for way, done in ended.items():
         output, errors = done.stdout, done.stderr
-        assert done.returncode == expected.code, (way, output[-2000:] + errors[-2000:])
         if RIGHT in output:
             assert float(output.split("TOOK ")[1].split()[0]) < AT_MOST, way
         for words in expected.said:
@@ -118,22 +117,16 @@ def test_fault_in_each_mode(fault, layer):
 
 UNREAD = """
 from testing import *
-from gluon_syncbn import SyncBatchNorm
-net = mx.gluon.nn.HybridSequential()
-for _ in range(20):
-    net.add(SyncBatchNorm(in_channels=64, timeout=LONG))
-net.initialize(ctx=cpus(4))
-set_mode(net, {mode!r})
+net = initialized(sequential(*[lambda: SyncBatchNorm(in_channels=64, timeout=LONG)] * 20), 4, {mode!r})
 shards = random_shards([(2, 64, 32, 32)] * 4)
 step(net, shards, shards, cpus(4))
 """
 
 
-@pytest.mark.parametrize("mode", list(MODES))
 def test_a_script_may_end_without_reading_its_last_gradients(mode, backend):
     """MXNet stops the threads of custom operators at exit; what is pending must have ended before."""
     done = run_python(UNREAD.format(mode=mode))
-    assert done.returncode == 0 and "Error" not in done.stdout + done.stderr
+    assert "Error" not in done.stdout + done.stderr
 
 
 SIGNALS = """
@@ -206,5 +199,4 @@ assert time.perf_counter() - started < 60
 
 
 def test_signals_and_exceptions_end_the_waits_that_they_should(backend):
-    done = run_python(SIGNALS.format(backend=backend), GLUON_SYNCBN_TIMEOUT=LONG)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(SIGNALS.format(backend=backend), GLUON_SYNCBN_TIMEOUT=LONG)

@@ -6,7 +6,7 @@ import mxnet as mx
 import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
-from testing import cpus, options_of, run_python
+from testing import cpus, initialized, options_of, run_python, sequential
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
 
@@ -55,8 +55,7 @@ def test_a_misspelt_option(name, meant):
     words = re.escape(f"unknown option '{name}'. " + (f"Did you mean '{meant}'?" if meant else "There are "))
     with pytest.raises(TypeError, match=f"SyncBatchNorm: {words}"):
         SyncBatchNorm(**{name: 2})
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(), SyncBatchNorm(timeout=7))
+    net = sequential(nn.BatchNorm(), SyncBatchNorm(timeout=7))
     with pytest.raises(TypeError, match=f"convert_sync_batchnorm: {words}"):
         convert_sync_batchnorm(net, **{name: 2})
     assert type(net[0]) is nn.BatchNorm and options_of(net[1])["timeout"] == 7
@@ -101,9 +100,7 @@ TRAINING = {
 @pytest.mark.parametrize("case", list(TRAINING))
 def test_a_first_step_that_cannot_be(case, hybridized, backend, capfd):
     options, devices, shape, dtype, words, in_graph = TRAINING[case]
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(**{"in_channels": 3, "prefix": "stem_", **options}))
-    net.initialize(ctx=devices)
+    net = initialized(sequential(SyncBatchNorm(**{"in_channels": 3, "prefix": "stem_", **options})), devices)
     kind, where = ValueError, "SyncBatchNorm 'stem': .*"
     if hybridized:
         net.hybridize()
@@ -119,10 +116,9 @@ def test_a_first_step_that_cannot_be(case, hybridized, backend, capfd):
 
 
 NAIVE = """
-import gluon_syncbn, mxnet as mx
+from testing import *
 def forward(count):
-    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix='stem_')
-    layer.initialize(ctx=[mx.cpu(i) for i in range(count)])
+    layer = initialized(SyncBatchNorm(in_channels=3, prefix='stem_'), count)
     with mx.autograd.record():
         layer(mx.nd.ones((2, 3))).wait_to_read()
 forward(1)
@@ -137,9 +133,8 @@ forward(2)
 
 
 def test_naive_engine_and_a_timeout_of_the_environment(backend):
-    done = run_python(NAIVE, MXNET_ENGINE_TYPE="NaiveEngine")
-    assert done.returncode == 1 and done.stdout.strip() == "ONE DEVICE WORKS", done.stdout + done.stderr
+    done = run_python(NAIVE, status=1, MXNET_ENGINE_TYPE="NaiveEngine")
+    assert done.stdout.strip() == "ONE DEVICE WORKS", done.stdout + done.stderr
     assert "RuntimeError: SyncBatchNorm 'stem': MXNET_ENGINE_TYPE=NaiveEngine" in done.stderr
-    done = run_python(NAIVE, GLUON_SYNCBN_TIMEOUT="tomorrow")
     words = "GLUON_SYNCBN_TIMEOUT: the timeout must be a positive number of seconds, not 'tomorrow'"
-    assert done.returncode == 1 and words in done.stderr
+    assert words in run_python(NAIVE, status=1, GLUON_SYNCBN_TIMEOUT="tomorrow").stderr

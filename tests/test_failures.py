@@ -11,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 import mxnet as mx
 import pytest
 import testing
-from endings import Passage, trouble
+from endings import Passage, forward, trouble
 from failures import FAULTS, LATE, arrays_of, break_off, same, wait_until_failed
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from testing import HANG, LONG, MODES, cpus, guarded, has_failed, random_shards, run_program, run_python, shorten_grace
+from testing import HANG, LONG, MODES, cpus, guarded, has_failed, initialized, on_devices, random_shards, sequential
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 DEVICES = cpus(2)
 NOT_SINCE = "A step was given up. No weight has been updated since it failed."
 GIVEN_UP = "A step was given up. Weights and optimizer states are as they were before it."
@@ -30,9 +29,9 @@ SKIPPED = "waited 0.5 s for 1 of 2 devices"
 @pytest.fixture(autouse=True)
 def untroubled():
     """Also after a test that has failed. Devices on their way get little time, as all are."""
-    shorten_grace()
+    testing.shorten_grace()
     yield
-    shorten_grace(2)
+    testing.shorten_grace(2)
     trouble.clear()
     gluon_syncbn.abandon_step()
 
@@ -44,33 +43,21 @@ def test_each_fault(rounds, backend, seed):
 
     def run(number):
         command = ["tests/failures.py", "--backend", backend, "--mode", list(MODES)[number], "--cases", cases]
-        return run_program([*command, "--seed", seed + 1000 * number], limit=HANG * rounds)
+        return testing.run_program([*command, "--seed", seed + 1000 * number], limit=HANG * rounds)
 
     with ThreadPoolExecutor(len(MODES)) as pool:
         for done in pool.map(run, range(len(MODES))):
-            assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
             assert f"0 of {cases} cases wrong" in done.stdout
-
-
-def made(mode, *blocks, count=2):
-    net = nn.HybridSequential()
-    net.add(*blocks)
-    net.initialize(ctx=cpus(count))
-    return testing.set_mode(net, mode)
 
 
 def small_net(mode, count=2):
     norms = [SyncBatchNorm(timeout=LONG) for _ in range(2)]
-    return made(mode, nn.Conv2D(4, 3), norms[0], nn.Activation("relu"), norms[1], nn.Dense(2), count=count)
+    net = sequential(nn.Conv2D(4, 3), norms[0], nn.Activation("relu"), norms[1], nn.Dense(2))
+    return initialized(net, count, mode)
 
 
 def parts(count=2):
-    return [mx.nd.array(x, ctx=device) for x, device in zip(random_shards([(2, 3, 8, 8)] * count), cpus(count))]
-
-
-def forward(net, inputs):
-    with autograd.record():
-        return [net(part) for part in inputs]
+    return on_devices(random_shards([(2, 3, 8, 8)] * count))
 
 
 def train(net, trainer, inputs=None, timeout=LONG):
@@ -91,20 +78,17 @@ def unchanged(before, net):
     return all(same(arrays, arrays_of(net)[name]) for name, arrays in before.items())
 
 
-@modes
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, backend):
     """In time, and afterwards a full step is right."""
     shapes = [(2, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4), (2, 3, 4, 4)]
     layer = SyncBatchNorm(in_channels=3, timeout=1, prefix="stem_")
-    net = made(mode, layer, count=4)
+    net = initialized(sequential(layer), 4, mode)
     testing.random_affine(layer, 3)
     norm = testing.reference_of(layer)
     testing.check_step(net, norm, *testing.shards_and_heads(shapes), layer=layer)
     shards = random_shards(shapes, seed=1)
-    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(4))]
-    for item in inputs:
-        item.attach_grad()
+    inputs = on_devices(shards, learn=True)
     started = time.monotonic()
     outputs = waiting = forward(net, inputs[: 3 if direction == "forward" else 4])
     if direction == "backward":
@@ -123,16 +107,13 @@ def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, b
     testing.check_step(net, norm, *testing.shards_and_heads(shapes, seed=2), layer=layer)
 
 
-@modes
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_backward_pass_of_a_forward_pass_that_never_ran_says_so(steps, mode, backend):
     """MXNet runs what comes next once someone has read the error; memory may still hold the step before."""
-    net = made(mode, Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG))
+    net = initialized(sequential(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG)), 2, mode)
     for number in range(steps + 1):
         trouble[0] = (DEVICES if number == steps else [], "forward")
-        inputs = parts()
-        for item in inputs:
-            item.attach_grad()
+        inputs = on_devices(random_shards([(2, 3, 8, 8)] * 2), learn=True)
         outputs = forward(net, inputs)
         if number < steps:
             autograd.backward(outputs)
@@ -169,7 +150,6 @@ def test_who_has_read_it_is_not_told_again_and_who_reads_no_loss_learns_of_it_at
     train(net, trainer)[0].asnumpy()
 
 
-@modes
 def test_the_first_update_raises_the_error_and_copies_nothing(mode):
     """The Trainer would copy all parameters into its KVStore, and back."""
     net = small_net(mode)
@@ -201,7 +181,6 @@ def read_slowly(array):
             mx.nd.waitall.__wrapped__()
 
 
-@modes
 @pytest.mark.parametrize("what", ["label", "input"])
 def test_what_is_read_before_the_step_has_used_it(what, mode):
     """A label that failed is given to no net; the loss is yet to wait for the net."""
@@ -270,6 +249,7 @@ def test_who_reads_after_another_has_got_the_error():
 
 UNCOMPILED = """
 from test_failures import *
+from testing import *
 
 net = small_net('hybridize')
 trainer = gluon.Trainer(net.collect_params(), 'adam', kvstore={kvstore!r})
@@ -296,8 +276,7 @@ assert not unchanged(before, net)
 
 @pytest.mark.parametrize("kvstore", [None, "device"])
 def test_where_nothing_is_compiled(kvstore):
-    done = run_python(testing.NOT_COMPILED + UNCOMPILED.format(kvstore=kvstore), GLUON_SYNCBN_BACKEND="auto")
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    done = testing.run_python(testing.NOT_COMPILED + UNCOMPILED.format(kvstore=kvstore), GLUON_SYNCBN_BACKEND="auto")
     assert done.stderr.count(NOT_SINCE) == 3
 
 
@@ -305,10 +284,7 @@ def test_where_nothing_is_compiled(kvstore):
 def test_a_module(kvstore):
     norm = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=2, timeout=1, name="norm")
     symbol = mx.sym.MakeLoss(mx.sym.square(mx.sym.FullyConnected(norm, num_hidden=3, name="dense")))
-    module = mx.mod.Module(symbol, label_names=(), context=DEVICES)
-    module.bind([("data", (4, 3, 8, 8))])
-    module.init_params(mx.init.Xavier())
-    module.init_optimizer(kvstore=kvstore, optimizer="adam")
+    module = testing.module_of(symbol, DEVICES, (4, 3, 8, 8), optimizer={"kvstore": kvstore, "optimizer": "adam"})
     batch = mx.io.DataBatch([mx.nd.array(random_shards([(4, 3, 8, 8)])[0])], [])
 
     def train_module():
@@ -336,8 +312,7 @@ def test_a_module(kvstore):
 
 def test_a_parameter_without_a_shape_is_mxnets_own_error(backend):
     net = small_net("imperative")
-    unused = nn.Dense(2)
-    unused.initialize(ctx=DEVICES)
+    unused = initialized(nn.Dense(2), DEVICES)
     parameters = {**net.collect_params(), **unused.collect_params()}
     with pytest.raises(gluon.parameter.DeferredInitializationError):
         train(net, gluon.Trainer(parameters, "sgd"))
@@ -345,9 +320,9 @@ def test_a_parameter_without_a_shape_is_mxnets_own_error(backend):
 
 NO_LAYERS = """
 from test_failures import *
+from testing import *
 
-net = nn.Dense(2, in_units=3)
-net.initialize()
+net = initialized(nn.Dense(2, in_units=3))
 trainer = gluon.Trainer(net.collect_params(), "sgd")
 for _ in range(2):
     with autograd.record():
@@ -364,14 +339,12 @@ for _ in range(2):
 
 
 def test_nets_without_our_layers_are_not_watched():
-    done = run_python(NO_LAYERS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "given up" not in done.stderr
+    assert "given up" not in testing.run_python(NO_LAYERS).stderr
 
 
 def test_a_failure_before_the_net_is_told_to_all_devices_at_once_and_with_its_cause(backend, caplog):
     """Nobody waits for the timeout, which would end this test. First what this package knows, then what MXNet says."""
-    net = made("imperative", Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG, prefix="stem_"))
+    net = initialized(sequential(Passage(0), SyncBatchNorm(in_channels=3, timeout=LONG, prefix="stem_")), 2)
     for failing in (DEVICES[1:], DEVICES):
         trouble[0] = failing, "forward"
         losses = forward(net, parts())
@@ -437,7 +410,6 @@ class Ways:
         forward(net, inputs)
 
 
-@modes
 def test_a_complete_step_is_not_taken_for_one_that_broke_off(mode, caplog):
     """Each way twice and after each other; then a step on some devices, and moves to one device and back."""
     for way in (item for name, item in vars(Ways).items() if not name.startswith("_")):
@@ -460,7 +432,6 @@ def test_a_complete_step_is_not_taken_for_one_that_broke_off(mode, caplog):
     assert LATE not in caplog.text
 
 
-@modes
 def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode, caplog):
     """After a move to more devices, too."""
     net = small_net(mode)

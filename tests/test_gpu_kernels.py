@@ -29,8 +29,7 @@ def vectors(channels, real="float32"):
 def test_two_devices_give_what_the_reference_says(number, seed):
     """Forward and backward on two "GPUs" of different sizes, which bring their messages to a host. The same bits twice,
     though gpu_threads.h draws the orders of blocks and threads anew for each launch."""
-    problem = what_is_wrong(dealt(seed, COUNT)[number], GPU)
-    assert not problem, problem
+    assert what_is_wrong(dealt(seed, COUNT)[number], GPU) == ""
 
 
 @pytest.mark.parametrize("layout", [(4, 300, 4100), (5, 300, 4100), (7, 300, 4100), (2700, 2048, 1)], ids=str)
@@ -126,8 +125,7 @@ WITHOUT = Tuning(defines=("-DSHARE=0", "-DBACKWARDS=0", "-DPREFETCH=0"))
 def test_what_a_benchmark_compares_is_right_too(tuning, seed):
     """What benchmarks/gpu.py tries on a GPU."""
     for case in dealt(seed, len(LAYOUTS)):
-        problem = what_is_wrong(case, StandInGpu(tuning))
-        assert not problem, problem
+        assert what_is_wrong(case, StandInGpu(tuning)) == ""
 
 
 @pytest.mark.parametrize("program", [check_kernels, benchmark])

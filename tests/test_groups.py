@@ -4,17 +4,23 @@ import mxnet as mx
 import numpy as np
 import pytest
 import test_layer
+import testing
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from reference import check, check_all
-from testing import MODES, check_running, check_step, cpus, precision, random_shards, set_mode, shards_and_heads
+from testing import check_running, check_step, cpus, initialized, on_devices, precision, random_shards, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
-pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("mode", list(MODES))]
+pytestmark = pytest.mark.usefixtures("backend")
 
 SHAPES = [(2, 3, 4, 4), (1, 3, 4, 4), (1, 3, 4, 4), (3, 3, 4, 4)]
+WRONG = [  # lists of devices
+    ([], ValueError, "the list of devices is empty"),
+    ([mx.cpu(0), mx.cpu(0)], ValueError, r"one device is given twice \(cpu\(0\), cpu\(0\)\)"),
+    ([0], TypeError, "expected contexts such as"),
+]
 
 
 def make(mode, **options):
@@ -61,12 +67,10 @@ def test_beside_a_net_that_was_converted_back(mode):
 def test_the_backward_pass_may_come_after_the_block(mode):
     layer, norm = make(mode)
     shards, heads = shards_and_heads(SHAPES[:2])
-    inputs = [mx.nd.array(shard, ctx=device) for shard, device in zip(shards, cpus(2))]
-    for item in inputs:
-        item.attach_grad()
+    inputs = on_devices(shards, learn=True)
     with gluon_syncbn.devices(cpus(2)), autograd.record():
         outputs = [layer(item) for item in inputs]
-    autograd.backward(outputs, [mx.nd.array(head, ctx=device) for head, device in zip(heads, cpus(2))])
+    autograd.backward(outputs, on_devices(heads))
     gradients = [item.grad.asnumpy() for item in inputs]
     check_all("input gradient", gradients, norm.step(shards, heads).input_gradients, **precision(layer))
     train_on(layer, norm, range(4), 1)
@@ -78,12 +82,9 @@ def test_training_with_a_smaller_last_batch(mode, inside, kvstore, on_kvstore):
     """4 devices, 6 images, in batches of 4 and 2: every weight is what one device with nn.BatchNorm arrives at."""
     (images,) = random_shards([(6, 3, 6, 6)], "float64")
 
-    def build(norm, contexts):
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(4, 3, in_channels=3, use_bias=False), norm, nn.Conv2D(2, 3, in_channels=4))
-        net.cast("float64")
-        net.initialize(ctx=contexts)
-        return net
+    def build(norm, count):
+        convs = nn.Conv2D(4, 3, in_channels=3, use_bias=False), nn.Conv2D(2, 3, in_channels=4)
+        return initialized(testing.sequential(convs[0], norm, convs[1]), count, dtype="float64")
 
     def train(net, contexts):
         options = {"learning_rate": 0.1, "momentum": 0.9}
@@ -101,12 +102,12 @@ def test_training_with_a_smaller_last_batch(mode, inside, kvstore, on_kvstore):
             if not inside:
                 trainer.step(len(batch))
 
-    reference = build(nn.BatchNorm(in_channels=4, momentum=0.875), cpus(1))
-    net = build(SyncBatchNorm(in_channels=4, momentum=0.875, timeout=60), cpus(4))
+    reference = build(nn.BatchNorm(in_channels=4, momentum=0.875), 1)
+    net = build(SyncBatchNorm(in_channels=4, momentum=0.875, timeout=60), 4)
     pairs = list(zip(net.collect_params().values(), reference.collect_params().values()))
     for ours, theirs in pairs:
         ours.set_data(theirs.data())
-    set_mode(net, mode)
+    testing.set_mode(net, mode)
     train(net, cpus(4))
     train(reference, cpus(1))
     mx.nd.waitall()
@@ -130,14 +131,7 @@ def test_an_exception_in_the_block_ends_it(mode):
     train_on(layer, norm, range(4))
 
 
-@pytest.mark.parametrize(
-    "chosen, error, words",
-    [
-        ([], ValueError, "the list of devices is empty"),
-        ([mx.cpu(0), mx.cpu(0)], ValueError, r"one device is given twice \(cpu\(0\), cpu\(0\)\)"),
-        ([0], TypeError, "expected contexts such as"),
-    ],
-)
+@pytest.mark.parametrize("chosen, error, words", WRONG)
 def test_lists_that_cannot_be(mode, chosen, error, words):
     with pytest.raises(error, match=words), gluon_syncbn.devices(chosen):
         pass

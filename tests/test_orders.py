@@ -3,14 +3,14 @@
 import mxnet as mx
 import numpy as np
 import pytest
+import testing
 from launching import run_job
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from testing import MODES, check_step, cpus, layers_of, random_shards, reference_of, run_program, set_mode, step
+from testing import check_step, cpus, initialized, layers_of, module_of, on_devices, random_shards, sequential, step
 
 import gluon_syncbn
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 DEVICES = cpus(2)
 SHAPES = [(2, 3, 6, 6), (3, 3, 6, 6)]
 
@@ -20,8 +20,7 @@ SHAPES = [(2, 3, 6, 6), (3, 3, 6, 6)]
 def test_random_orders(count, what, backend, seed):
     """tests/orders.py; others in each run."""
     count //= 1 if backend == "native" else 4
-    done = run_program(["tests/orders.py", "--seed", seed, "--count", count, "--backend", backend, *what])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    done = testing.run_program(["tests/orders.py", "--seed", seed, "--count", count, "--backend", backend, *what])
     assert f"0 of {count} orders wrong" in done.stdout
 
 
@@ -29,7 +28,7 @@ def test_random_orders(count, what, backend, seed):
 def test_random_orders_of_processes(count, seed):
     """The same, of nets that synchronize two processes."""
     done = run_job("mpi", 2, "../orders.py", "--seed", seed, "--count", count)
-    assert done.returncode == 0 and done.text.count(f"0 of {count} orders wrong") == 2, done.text[-3000:]
+    assert done.returncode == 0 and done.stdout.count(f"0 of {count} orders wrong") == 2, done.stdout[-3000:]
 
 
 class Apart:
@@ -37,10 +36,8 @@ class Apart:
 
     def __init__(self, **options):
         gluon_syncbn.abandon_step()  # what other tests have left under way
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4))
-        gluon_syncbn.convert_sync_batchnorm(net, **options)
-        net.initialize(ctx=DEVICES)
+        net = sequential(nn.Conv2D(4, 3, in_channels=3), nn.BatchNorm(in_channels=4))
+        initialized(gluon_syncbn.convert_sync_batchnorm(net, **options), DEVICES)
         symbol = net(mx.sym.var("data"))
         self.names, self.parameters = symbol.list_inputs(), net.collect_params()
         self.operator, self.net = mx.nd.CachedOp(symbol), net
@@ -51,7 +48,7 @@ class Apart:
         return self.operator(*inputs)
 
     def step(self, call=None, devices=DEVICES, update=True, **mode):
-        shards = [mx.nd.array(shard, ctx=device) for shard, device in zip(random_shards(SHAPES), devices)]
+        shards = on_devices(random_shards(SHAPES), devices)
         with autograd.record(**mode):
             losses = [((call or self)(shard) ** 2).sum() for shard in shards]
         autograd.backward(losses, **mode)
@@ -82,12 +79,7 @@ def test_layers_that_train_apart_are_an_error_before_the_weights_change(update, 
 
 @pytest.mark.parametrize(
     "options, how",
-    [
-        ({}, {"train_mode": False}),
-        ({}, {"devices": DEVICES[:1]}),
-        ({"group_size": 1}, {}),
-        ({}, {"freeze": True}),
-    ],
+    [({}, {"train_mode": False}), ({}, {"devices": DEVICES[:1]}), ({"group_size": 1}, {}), ({}, {"freeze": True})],
 )
 def test_layers_that_need_not_synchronize_are_no_error(options, how, backend):
     apart, how = Apart(**options), dict(how)
@@ -99,14 +91,10 @@ def test_layers_that_need_not_synchronize_are_no_error(options, how, backend):
 
 
 def test_a_module_with_more_devices_than_its_symbol_is_for_is_an_error(backend):
-    layer = gluon_syncbn.SyncBatchNorm(prefix="bn_")
-    layer.initialize(ctx=DEVICES[0])
+    layer = initialized(gluon_syncbn.SyncBatchNorm(prefix="bn_"))
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(layer(mx.sym.var("data")), num_hidden=2), name="softmax")
     for count in (2, 1):
-        module = mx.mod.Module(symbol, context=DEVICES[:count])
-        module.bind([("data", (4, 3))], [("softmax_label", (4,))])
-        module.init_params()
-        module.init_optimizer()
+        module = module_of(symbol, DEVICES[:count], (4, 3), softmax_label=(4,))
         module.forward_backward(mx.io.DataBatch([mx.nd.array(random_shards([(4, 3)])[0])], [mx.nd.zeros(4)]))
         if count == 1:
             module.update()
@@ -146,14 +134,10 @@ class Twins(gluon.HybridBlock):
         return F.concat(self.a(x), self.b(x), dim=1)
 
 
-@modes
 def test_a_plain_twin_stays_plain(mode, backend):
-    net = Twins()
-    net.initialize(ctx=DEVICES)
-    set_mode(net, mode)
-    shards = random_shards(SHAPES)
+    net, shards = initialized(Twins(), DEVICES, mode), random_shards(SHAPES)
     with autograd.record():
-        outputs = [net(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, DEVICES)]
+        outputs = [net(x) for x in on_devices(shards)]
     for shard, output in zip(shards, outputs):
         np.testing.assert_allclose(output.asnumpy()[:, 3:], shard / 1.1, rtol=1e-5)
 
@@ -167,19 +151,14 @@ def block_of_a_symbol(devices=DEVICES):
     return block
 
 
-def means_of(net):
-    mx.nd.waitall()
-    return {name: item.data(DEVICES[1]).asnumpy().tolist() for name, item in net.collect_params(".*mean").items()}
-
-
 @pytest.mark.parametrize("is_converted", [True, False])
 @pytest.mark.parametrize("kind", ["layer", "symbol"])
 def test_what_is_frozen_stays_so(kind, is_converted, tmp_path, backend):
     """In a net around it, converted back, exported, and called with a symbol."""
     if kind == "symbol" and not is_converted:
         return  # its nodes are frozen once they have been converted
-    part, net = block_of_a_symbol() if kind == "symbol" else nn.BatchNorm(in_channels=3), nn.HybridSequential()
-    net.add(part, nn.BatchNorm(in_channels=3, use_global_stats=True))
+    part = block_of_a_symbol() if kind == "symbol" else nn.BatchNorm(in_channels=3)
+    net = sequential(part, nn.BatchNorm(in_channels=3, use_global_stats=True))
     if is_converted:
         gluon_syncbn.convert_sync_batchnorm(net, timeout=60)
     part.initialize(ctx=DEVICES) if kind == "layer" else None
@@ -188,7 +167,8 @@ def test_what_is_frozen_stays_so(kind, is_converted, tmp_path, backend):
 
     def train():
         step(net, random_shards(SHAPES), random_shards(SHAPES), DEVICES)
-        return means_of(net)
+        mx.nd.waitall()
+        return {name: item.data(DEVICES[1]).asnumpy().tolist() for name, item in net.collect_params(".*mean").items()}
 
     before = train()
     gluon_syncbn.freeze_statistics(part)
@@ -214,32 +194,27 @@ def test_a_symbol_block_that_was_taken_apart(first, backend):
             gluon_syncbn.convert_sync_batchnorm(block, timeout=60)
         else:
             block.optimize_for(x, backend="MKLDNN")
-    net = nn.HybridSequential()
-    net.add(block)
-    net.hybridize()
+    net = testing.set_mode(sequential(block), "hybridize")
     (layer,) = layers_of(block)
     for devices in (DEVICES, cpus(4)):
         net.collect_params().reset_ctx(devices)
         shards = random_shards(SHAPES * (len(devices) // 2))
-        check_step(lambda x: net(x / 2), reference_of(layer), shards, shards, devices, layer=layer)
+        check_step(lambda x: net(x / 2), testing.reference_of(layer), shards, shards, devices, layer=layer)
     gluon_syncbn.convert_batchnorm(block)
     assert net(x).shape == x.shape
 
 
 def test_a_copy_of_a_nets_graph_synchronizes(backend):
     """AMP makes such: a SymbolBlock of the graph that a net keeps, with Parameters of its own."""
-    net = nn.HybridSequential()
-    net.add(gluon_syncbn.SyncBatchNorm(in_channels=3, group_size=2, timeout=60))
-    net.initialize(ctx=DEVICES)
-    net.hybridize()
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3, group_size=2, timeout=60)
+    net = initialized(sequential(layer), DEVICES, "hybridize")
     net(mx.nd.ones(SHAPES[0]))
     data, symbol = net._cached_graph
-    block = gluon.SymbolBlock(symbol, data)
-    block.initialize(ctx=DEVICES)
+    block = initialized(gluon.SymbolBlock(symbol, data), DEVICES)
     block(mx.nd.ones(SHAPES[0]))
     (layer,) = layers_of(block)
     shards = random_shards(SHAPES)
-    check_step(block, reference_of(layer), shards, shards, layer=layer)
+    check_step(block, testing.reference_of(layer), shards, shards, layer=layer)
 
 
 @pytest.mark.parametrize("kvstore", ["device", None])
@@ -263,12 +238,8 @@ def test_statistics_of_a_time_when_layers_were_plain_are_no_error(kvstore, backe
 
 
 def test_a_frozen_symbol_may_be_for_one_device(backend):
-    layer = gluon_syncbn.SyncBatchNorm(prefix="bn_", use_global_stats=True)
-    layer.initialize(ctx=DEVICES[0])
-    module = mx.mod.Module(mx.sym.MakeLoss(layer(mx.sym.var("data"))), context=DEVICES, label_names=())
-    module.bind([("data", (4, 3))])
-    module.init_params()
-    module.init_optimizer()
+    layer = initialized(gluon_syncbn.SyncBatchNorm(prefix="bn_", use_global_stats=True))
+    module = module_of(mx.sym.MakeLoss(layer(mx.sym.var("data"))), DEVICES, (4, 3))
     module.forward_backward(mx.io.DataBatch([mx.nd.ones((4, 3))], []))
     module.update()
 
@@ -288,7 +259,6 @@ def test_a_symbol_block_with_parameters_of_float16_is_refused_where_it_trains(ba
     block = gluon.SymbolBlock(mx.sym.BatchNorm(mx.sym.var("data"), name="bn"), mx.sym.var("data"))
     for parameter in block.params.values():
         parameter.cast("float16")
-    gluon_syncbn.convert_sync_batchnorm(block)
-    block.initialize(ctx=DEVICES)
+    initialized(gluon_syncbn.convert_sync_batchnorm(block), DEVICES)
     with pytest.raises(ValueError, match="'bn': its parameters and statistics are float16"), autograd.record():
         block(mx.nd.ones((2, 3), dtype="float16"))

@@ -33,13 +33,15 @@ SHORT = """
 mpi killed backward, mpi stopped forward, mpi raising backward, mpi absent backward, mpi caught backward,
 mpi bad_input forward, horovod ending forward, horovod absent backward, horovod caught backward
 """
+CASES = [pytest.param(*case, marks=[] if " ".join(case) in SHORT else [pytest.mark.long]) for case in ALL]
+KILLS = [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ENGINES)]
 
 
 def run_fault(engine, size, fault, direction, **variables):
     """The job's end, and of each process that has an error after how many seconds, and its text."""
     done = run_job(engine, size, "faults.py", fault, direction, JOB_TIMEOUT=TIMEOUT, **variables)
-    assert "terminate called" not in done.text and "WRONG" not in done.text, done.text
-    told = re.findall(r"ERROR (\d) (\S+) ?(.*)", done.text)
+    assert "terminate called" not in done.stdout and "WRONG" not in done.stdout, done.stdout
+    told = re.findall(r"ERROR (\d) (\S+) ?(.*)", done.stdout)
     return done, {int(rank): (float(seconds), text) for rank, seconds, text in told}
 
 
@@ -53,30 +55,27 @@ def what_others_say(engine, fault, direction) -> str:
     return f"SyncBatchNorm '{LAYERS[direction]}': {direction} pass" + of_fault.get(fault, ENDED[engine])
 
 
-@pytest.mark.parametrize(
-    "engine, fault, direction",
-    [pytest.param(*case, marks=[] if " ".join(case) in SHORT else [pytest.mark.long]) for case in ALL],
-)
+@pytest.mark.parametrize("engine, fault, direction", CASES)
 def test_the_others_say_so_in_time(engine, fault, direction):
     done, errors = run_fault(engine, SIZE, fault, direction)
     survivors, words = {0, 2}, what_others_say(engine, fault, direction)
     if fault in ("caught", "bad_input") and (engine == "mpi" or (fault, direction) == ("caught", "forward")):
         # They go on. Before the others' first round of the step nothing is lost: they meet its next step.
         told = survivors if direction == "backward" or fault == "bad_input" else set()
-        assert done.returncode == 0 and set(errors) == {*told, VICTIM}, done.text
-        assert fault == "caught" or "scale parameter in gaussian" in errors[VICTIM][1], done.text
-        assert all(re.search(words, errors[rank][1]) for rank in told), done.text
-        assert all(f"RIGHT AFTERWARDS {rank}" in done.text for rank in errors), done.text
+        assert done.returncode == 0 and set(errors) == {*told, VICTIM}, done.stdout
+        assert fault == "caught" or "scale parameter in gaussian" in errors[VICTIM][1], done.stdout
+        assert all(re.search(words, errors[rank][1]) for rank in told), done.stdout
+        assert all(f"RIGHT AFTERWARDS {rank}" in done.stdout for rank in errors), done.stdout
         return
-    assert done.returncode != 0, done.text
+    assert done.returncode != 0, done.stdout
     if fault == "killed":  # then the launcher kills whoever is left, so that what the others say may be lost
-        assert not re.search(r"ENDS \d", done.text), done.text
+        assert not re.search(r"ENDS \d", done.stdout), done.stdout
     elif fault == "one_step_more":
-        assert set(errors) == {VICTIM} and re.search("has ended", errors[VICTIM][1]), done.text
+        assert set(errors) == {VICTIM} and re.search("has ended", errors[VICTIM][1]), done.stdout
     else:
-        assert set(errors) >= survivors, done.text
+        assert set(errors) >= survivors, done.stdout
         for seconds, text in (errors[rank] for rank in survivors):
-            assert seconds < TIMEOUT + 20, done.text  # of a slow machine; who hangs takes minutes
+            assert seconds < TIMEOUT + 20, done.stdout  # of a slow machine; who hangs takes minutes
             assert re.search(words, text), text
 
 
@@ -98,9 +97,7 @@ def test_pairs_suspect_only_whom_they_can():
         assert re.search(words + r"\. " + (r"|process \d has ended" if rank else ""), errors[rank][1]), errors
 
 
-@pytest.mark.parametrize(
-    "engine, kills", [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ENGINES)]
-)
+@pytest.mark.parametrize("engine, kills", KILLS)
 def test_no_survivor_hangs_when_a_process_is_killed_at_any_moment(engine, kills, seed):
     draw = random.Random(seed)
     for _ in range(kills):

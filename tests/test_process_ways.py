@@ -22,11 +22,10 @@ JOBS = [
 ]
 LONG = [("horovod", 3, OF_THREE, SETS), ("horovod", 4, "groups training", SETS)]
 LONG += [("mpi", size, "groups branches training", PAIRS) for size in (2, 3, 4, 6, 7, 9)]
+JOBS += [pytest.param(*job, marks=pytest.mark.long) for job in LONG]
 
 
-@pytest.mark.parametrize(
-    "engine, size, ways, variables", [*JOBS, *(pytest.param(*job, marks=pytest.mark.long) for job in LONG)]
-)
+@pytest.mark.parametrize("engine, size, ways, variables", JOBS)
 def test_ways_to_train(engine, size, ways, variables, tmp_path):
     run_ways(engine, size, ways, JOB_FOLDER=tmp_path, **variables)
 
@@ -34,7 +33,7 @@ def test_ways_to_train(engine, size, ways, variables, tmp_path):
 @pytest.mark.long
 def test_horovod_says_how_some_processes_can_meet():
     done = run_job("horovod", 3, "ways.py", "groups")
-    assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.text, done.text
+    assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])

@@ -13,9 +13,9 @@ def cases_of(engine, size, devices):
     return LARGE if size == 2 or (engine, size, devices) == ("mpi", 4, 1) else SMALL
 
 
-@pytest.mark.parametrize(
-    "engine, size, devices, cases",
-    [("mpi", 2, 2, SMALL), *(pytest.param(*job, cases_of(*job), marks=pytest.mark.long) for job in LONG)],
-)
+JOBS = [("mpi", 2, 2, SMALL), *(pytest.param(*job, cases_of(*job), marks=pytest.mark.long) for job in LONG)]
+
+
+@pytest.mark.parametrize("engine, size, devices, cases", JOBS)
 def test_a_step_is_that_of_one_device(engine, size, devices, cases):
     run_ways(engine, size, cases, JOB_DEVICES=devices, JOB_MODES=" ".join(MODES))

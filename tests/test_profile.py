@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from test_layer import make
-from testing import MODES, check_step, cpus, random_shards, shards_and_heads, step
+from testing import check_steps, cpus, initialized, on_devices, random_shards, sequential, shards_and_heads, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -21,12 +21,10 @@ def train(net, steps):
         step(net, *shards_and_heads(SHAPES), cpus(2))
 
 
-@pytest.mark.parametrize("mode", list(MODES))
 def test_a_table_by_layer_and_direction(mode):
     layer, norm = make(SHAPES, mode=mode, prefix="layer_")
     with gluon_syncbn.profile() as report:
-        for seed in range(5):
-            check_step(layer, norm, *shards_and_heads(SHAPES, seed=seed))
+        check_steps(layer, norm, lambda seed: shards_and_heads(SHAPES, seed=seed), 5)
     passes = [("layer", "forward", 5), ("layer", "backward", 5)]
     assert [(row.layer, row.direction, row.calls) for row in report.rows] == passes
     assert report.devices == ["cpu(0)", "cpu(1)"]
@@ -54,7 +52,7 @@ def test_the_late_device_is_named():
     train(layer, 1)
     with gluon_syncbn.profile() as report:
         for _ in range(4):
-            inputs = [mx.nd.array(x, ctx=device) for x, device in zip(random_shards(SHAPES), cpus(2))]
+            inputs = on_devices(random_shards(SHAPES))
             with mx.autograd.record():
                 outputs = [layer(inputs[0])]
                 time.sleep(0.2)
@@ -88,9 +86,7 @@ def test_nothing_is_noted_outside_and_one_at_a_time():
 
 
 def test_json_and_picture(tmp_path, monkeypatch):
-    net = mx.gluon.nn.HybridSequential()
-    net.add(*(SyncBatchNorm(in_channels=4, prefix=f"layer{i}_") for i in range(20)))
-    net.initialize(ctx=cpus(2))
+    net = initialized(sequential(*(SyncBatchNorm(in_channels=4, prefix=f"layer{i}_") for i in range(20))), 2)
     with gluon_syncbn.profile() as report:
         train(net, 2)
     told = json.loads(report.to_json())

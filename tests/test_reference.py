@@ -7,7 +7,7 @@ import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
 from reference import UNIT, Norm, Sized, check
-from testing import observe, random_shards
+from testing import initialized, observe, random_shards
 
 OPTIONS = [
     {},
@@ -85,9 +85,7 @@ def test_renorm_is_another_gamma_and_beta(renorm):
 
 @pytest.mark.parametrize("axis", [1, -1])
 def test_one_device_is_batchnorm_in_float64(axis):
-    layer = nn.BatchNorm(axis=axis, in_channels=3, epsilon=2**-10, momentum=0.75)
-    layer.cast("float64")
-    layer.initialize()
+    layer = initialized(nn.BatchNorm(axis=axis, in_channels=3, epsilon=2**-10, momentum=0.75), dtype="float64")
     layer.gamma.set_data(mx.nd.array([0.5, -1.5, 2.0], dtype="float64"))
     norm = Norm([0.5, -1.5, 2.0], np.zeros(3), axis=axis, epsilon=2**-10, momentum=0.75)
     shape = (4, 3, 5, 3)

@@ -7,16 +7,24 @@ import mxnet as mx
 import numpy as np
 import pytest
 import test_layer
-from reference import check_all
-from testing import MODES, check_running, check_step, cpus, observe, shards_and_heads
+from reference import check_tensors
+from testing import check_running, check_step, check_steps, cpus, observe, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
-modes = pytest.mark.parametrize("mode", list(MODES))
 CHANNELS = 4
 BOUND = (1.5, 0.5)
 GROWING = [(0, 1, 0), (8, 5, 4)]  # with each pass other limits
+WRITTEN = [  # by users, and what is meant
+    (None, None),
+    ((3, 5), [(0.0, 3.0, 5.0)]),
+    ([3, 5], [(0.0, 3.0, 5.0)]),
+    (np.array([3, 5]), [(0.0, 3.0, 5.0)]),
+    ([[1, 1, 0], (3, 3, 5)], [(1.0, 1.0, 0.0), (3.0, 3.0, 5.0)]),
+    ([(0, 1, 0)], [(0.0, 1.0, 0.0)]),
+]
+WRONG = [3, (3,), (0.5, 1), (2, -1), (2, float("nan")), [], [(0, 1, 0), (0, 2, 1)], [(0, 1)], "3"]
 SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5), (3, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
 
 
@@ -35,15 +43,12 @@ def check_step_on(used, layer, norm, seed):
     chosen = [mx.cpu(device) for device in used]
     with gluon_syncbn.devices(chosen):
         seen = observe(layer, shards, heads, chosen)
-    expected = norm.step(shards, heads, used=used)
-    check_all("output", seen.outputs, expected.outputs, units=16)
-    check_all("input gradient", seen.input_gradients, expected.input_gradients, units=16)
+    check_tensors(seen.outputs, seen.input_gradients, norm.step(shards, heads, used=used), units=16)
     check_running(layer, norm)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@modes
 def test_the_numbers_are_the_references(mode, dtype, devices):
     """On one device too, where the layer is nn.BatchNorm otherwise, and the option would have been ignored."""
     layer, norm = make(devices, BOUND, dtype, mode)
@@ -61,7 +66,6 @@ def test_the_numbers_are_the_references(mode, dtype, devices):
 
 
 @pytest.mark.parametrize("schedule", [[(0, 1, 0), (2, 1, 0), (4, 3, 2)], [(2, 1.25, 0.5), (4.5, 3, 2)]])
-@modes
 def test_a_schedule_counts_the_training_passes(mode, schedule):
     """Also those on fewer devices, and not predictions; it goes on where the layer moves or is converted again.
 
@@ -81,7 +85,6 @@ def test_a_schedule_counts_the_training_passes(mode, schedule):
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-@modes
 def test_the_pass_is_one_number_for_all_groups(mode, group_size):
     """After steps on some of the devices, too, of which a group may have none."""
     layer, norm = make(4, GROWING, mode=mode, group_size=group_size)
@@ -104,18 +107,15 @@ def test_a_step_that_was_given_up_leaves_one_number():
     check_step(layer, norm, *draw(4, seed=1))
 
 
-@modes
 def test_no_limits_but_1_and_0_is_batch_normalization(mode):
     """To the bit."""
     results = []
     for renorm in (None, (1, 0)):
         layer, norm = make(2, renorm, mode=mode)
         results.append([array for seed in range(2) for array in check_step(layer, norm, *draw(seed=seed))])
-    for one, other in zip(*results):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_equal(*results)
 
 
-@modes
 def test_prediction_is_that_of_batchnorm(mode):
     """And so are its gradients; neither counts as a pass."""
     layer, norm = make(2, GROWING, mode=mode)
@@ -129,29 +129,16 @@ def test_prediction_is_that_of_batchnorm(mode):
     np.testing.assert_array_equal(predicted, convert_batchnorm(layer)(x).asnumpy())
 
 
-@pytest.mark.parametrize(
-    "renorm", [3, (3,), (0.5, 1), (2, -1), (2, float("nan")), [], [(0, 1, 0), (0, 2, 1)], [(0, 1)], "3"]
-)
+@pytest.mark.parametrize("renorm", WRONG)
 def test_what_is_no_schedule_is_refused(renorm):
     with pytest.raises((TypeError, ValueError), match="SyncBatchNorm 'layer_?': .*renorm"):
         SyncBatchNorm(renorm=renorm, prefix="layer_")
 
 
-@pytest.mark.parametrize(
-    "renorm, schedule",
-    [
-        (None, None),
-        ((3, 5), [(0.0, 3.0, 5.0)]),
-        ([3, 5], [(0.0, 3.0, 5.0)]),
-        (np.array([3, 5]), [(0.0, 3.0, 5.0)]),
-        ([[1, 1, 0], (3, 3, 5)], [(1.0, 1.0, 0.0), (3.0, 3.0, 5.0)]),
-        ([(0, 1, 0)], [(0.0, 1.0, 0.0)]),
-    ],
-)
+@pytest.mark.parametrize("renorm, schedule", WRITTEN)
 def test_what_users_may_write(renorm, schedule):
     layer, norm = make(2, renorm)
     norm.renorm = schedule
     shown = repr(layer)
     assert f"renorm={tuple(schedule)!r}" in shown if schedule else "renorm" not in shown
-    for seed in range(3):
-        check_step(layer, norm, *draw(seed=seed))
+    check_steps(layer, norm, lambda seed: draw(seed=seed), 3)

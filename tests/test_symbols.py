@@ -8,19 +8,18 @@ import json
 import mxnet as mx
 import numpy as np
 import pytest
-from crossings import total
+import testing
 from executors import bind, check_executors, check_net, check_vectors, norm_of, run, train_block, vectors_of
 from gluoncv import model_zoo
 from gluoncv.nn.feature import FeatureExpander
 from mxnet.gluon import SymbolBlock, nn
-from reference import Sized, check, check_all
-from testing import MODES, check_step, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
+from reference import Sized, check, check_all, total
+from testing import MODES, check_steps, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
 
 pytestmark = pytest.mark.usefixtures("backend")
-modes = pytest.mark.parametrize("mode", list(MODES))
 DATA = mx.sym.var("data")
 SYNCHRONIZED = gluon_syncbn.symbol.SyncBatchNorm
 SHAPES = [(3, 5, 4, 2), (1, 5, 4, 2), (2, 5, 4, 2), (1, 5, 4, 2)]
@@ -83,8 +82,7 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         (layer,) = layers_of(block)
         kept = {"timeout": 60, "num_devices": 4, "fuse": options.get("fuse", True)}
         assert kept.items() <= options_of(layer).items()
-        for seed in range(2):
-            check_step(block, norm, *shards_and_heads(shapes, dtype, seed), layer=layer)
+        check_steps(block, norm, lambda seed: shards_and_heads(shapes, dtype, seed), layer=layer)
         return
     if way == "taken apart":
         symbol = plain_symbol(symbol)
@@ -128,7 +126,7 @@ def test_nodes_that_share_their_statistics(backend):
     for _ in range(2):
         seen = run(executors, shards)
         for executor, device, head in zip(executors, cpus(4), heads):
-            executor.backward([mx.nd.array(item, ctx=device) for item in (head, -2 * head)])
+            executor.backward(testing.on_devices([head, -2 * head], [device] * 2))
         first, second = norm.step(shards, heads), norm.step([3 * x for x in shards], [-2 * head for head in heads])
         for outputs, wanted in zip(zip(*seen), (first.outputs, second.outputs)):
             check_all("output", outputs, wanted, **how)
@@ -245,8 +243,7 @@ def test_bad_input(monkeypatch):
     with pytest.raises(ValueError, match="mean or variance of 1 BatchNorm nodes"):
         convert_symbol(mx.sym.BatchNorm(DATA, name="x", output_mean_var=True), 2)
     # A block that is called with a symbol may be saved, too.
-    layer = SyncBatchNorm(in_channels=3, kvstore=mx.kv.create("local"))
-    layer.initialize(ctx=mx.cpu(0))
+    layer = testing.initialized(SyncBatchNorm(in_channels=3, kvstore=mx.kv.create("local")))
     with pytest.raises(TypeError, match="a symbol can be saved, so kvstore must be a name"):
         layer(DATA)
     with pytest.raises(ValueError, match="group_size=3 does not divide its 4 devices"):
@@ -321,8 +318,7 @@ class Around(mx.gluon.HybridBlock):
 
 def load(block, contexts):
     """Random parameters in float64."""
-    block.cast("float64")
-    block.initialize(ctx=contexts, force_reinit=True)
+    testing.initialized(block, contexts, dtype="float64", force_reinit=True)
     block(mx.nd.ones((1, *IMAGES[0][1:]), dtype="float64"))
     rng = np.random.RandomState(3)
     for _, parameter in sorted(block.collect_params().items()):
@@ -339,7 +335,6 @@ def check_trains_as_on_one_device(net, theirs, draw=draw_images):
     check_net(*(train_block(load(block, cpus(count)), count, draw) for block, count in ((net, 2), (theirs, 1))))
 
 
-@modes
 @pytest.mark.parametrize("factors", [(1,), (1, 3)], ids=["", "called twice"])
 @pytest.mark.parametrize("origin", ["converted", "made of synchronized nodes", "num_devices comes later"])
 def test_a_block_trains_as_on_one_device(origin, factors, mode):
@@ -356,7 +351,6 @@ def test_a_block_trains_as_on_one_device(origin, factors, mode):
     check_trains_as_on_one_device(set_mode(net, mode), theirs)
 
 
-@modes
 @pytest.mark.parametrize("has_relu", [False, True], ids=["BatchNorm", "BatchNormWithReLU"])
 def test_there_and_back_and_there_again(has_relu, mode, caplog):
     """The block stays what it was, with its parameters and symbol: also the layer that stands for two operators."""
@@ -401,7 +395,6 @@ def test_gluoncvs_feature_expander():
     assert type(converted.features) is FeatureExpander
 
 
-@modes
 def test_nodes_of_one_name(mode, caplog):
     """Two nodes are one layer if name and parameters are the same."""
     roles = ("gamma", "beta", "moving_mean", "moving_var")

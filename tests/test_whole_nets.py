@@ -10,7 +10,7 @@ import pytest
 from gluoncv import model_zoo
 from gluoncv.loss import YOLOV3Loss
 from mxnet import autograd, gluon
-from testing import MODES, cpus, set_mode
+from testing import MODES, cpus, set_mode, total
 from train_detection import DigitsTrainTransform, make_detector
 
 from gluon_syncbn import convert_sync_batchnorm
@@ -75,7 +75,7 @@ def observe(net, arrays, devices, border, loss, dtype):
     gradients, statistics = {}, {}
     for name, parameter in net._collect_params_with_prefix().items():
         if parameter.grad_req != "null":
-            gradients[name] = sum(item.asnumpy().astype("float64") for item in parameter.list_grad())
+            gradients[name] = total(parameter.list_grad())
         elif "running" in name:
             statistics[name] = [item.asnumpy() for item in parameter.list_data()]
     return sum(float(item.sum().asscalar()) for item in losses), gradients, statistics

@@ -6,15 +6,18 @@ Here is all that the tests know of the inside of the package; they import `gluon
 import os
 import re
 import subprocess
-from typing import NamedTuple, Optional
+from collections import namedtuple
+from typing import Optional
 
 import mxnet as mx
 import numpy as np
 import prepared
 import reference
-from mxnet import autograd
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
+from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.backends import choose, native
 from gluon_syncbn.backends.bfloat16 import mxnet_takes_bfloat16
 from gluon_syncbn.backends.portable import operator as portable
@@ -47,11 +50,8 @@ pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-class Observed(NamedTuple):
-    outputs: list
-    input_gradients: list
-    gamma_gradient: np.ndarray
-    beta_gradient: np.ndarray
+# Of a step: lists of arrays, one for each device, and two sums over devices.
+Observed = namedtuple("Observed", "outputs input_gradients gamma_gradient beta_gradient")
 
 
 def cpus(count: int) -> list:
@@ -83,15 +83,42 @@ def random_affine(layer, channels: int, seed=1):
     return [layer.gamma.data(layer.gamma.list_ctx()[0]).asnumpy(), layer.beta.data(layer.beta.list_ctx()[0]).asnumpy()]
 
 
+def sequential(*blocks, prefix=None, kind=nn.HybridSequential):
+    """A net of these blocks; what is none yet is called for one within the net's name scope."""
+    net = kind(prefix=prefix)
+    with net.name_scope():
+        net.add(*[block if isinstance(block, gluon.Block) else block() for block in blocks])
+    return net
+
+
+def initialized(block, devices=1, mode="imperative", dtype=None, **how):
+    """The block, cast if a dtype is given, with parameters on these devices or on so many CPU devices, in a mode."""
+    if dtype is not None:
+        block.cast(dtype)
+    block.initialize(ctx=cpus(devices) if isinstance(devices, int) else devices, **how)
+    return set_mode(block, mode)
+
+
+def on_devices(arrays, devices=None, learn=False) -> list:
+    """As MXNet's arrays, by default on as many CPU devices; ``learn``: with gradients."""
+    places = devices or cpus(len(arrays))
+    made = [mx.nd.array(array, ctx=device, dtype=array.dtype) for array, device in zip(arrays, places)]
+    for item in made if learn else []:
+        item.attach_grad()
+    return made
+
+
+def total(arrays) -> np.ndarray:
+    """The sum of gradients over devices, in float64."""
+    return sum(array.asnumpy().astype(np.float64) for array in arrays)
+
+
 def step(block, shards, heads, devices, train_mode=True) -> list:
     """Forward and backward, by default in training mode; returns outputs and inputs, which have gradients."""
-    inputs = [mx.nd.array(shard, ctx=device, dtype=shard.dtype) for shard, device in zip(shards, devices)]
-    for item in inputs:
-        item.attach_grad()
+    inputs = on_devices(shards, devices, learn=True)
     with autograd.record(train_mode=train_mode):
         outputs = [block(item) for item in inputs]
-    head_gradients = [mx.nd.array(head, ctx=device, dtype=head.dtype) for head, device in zip(heads, devices)]
-    autograd.backward(outputs, head_gradients, train_mode=train_mode)
+    autograd.backward(outputs, on_devices(heads, devices), train_mode=train_mode)
     return outputs, inputs
 
 
@@ -102,8 +129,7 @@ def observe(block, shards, heads, devices, layer=None) -> Observed:
     return Observed(
         [item.asnumpy() for item in outputs],
         [item.grad.asnumpy() for item in inputs],
-        sum(layer.gamma.grad(device).asnumpy().astype(np.float64) for device in devices),
-        sum(layer.beta.grad(device).asnumpy().astype(np.float64) for device in devices),
+        *(total(vector.grad(device) for device in devices) for vector in (layer.gamma, layer.beta)),
     )
 
 
@@ -122,7 +148,7 @@ def is_plain(layer, norm=None) -> bool:
     options = layer._kwargs  # of `nn.BatchNorm`
     is_alone = len(layer.gamma.list_ctx()) == 1 or (norm is not None and norm.group_size == 1)
     is_renormalized = norm is not None and norm.renorm is not None
-    is_plain_class = not isinstance(layer, gluon_syncbn.SyncBatchNorm)
+    is_plain_class = not isinstance(layer, SyncBatchNorm)
     return is_plain_class or options["use_global_stats"] or (is_alone and not is_renormalized)
 
 
@@ -143,34 +169,55 @@ def reference_of(layer, **options) -> reference.Norm:
 
 
 def check_step(
-    block, norm, shards, heads, devices=None, *, layer=None, used=None, times=1, train_mode=True, running=True
+    block,
+    norm,
+    shards,
+    heads,
+    devices=None,
+    *,
+    layer=None,
+    used=None,
+    times=1,
+    train_mode=True,
+    running=True,
+    dtype=None,
+    take_step=step,
 ) -> list:
     """One training step of ``block``, compared with its reference: outputs, gradients and running statistics.
 
     ``layer``: the one whose parameters they are, by default the block itself. ``used``: the numbers of the devices, for
     the reference. ``times``: how many such gradients have been added up. ``running``: compare the statistics now.
+    ``dtype``: in which the block computes, by default that of the shards. ``take_step``: in place of `step`.
     Returns what was seen, for all that is exact.
     """
     layer, devices = layer or block, devices or cpus(len(shards))
-    how = precision(layer, is_plain(layer, norm) or not train_mode)
-    dtype, axis = str(shards[0].dtype), norm.axis
-    outputs, inputs = step(block, shards, heads, devices, train_mode)
-    seen = [item.asnumpy() for item in outputs]
-    assert [item.dtype for item in outputs] == [np.dtype(dtype)] * len(outputs)
+    how = precision(layer, is_plain(layer, norm) or norm.frozen or not train_mode)
+    dtype = dtype or str(shards[0].dtype)
+    outputs, inputs = take_step(block, shards, heads, devices, train_mode)
+    seen, gradients = [item.asnumpy() for item in outputs], [item.grad.asnumpy() for item in inputs]
+    assert [item.dtype for item in outputs] == [item.dtype for item in shards]
     expected = norm.step(shards, heads, used=used, seen=seen if norm.activation else None)
-    gradients = [item.grad.asnumpy() for item in inputs]
-    reference.check_all("output", seen, expected.outputs, dtype, axis=axis, **how)
-    reference.check_all("input gradient", gradients, expected.input_gradients, dtype, axis=axis, **how)
-    for name, parameter, wanted in (
-        ("gamma", layer.gamma, expected.gamma_gradient),
-        ("beta", layer.beta, expected.beta_gradient),
-    ):
-        if parameter.grad_req != "null":
-            total = sum(parameter.grad(device).asnumpy().astype(np.float64) for device in devices)
-            wanted = reference.Sized(times * wanted.value, times * wanted.size)
-            reference.check(f"gradient of {name}", total, wanted, vector_dtype(dtype), **of_vectors(how, dtype, times))
-            gradients.append(total)
+    reference.check_tensors(seen, gradients, expected, dtype, axis=norm.axis, **how)
+    gradients += check_affine(layer, devices, expected, vector_dtype(dtype), times, **of_vectors(how, dtype, times))
     return [*seen, *gradients, *(check_running(layer, norm, dtype) if running else [])]
+
+
+def check_steps(block, norm, draw, count=2, **how) -> None:
+    """`check_step` so many times, with the shards and heads of ``draw(seed)``."""
+    for seed in range(count):
+        check_step(block, norm, *draw(seed), **how)
+
+
+def check_affine(layer, devices, expected, dtype="float32", times=1, **how) -> list:
+    """Gradients of γ and β that are learned, added up over devices, and over so many ``times``; returns them."""
+    found = []
+    for name in ("gamma", "beta"):
+        parameter, wanted = getattr(layer, name), getattr(expected, f"{name}_gradient")
+        if parameter.grad_req != "null":
+            found.append(total(parameter.grad(device) for device in devices))
+            wanted = reference.Sized(times * wanted.value, times * wanted.size)
+            reference.check(f"gradient of {name}", found[-1], wanted, dtype, **how)
+    return found
 
 
 def of_vectors(how: dict, dtype: str, times=1) -> dict:
@@ -198,6 +245,16 @@ def check_running(layer, norm, dtype="float32", first=0, units=None) -> list:
             found.append(getattr(layer, name).data(device).asnumpy())
             reference.check(f"{name} on {device}", found[-1], wanted, **how)
     return found
+
+
+def module_of(symbol, devices, shape, optimizer=None, for_training=True, **labels) -> mx.mod.Module:
+    """A Module that is ready to train, with the shape of its data, and those of its labels by name."""
+    module = mx.mod.Module(symbol, label_names=list(labels), context=devices)
+    module.bind([("data", shape)], list(labels.items()) or None, for_training)
+    module.init_params(mx.init.Xavier())
+    if for_training:
+        module.init_optimizer(**(optimizer or {}))
+    return module
 
 
 def options_of(layer) -> dict:
@@ -286,24 +343,32 @@ def lean_environment() -> dict:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
-def run_program(arguments, merged=False, limit=HANG, **environment) -> subprocess.CompletedProcess:
+def run_program(arguments, merged=False, limit=HANG, status=0, **environment) -> subprocess.CompletedProcess:
     """Run a script in a process of its own with a hard limit of seconds, so that a hang is a failed test.
 
-    ``merged``: what it says on its standard error is in ``stdout``.
+    ``merged``: what it says on its standard error is in ``stdout``. ``status``: with which it must end, or None.
     """
     env = {**lean_environment(), **{name: str(value) for name, value in environment.items()}}
-    return prepared.run([str(word) for word in arguments], ROOT, env, limit, _usual_environment(), merged)
+    return _run([str(word) for word in arguments], env, limit, merged, status)
 
 
-def run_python(code: str, **environment) -> subprocess.CompletedProcess:
-    """Run ``code`` in a process of its own with a hard limit, with our defaults for MXNet's engine."""
+def run_python(code: str, status=0, **environment) -> subprocess.CompletedProcess:
+    """Run ``code`` in a process of its own, as `run_program` does, with our defaults for MXNet's engine."""
     variables = lean_environment()
     if "examples" in code:  # they draw scikit-learn's digits
         variables["PYTHONPATH"] = variables["PYTHONPATH"].split(os.pathsep, 1)[1]
     for name in CPU_RESOURCES:
         variables.pop(name, None)
     variables.update({name: str(value) for name, value in environment.items()})
-    return prepared.run(["-c", code], ROOT, variables, HANG, _usual_environment(), False)
+    return _run(["-c", code], variables, HANG, False, status)
+
+
+def _run(arguments, env, limit, merged, status) -> subprocess.CompletedProcess:
+    done = prepared.run(arguments, ROOT, env, limit, _usual_environment(), merged)
+    if status is not None and done.returncode != status:
+        words = " ".join(arguments if arguments[0] != "-c" else ["the program"])
+        raise AssertionError(f"{words} ended with {done.returncode}:\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}")
+    return done
 
 
 def _usual_environment() -> Optional[dict]:

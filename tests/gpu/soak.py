@@ -24,8 +24,8 @@ import psutil  # noqa: E402
 from conftest import GPUS, zeros_by_copy  # noqa: E402
 from mxnet import autograd  # noqa: E402
 from reference import check_all  # noqa: E402
-from test_operator import UNITS, check_affine, make, place, with_gradients  # noqa: E402
-from testing import reference_of, shards_and_heads  # noqa: E402
+from test_operator import UNITS, make, place, with_gradients  # noqa: E402
+from testing import check_affine, reference_of, shards_and_heads, vector_dtype  # noqa: E402
 
 # Shape on the first device (each further one has one image more), type, axis of the channels.
 LAYERS = [
@@ -67,7 +67,7 @@ class Case:
         how = {"dtype": self.dtype, "axis": self.axis, "units": UNITS}
         check_all(f"output of {name}", results[:count], expected.outputs, **how)
         check_all(f"input gradient of {name}", results[count : 2 * count], expected.input_gradients, **how)
-        check_affine(self.layer, self.devices, expected, self.dtype)
+        check_affine(self.layer, self.devices, expected, vector_dtype(self.dtype), units=UNITS)
 
 
 def step(cases, rng) -> list:
@@ -111,16 +111,15 @@ def main() -> int:
         # Doubling, and every ten seconds.
         if steps & (steps - 1) == 0 or not told or time.monotonic() - started - told[-1]["seconds"] > 10:
             free, total = mx.context.gpu_memory_info(0)
-            told.append(
-                {
-                    "step": steps,
-                    "seconds": round(time.monotonic() - started, 1),
-                    "host_MiB": process.memory_info().rss >> 20,
-                    "threads": process.num_threads(),
-                    "gpu_MiB": (total - free) >> 20,
-                }
-            )
-            print(", ".join(f"{key} {value}" for key, value in told[-1].items()), flush=True)
+            now = {
+                "step": steps,
+                "seconds": round(time.monotonic() - started, 1),
+                "host_MiB": process.memory_info().rss >> 20,
+                "threads": process.num_threads(),
+                "gpu_MiB": (total - free) >> 20,
+            }
+            told.append(now)
+            print(", ".join(f"{key} {value}" for key, value in now.items()), flush=True)
     print(f"RIGHT: {steps} steps on {', '.join(map(str, devices))}, each with the bits of the first")
     if arguments.json:
         found = {"devices": [str(device) for device in devices], "steps": steps, "told": told[-40:]}

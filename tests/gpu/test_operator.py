@@ -7,19 +7,10 @@ import mxnet as mx
 import numpy as np
 import psutil
 import pytest
+import testing
 from mxnet import autograd, gluon
-from reference import Norm, Sized, check_all
-from reference import check as check_array
-from testing import (
-    MODES,
-    check_running,
-    random_affine,
-    random_shards,
-    reference_of,
-    set_mode,
-    shards_and_heads,
-    vector_dtype,
-)
+from reference import Norm, check_all, check_tensors, total
+from testing import check_affine, check_running, initialized, random_shards, reference_of, set_mode, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -42,10 +33,8 @@ UNITS = 32  # of rounding
 
 def make(devices, dtype="float32", channels=5, mode="imperative", timeout=20, prefix="stem_", **options):
     layer = SyncBatchNorm(in_channels=channels, backend="native", timeout=timeout, prefix=prefix, **options)
-    layer.cast(dtype)
-    layer.initialize(ctx=devices)
-    random_affine(layer, channels)
-    return set_mode(layer, mode)
+    testing.random_affine(initialized(layer, devices, mode, dtype), channels)
+    return layer
 
 
 def place(arrays, devices):
@@ -68,15 +57,6 @@ def step(block, arrays, heads, devices, skips=(), train_mode=True):
     return [output.asnumpy() for output in outputs], [gradient.asnumpy() for gradient in gradients]
 
 
-def check_affine(layer, devices, expected, dtype="float32", times=1):
-    for name in ("gamma", "beta"):
-        parameter, wanted = getattr(layer, name), getattr(expected, f"{name}_gradient")
-        if parameter.grad_req != "null":
-            total = sum(parameter.grad(device).asnumpy().astype(np.float64) for device in devices)
-            wanted = Sized(times * wanted.value, times * wanted.size)
-            check_array(f"gradient of {name}", total, wanted, vector_dtype(dtype), units=UNITS)
-
-
 def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=None, has_skip=False, used=None):
     """One training step. ``norm``: the layer's reference in several of them."""
     norm = norm or reference_of(layer)
@@ -88,7 +68,7 @@ def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=No
     check_all("output", outputs, expected.outputs, **how, roundings=2 if norm.activation == "leaky" else 1)
     check_all("input gradient", gradients[: len(devices)], expected.input_gradients, **how)
     check_all("gradient of the skip", gradients[len(devices) :], expected.skip_gradients if skips else [], **how)
-    check_affine(layer, devices, expected, dtype)
+    check_affine(layer, devices, expected, testing.vector_dtype(dtype), units=UNITS)
     if used is None:
         check_running(layer, norm, dtype)
 
@@ -171,7 +151,7 @@ def test_a_skip_whose_gradients_are_not_all_asked_for(devices, requested):
     seen = [output.asnumpy() for output in outputs]
     expected = norm.step(arrays, heads, skips, seen=seen)
     check_all("output", seen, expected.outputs, units=UNITS)
-    check_affine(layer, devices, expected)
+    check_affine(layer, devices, expected, units=UNITS)
     if wanted:
         results = expected.input_gradients if requested == "input" else expected.skip_gradients
         check_all("gradient", [gradient.asnumpy() for gradient in gradients], results, units=UNITS)
@@ -207,7 +187,7 @@ def test_gradients_can_be_added(devices):
     expected = reference_of(layer).step(arrays, heads)
     for times in (1, 2, 3):
         step(layer, arrays, heads, devices)
-        check_affine(layer, devices, expected, times=times)
+        check_affine(layer, devices, expected, times=times, units=UNITS)
 
 
 @groups
@@ -253,10 +233,10 @@ def test_a_backward_pass_whose_forward_pass_failed(devices, mode):
 
 @pytest.mark.gpus(1)
 def test_cpu_devices_beside_gpus_have_temporary_space_of_their_own():
-    net = gluon.nn.HybridSequential()
-    for _ in range(4):
-        net.add(gluon.nn.Conv2D(4, 3, padding=1), SyncBatchNorm(timeout=60))
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])  # with MXNet's four buffers for both, this waits until the timeout
+    kinds = lambda: gluon.nn.Conv2D(4, 3, padding=1), lambda: SyncBatchNorm(timeout=60)
+    net = initialized(
+        testing.sequential(*kinds * 4), 2
+    )  # with MXNet's four buffers for both, this waits until the timeout
     for _ in range(3):
         with autograd.record():
             outputs = [net(mx.nd.ones((2, 3, 8, 8), ctx=mx.cpu(i))) for i in range(2)]
@@ -275,7 +255,7 @@ class Head(gluon.HybridBlock):
 
 @alone
 @pytest.mark.mxnet_kernels
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", list(testing.MODES))
 def test_a_layer_that_is_called_twice_in_a_step(devices, mode):
     """As a head that pyramid levels share: on the way back the calls come in the other order."""
     layer = make(devices)
@@ -290,11 +270,11 @@ def test_a_layer_that_is_called_twice_in_a_step(devices, mode):
         autograd.backward([y for pair in outputs for y in pair], [h for pair in head_gradients for h in pair])
         steps = [norm.step(*level) for level in zip(levels, heads)]
         for i, expected in enumerate(steps):
-            check_all("output", [pair[i].asnumpy() for pair in outputs], expected.outputs, units=UNITS)
-            seen = [item.asnumpy() for item in gradients[i]]
-            check_all("input gradient", seen, expected.input_gradients, units=UNITS)
-        total = [Sized(*map(sum, zip(*(one[i] for one in steps)))) for i in (3, 4)]  # of γ, of β
-        check_affine(layer, devices, steps[0]._replace(gamma_gradient=total[0], beta_gradient=total[1]))
+            seen = [pair[i].asnumpy() for pair in outputs], [item.asnumpy() for item in gradients[i]]
+            check_tensors(*seen, expected, units=UNITS)
+        names = "gamma_gradient", "beta_gradient"
+        sums = {name: total([getattr(one, name) for one in steps]) for name in names}
+        check_affine(layer, devices, steps[0]._replace(**sums), units=UNITS)
         check_running(layer, norm)
 
 
@@ -350,6 +330,5 @@ def test_in_place_gradients_of_prediction_mode(devices, mode):
     check_all("prediction", predicted, Norm(gamma, beta).step(arrays, training=False).outputs, units=UNITS)
     outputs, gradients = step(layer, arrays, heads, devices, train_mode=False)
     expected = Norm(gamma, beta, in_place="float32").step(arrays, heads, training=False)
-    check_all("output", outputs, expected.outputs, units=UNITS)
-    check_all("input gradient", gradients, expected.input_gradients, units=UNITS)
-    check_affine(layer, devices, expected)
+    check_tensors(outputs, gradients, expected, units=UNITS)
+    check_affine(layer, devices, expected, units=UNITS)

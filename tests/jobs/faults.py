@@ -15,7 +15,6 @@ import job
 import mxnet as mx
 import testing
 from mxnet import autograd
-from mxnet.gluon import nn
 
 import gluon_syncbn
 
@@ -53,9 +52,7 @@ FAULTS = {
 
 
 def build(norm):
-    net = nn.HybridSequential()
-    net.add(*(norm(prefix=name + "_", in_channels=4) for name in ("first", "second", "third")))
-    return net
+    return testing.sequential(*(norm(prefix=name + "_", in_channels=4) for name in ("first", "second", "third")))
 
 
 def break_off():

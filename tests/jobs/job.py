@@ -84,8 +84,7 @@ def check_step(net, norm, shards, heads, devices, *, layer=None, used=None, memb
     check_all("output", [item.asnumpy() for item in outputs], [expected.outputs[i] for i in mine], **how)
     gradients = [item.grad.asnumpy() for item in inputs]
     check_all("input gradient", gradients, [expected.input_gradients[i] for i in mine], **how)
-    vectors = layer.gamma, layer.beta
-    sums = [sum(vector.grad(device).asnumpy().astype(np.float64) for device in devices) for vector in vectors]
+    sums = [testing.total(vector.grad(device) for device in devices) for vector in (layer.gamma, layer.beta)]
     totals = np.split(gathered(sums)[members].sum(axis=0), 2)
     for name, total, wanted in zip(("gamma", "beta"), totals, (expected.gamma_gradient, expected.beta_gradient)):
         check(f"gradient of {name}", total, wanted, units=how["units"])
@@ -100,8 +99,7 @@ def twins(make, devices, shape, norm=OURS) -> list:
     mx.random.seed(3)
     nets = [make(norm), make(nn.BatchNorm)]
     for net, contexts in zip(nets, (devices, [mx.cpu(0)])):
-        net.cast("float64")
-        net.initialize(ctx=contexts)
+        testing.initialized(net, contexts, dtype="float64")
         net.collect_params().reset_ctx(contexts)  # of those that were there already
         net(mx.nd.zeros(shape, ctx=contexts[0], dtype="float64"))
     for ours, other in zip(*(net.collect_params().values() for net in nets)):

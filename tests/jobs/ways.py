@@ -2,7 +2,7 @@
 
 mpirun -np N python tests/jobs/ways.py mpi WAY[,WAY,...]
 
-A way is a function here, or a net of `numerics`. Each step is compared with the whole batch of all processes: outputs,
+A way is a function here, or one of `NETS`. Each step is compared with the whole batch of all processes: outputs,
 gradients and running statistics (`job`). Every process but the first makes blocks that the others do not, so that
 Gluon's names differ. Each process prints ``RIGHT WAY``.
 """
@@ -20,16 +20,15 @@ import warnings
 import job
 import live
 import mxnet as mx
-import numerics
 import numpy as np
 import pytest
 import testing
-from delay import Late
+from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from processes import SummingTrainer, WithHorovod, WithMPI
-from reference import Norm, Sized, check
-from testing import LATE_THREADS, MODES, cpus, random_affine, random_shards, reference_of, set_mode, shards_and_heads
+from reference import Norm, check, total
+from testing import MODES, cpus, initialized, random_shards, reference_of, sequential, set_mode, shards_and_heads
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -44,9 +43,8 @@ late = Late(lambda device: 1.0)  # what comes behind it arrives later at its lay
 
 def make(devices, mode="imperative", **options):
     """A layer and its reference."""
-    layer = SyncBatchNorm(in_channels=4, timeout=60, **options)
-    layer.initialize(ctx=devices)
-    random_affine(layer, 4)
+    layer = initialized(SyncBatchNorm(in_channels=4, timeout=60, **options), devices)
+    testing.random_affine(layer, 4)
     size = options.get("group_size")
     norm = reference_of(layer, group_size=size, renorm=options.get("renorm"))
     norm.mean_is_rounded = size == 1 and norm.renorm is None  # it is nn.BatchNorm
@@ -77,10 +75,49 @@ def check_own(expected, y, gradient):
     check("input gradient", gradient.asnumpy(), expected.input_gradients[RANK], units=16)
 
 
-def sequence(*blocks):
-    net = nn.HybridSequential()
-    net.add(*blocks)
-    return net
+class Branches(gluon.HybridBlock):
+    """Parallel branches with a head that they share; which branch is late differs from process to process."""
+
+    def __init__(self, norm):
+        super().__init__()
+        with self.name_scope():
+            self.norms = [norm(in_channels=3) for _ in range(4)]
+            self.head = norm(in_channels=3)
+            self.conv = nn.Conv2D(3, 3, padding=1, in_channels=3)
+            self.late = [Late(lambda device, i=i: 5e-3 * (i == job.group.rank % 2)) for i in range(2)]
+            for block in (*self.norms, *self.late):
+                self.register_child(block)
+
+    def hybrid_forward(self, F, x):
+        ends = [self.head(self.conv(norm(self.late[i % 2](x)))) for i, norm in enumerate(self.norms)]
+        return F.add_n(*[F.tanh(y) * (i + 1) for i, y in enumerate(ends)])
+
+
+def resnet18(norm):
+    from gluoncv import model_zoo  # takes long, and most jobs do without
+
+    net = model_zoo.get_model("resnet18_v1b", classes=5)
+    return net if norm is nn.BatchNorm else gluon_syncbn.convert_sync_batchnorm(net, timeout=job.TIMEOUT)
+
+
+# How it is made, the shape of an image, and the tolerance, of float64; deep nets enlarge errors of rounding.
+NETS = {
+    "layer": (lambda norm: norm(in_channels=3), (3, 5, 2), 1e-10),
+    "branches": (Branches, (3, 4, 4), 1e-9),
+    "resnet18": (resnet18, (3, 32, 32), 1e-6),
+}
+
+
+def check_net(case: str) -> None:
+    """Two steps of it in each of JOB_MODES, with JOB_DEVICES devices in each process."""
+    make, shape, tolerance = NETS[case]
+    devices = cpus(int(os.environ.get("JOB_DEVICES", 1)))
+    for mode in os.environ.get("JOB_MODES", "static").split():
+        net, twin = job.twins(make, devices, (1, *shape))
+        set_mode(net, mode)
+        for seed in range(2):
+            # nn.BatchNorm averages the calls of a shared layer in the opposite order.
+            job.check_like(net, twin, seed, devices, shape=shape, tolerance=tolerance, statistics=case != "branches")
 
 
 def by_environment():
@@ -194,8 +231,8 @@ def module():
         bound.forward(mx.io.DataBatch([mx.nd.array(shards[RANK])]), is_train=True)
         bound.backward([mx.nd.array(part[RANK]) for part in several])
         steps = [norm.step(shards, part) for norm, part in zip(references, several)]
-        total = Sized(*(sum(parts) for parts in zip(*(step.input_gradients[RANK] for step in steps))))
-        check("input gradient", bound.get_input_grads()[0].asnumpy(), total, units=16)
+        expected = total([step.input_gradients[RANK] for step in steps])
+        check("input gradient", bound.get_input_grads()[0].asnumpy(), expected, units=16)
         for name, norm, step, y in zip(names, references, steps, bound.get_outputs()):
             check("output", y.asnumpy(), step.outputs[RANK], units=16)
             for end, wanted in (("gamma", step.gamma_gradient), ("beta", step.beta_gradient)):
@@ -208,12 +245,9 @@ def expander():
     """As in GluonCV's detectors: base weights on the CPU, then a symbol of the base with norms behind it as a block."""
 
     def build(norm):
-        base = sequence(nn.Conv2D(4, 1, in_channels=4), norm(in_channels=4))
-        base.initialize()
+        base = initialized(sequential(nn.Conv2D(4, 1, in_channels=4), norm(in_channels=4)))
         out = mx.sym.BatchNorm(base(mx.sym.var("data")), name="behind", fix_gamma=False, eps=1e-5)
-        net = gluon.SymbolBlock(out, mx.sym.var("data"), params=base.collect_params())
-        net.initialize()
-        return net
+        return initialized(gluon.SymbolBlock(out, mx.sym.var("data"), params=base.collect_params()))
 
     net, twin = job.twins(build, [mx.cpu(1)], SHAPE, functools.partial(job.OURS, num_devices=1))
     set_mode(net, "static")
@@ -225,8 +259,8 @@ def alone_in_the_middle():
     """The first process predicts, saves and exports between steps, as for an evaluation."""
 
     def build(norm):
-        net = sequence(nn.Conv2D(4, 1, in_channels=4), norm(in_channels=4))
-        return sequence(set_mode(net, "static"), nn.Activation("tanh"))
+        net = sequential(nn.Conv2D(4, 1, in_channels=4), norm(in_channels=4))
+        return sequential(set_mode(net, "static"), nn.Activation("tanh"))
 
     whole, twin = job.twins(build, cpus(1), SHAPE)
     for seed in range(3):
@@ -244,7 +278,7 @@ class Several(nn.Sequential):
 
     def __init__(self, norm):
         super().__init__()
-        self.add(*(sequence(norm(in_channels=4), nn.Activation("relu"), norm(in_channels=4)) for _ in range(3)))
+        self.add(*(sequential(norm(in_channels=4), nn.Activation("relu"), norm(in_channels=4)) for _ in range(3)))
 
     def __call__(self, x):
         parts = enumerate(zip(self, mx.nd.split(x, 3, axis=1)))
@@ -315,9 +349,7 @@ def without_backward():
             x.attach_grad()
         if kind == "module":
             symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=1, timeout=60, name="alone")
-            bound = mx.mod.Module(symbol, label_names=None, context=mx.cpu(0))
-            bound.bind([("data", x.shape)], for_training=False)
-            bound.init_params()
+            bound = testing.module_of(symbol, cpus(1), x.shape, for_training=False)
             bound.forward(mx.io.DataBatch([x]), is_train=True)
         else:
             is_recorded, in_training = kind != "not recorded", kind != "predicted"
@@ -377,8 +409,7 @@ def breaks_off(is_first, kind, layer, other, outside):
 
 def given_up():
     """What is under way in one process is given up in all, and goes on with the next step."""
-    (layer, norm), (other, _), outside = make(cpus(1)), make(cpus(1)), nn.Dense(2, in_units=36)
-    outside.initialize()
+    (layer, norm), (other, _), outside = make(cpus(1)), make(cpus(1)), initialized(nn.Dense(2, in_units=36))
     moments = "in record", "after another backward", "between two backward", "in the next record", "a label that failed"
     is_first = RANK == 0
     breaks_off(is_first, "never", layer, other, outside)
@@ -418,8 +449,7 @@ def dropped_net():
 
         own = MPI.COMM_WORLD
     for channels in (7, 4):
-        dropped = sequence(SyncBatchNorm(in_channels=channels, timeout=60, process_group=own))
-        dropped.initialize(ctx=devices)
+        dropped = initialized(sequential(SyncBatchNorm(in_channels=channels, timeout=60, process_group=own)), devices)
         testing.step(dropped, *[[np.ones((2, channels, 3, 3), np.float32)] * 2] * 2, devices)
         mx.nd.waitall()
         del dropped
@@ -448,7 +478,7 @@ def steps_of_a_schedule():
             elif ENGINE == "mpi":
                 used = devices[:1] if RANK == 0 else devices
                 with contextlib.suppress(ValueError, mx.MXNetError), autograd.record():
-                    outputs = [layer(mx.nd.array(part, ctx=device)) for part, device in zip(far([SHAPE] * 2)[0], used)]
+                    outputs = [layer(x) for x in testing.on_devices(far([SHAPE] * 2)[0], used)]
                     if RANK:
                         outputs[0].asnumpy()
                     raise ValueError("a bad batch, on all processes")
@@ -472,7 +502,7 @@ def loader():
 
 def unfreezing():
     """Parts of a net are frozen for some epochs, and it grows: who synchronizes is not the same from step to step."""
-    net, twin = job.twins(lambda norm: sequence(*(norm(in_channels=4) for _ in range(3))), cpus(1), SHAPE)
+    net, twin = job.twins(lambda norm: sequential(*(norm(in_channels=4) for _ in range(3))), cpus(1), SHAPE)
     for epoch, mode in enumerate(["hybridize", "static"] * 2):
         frozen = epoch < 2
         gluon_syncbn.freeze_statistics(net[:2], frozen)
@@ -483,8 +513,7 @@ def unfreezing():
         if epoch == 3:
             for item, norm in ((net, job.OURS), (twin, nn.BatchNorm)):
                 item.add(norm(in_channels=4))
-                item[3].cast("float64")
-                item[3].initialize()
+                initialized(item[3], dtype="float64")
         set_mode(net, mode)
         for seed in range(2):
             job.check_like(net, twin, seed, cpus(1), shape=SHAPE[1:])
@@ -571,7 +600,7 @@ def training():
 
     def build(norm):
         synchronized = norm(in_channels=8, momentum=0.875)
-        return sequence(nn.Conv2D(8, 3, in_channels=3), synchronized, nn.Activation("relu"), nn.Dense(5))
+        return sequential(nn.Conv2D(8, 3, in_channels=3), synchronized, nn.Activation("relu"), nn.Dense(5))
 
     nets, options = job.twins(build, devices, (1, 3, 8, 8)), {"learning_rate": 0.1, "momentum": 0.9}
     set_mode(nets[0], "static")
@@ -594,12 +623,11 @@ def training():
 
 def soak():
     """Nothing that is alive grows while a small net trains: layers of 4 channels, or of those that are given."""
-    net, before = nn.HybridSequential(), 4
+    blocks, before = [], 4
     for channels in map(int, sys.argv[4:] or [4] * 3):
-        net.add(nn.Conv2D(channels, 1, in_channels=before), SyncBatchNorm(in_channels=channels, timeout=60))
+        blocks += [nn.Conv2D(channels, 1, in_channels=before), SyncBatchNorm(in_channels=channels, timeout=60)]
         before = channels
-    net.initialize()
-    set_mode(net, "static")
+    net = initialized(sequential(*blocks), 1, "static")
     x, steps, began = mx.nd.array(draw(RANK, 1, 2)[0][0]), int(sys.argv[3]) // 3, time.monotonic()
 
     def step():
@@ -608,7 +636,7 @@ def soak():
         y.backward()
         y.wait_to_read()
 
-    live.watch(step, 2, steps, 256, LATE_THREADS)
+    live.watch(step, 2, steps, 256, testing.LATE_THREADS)
     job.check_same([layer.running_var.data().asnumpy() for layer in net[1::2]])
     job.say(f"{1e3 * (time.monotonic() - began) / (3 * steps):.1f} ms a step")
 
@@ -638,5 +666,5 @@ for way in WAYS.split(","):
         job.join(ENGINE)
     others = [] if job.group is None else [SyncBatchNorm, nn.HybridSequential, lambda: nn.Conv2D(2, 1)] * RANK
     extra = [block() for block in others]
-    numerics.check(way) if way in numerics.CASES else globals()[way]()
+    check_net(way) if way in NETS else globals()[way]()
     job.say("RIGHT", way)
