@@ -65,7 +65,7 @@ class Lowering:
     Attributes
     ----------
     symbol : Symbol
-        The copy; the symbol itself where nothing changes.
+        The copy; the symbol itself where it has no Batch Normalization.
     fused : Counter
         How many patterns of each kind were fused.
     """
@@ -78,20 +78,13 @@ class Lowering:
         self.symbol = graph.symbol() if self._changes(graph) else symbol
 
     def _changes(self, graph: Graph) -> bool:
-        """Lower a graph in place; returns whether anything has changed."""
-        has_changed = False
-        norms, made = find_norms(graph), []
-        for norm in norms:
-            layer = self._layers.of(norm)
-            if layer is not None:
-                has_changed |= take_frozen(norm, layer)
-            made.append(self._new(norm, layer))
+        """Lower a graph in place; returns whether it has any Batch Normalizations."""
+        norms = find_norms(graph)
+        made = [self._new(norm) for norm in norms]
         fusible = _replace(graph, [new for new in made if new is not None])
-        has_changed |= any(new is not None for new in made)
-        if norms and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
-            has_changed = True
-            for norm in norms:
-                norm.unmark()
+        for norm in norms:  # or `Symbol.optimize_for`, which MXNet calls for a partitioner, would lower it again
+            norm.unmark()
+        has_changed = bool(norms)
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
                 has_changed |= self._changes_body(node, number, body)
@@ -102,16 +95,18 @@ class Lowering:
     def _changes_body(self, node: Node, number: int, body: Dict[str, Any]) -> bool:
         graph = Graph(body)
         before = graph.inputs()
-        if not self._changes(graph):
-            return False
+        has_changed = self._changes(graph)
         after = graph.inputs()
         if after != before:
             _move_inputs(node, number, [after.index(name) for name in before])
         node.more["subgraphs"][number] = graph.text()
-        return True
+        return has_changed
 
-    def _new(self, norm: Norm, layer) -> Optional[_New]:
+    def _new(self, norm: Norm) -> Optional[_New]:
         """What takes the place of a norm; None if it stays."""
+        layer = self._layers.of(norm)
+        if layer is not None:
+            take_frozen(norm, layer)
         dtype = self._dtypes.get(norm.data)
         node = NodeOptions(
             norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
@@ -160,7 +155,6 @@ def _replace(graph: Graph, made: List[_New]) -> Set[Node]:
         if norm.running_mean in several and token is not None:
             tokens[norm.running_mean] = token
     graph.replace(replaced)
-    graph.refresh()
     return {replaced[new.norm.node].node for new in made if new.fuses}
 
 
