@@ -30,17 +30,6 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """The layers for the nodes that synchronize, which Gluon does not know as children."""
         return layers_of(self).all()
 
-    def plain_norms(self) -> List[Norm]:
-        """The nodes of the block's symbol that do not synchronize."""
-        return [norm for norm in self._norms() if layers_of(self).of(norm) is None]
-
-    def count_nodes(self) -> int:
-        """How many nodes synchronize."""
-        return sum(layers_of(self).of(norm) is not None for norm in self._norms())
-
-    def _norms(self) -> List[Norm]:
-        return find_norms(Graph(plain_graph_of(self)[1]))
-
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
             return super().forward(x, *args)
@@ -53,6 +42,12 @@ class SynchronizedSymbolBlock(SymbolBlock):
         if mx.util.is_np_array():
             outputs = [item.as_np_ndarray() for item in outputs]
         return regroup(outputs, self._out_format)
+
+
+def plain_norms(block: SymbolBlock) -> List[Norm]:
+    """The nodes of the block's symbol that do not synchronize, but could: nobody reads their mean or variance."""
+    layers = layers_of(block)
+    return [norm for norm in find_norms(Graph(plain_graph_of(block)[1])) if layers.of(norm) is None]
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
