@@ -13,7 +13,7 @@ from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
 from gluon_syncbn.graphs.trace import Layers, tracing
-from gluon_syncbn.layer.decision import Site, Way, decide
+from gluon_syncbn.layer.decision import check_devices, symbol_synchronizes
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
@@ -260,8 +260,10 @@ class SyncBatchNorm(nn.BatchNorm):
             return self._note_in(layers)
         spec, devices = self._sync.spec(), self._sync.devices()
         is_moving = len(devices) == 1  # most layers are on one device before they train
-        way = decide(spec, devices, Site.SYMBOL) if is_moving else self._sync.way(spec, devices, Site.SYMBOL)
-        if way is Way.OPEN:
+        does_synchronize = symbol_synchronizes(spec)
+        if not is_moving:
+            check_devices(spec, devices, does_synchronize)
+        if does_synchronize:
             spec.check_names()
             choose(spec, devices)  # one that cannot run here shows at once
         return mark(spec, None if is_moving and spec.num_devices else len(devices))
@@ -276,7 +278,7 @@ class SyncBatchNorm(nn.BatchNorm):
         x, gamma = arrays[:2]
         spec, devices = self._sync.spec(), self._sync.devices()
         self._check_input(x, gamma.shape[0], spec)
-        if self._sync.way(spec, devices, Site.ARRAYS) is Way.PLAIN:
+        if not self._sync.synchronizes(spec, devices, predicts=not mx.autograd.is_training()):
             x, lowered = widened(x)
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
             return lowered(mx.nd.relu(out) if spec.activation else out)

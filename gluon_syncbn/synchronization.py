@@ -14,7 +14,7 @@ from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.graphs.graph import Entry
-from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
+from gluon_syncbn.layer.decision import check_devices, check_groups, synchronizes
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
@@ -82,21 +82,13 @@ class Synchronization:
         """The contexts of the parameters in rank order; none before ``initialize``."""
         return contexts_of(self.layer.running_mean)
 
-    def way(self, spec: LayerSpec, devices: Sequence[mx.Context], site: Site) -> Way:
-        """Decide what the layer computes where it is called; raise an error if it could not on these devices."""
-        way = decide(spec, devices, site)
-        if way is not Way.PLAIN:
-            spec.check_dtype()
-        if devices:
-            spec.check_devices(devices)
-            if way is Way.SYNCHRONIZED and spec.group_size != 1:
-                refuse_late_import(spec.where, len(devices))
-            if mx.autograd.is_training():
-                check_groups(spec, len(devices))
-        elif way is Way.OPEN:
-            spec.check_engine(spec.num_devices)
-            check_groups(spec, spec.num_devices)
-        return way
+    def synchronizes(self, spec: LayerSpec, devices: Sequence[mx.Context], predicts: bool = False) -> bool:
+        """Whether the layer synchronizes on its devices; raise an error if it could not on these."""
+        does = bool(devices) and not predicts and synchronizes(spec, len(devices))
+        check_devices(spec, devices, does)
+        if does and spec.group_size != 1:
+            refuse_late_import(spec.where, len(devices))
+        return does
 
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, devices: List[mx.Context]) -> mx.nd.NDArray:
         """The layer on its back end."""
@@ -200,7 +192,7 @@ def _description(block: Block) -> str:
     if sync is None:
         return ""
     spec = sync.spec().but(num_devices=len(sync.devices()))
-    if spec.is_by_itself or spec.use_global_stats:
+    if spec.is_plain:
         return ""
     shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
     return spec.describe(shape[0] if shape else None)

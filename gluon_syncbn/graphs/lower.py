@@ -25,7 +25,7 @@ from gluon_syncbn.graphs.fuse import fuse
 from gluon_syncbn.graphs.graph import Entry, Graph, Node
 from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
 from gluon_syncbn.graphs.trace import Layers
-from gluon_syncbn.layer.decision import Site, Way, decide
+from gluon_syncbn.layer.decision import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
 _log = logging.getLogger("gluon_syncbn")
@@ -114,11 +114,11 @@ class Lowering:
         sync = None if layer is None else synchronization_of(layer)  # None if it has been converted back, too
         if sync is not None:
             spec, devices = sync.spec(), sync.devices()
-            if sync.way(spec, devices, Site.NET) is Way.SYNCHRONIZED:
+            if sync.synchronizes(spec, devices):
                 return _New(norm, lambda after: sync.nodes(norm.inputs, spec, devices, node, after), spec.fuse)
         elif layer is None and norm.is_marked:
             spec = norm.spec.but(num_devices=norm.num_devices)
-            if decide(spec, [], Site.SYMBOL) is Way.OPEN:
+            if symbol_synchronizes(spec):
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []
                 backend, group = choose(spec, devices).backend, spec.check_names().to_json()
                 return _New(norm, lambda after: backend.nodes(norm.inputs, spec, group, [], node, after), spec.fuse)

@@ -84,14 +84,9 @@ class LayerSpec:
         return default_timeout() if self.timeout is None else self.timeout
 
     @property
-    def is_plain_alone(self) -> bool:
-        """Whether it is plain Batch Normalization on a device that synchronizes with no other."""
-        return self.renorm is None
-
-    @property
-    def is_by_itself(self) -> bool:
-        """Whether its ``group_size`` leaves each device by itself, so that it is plain Batch Normalization."""
-        return self.group_size == 1 and self.is_plain_alone
+    def is_plain(self) -> bool:
+        """Whether it is plain Batch Normalization on any devices: frozen, or each device is by itself."""
+        return self.use_global_stats or (self.group_size == 1 and self.renorm is None)
 
     def checked(self) -> "LayerSpec":
         """Return the spec with normalized values.

@@ -108,9 +108,7 @@ def check_module(module: mx.mod.Module) -> None:
     if module in _modules or len(contexts_of_module(module)) < 2:
         return
     norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
-    trained = (
-        norm for norm in norms if norm.is_marked and not norm.spec.is_by_itself and not norm.spec.use_global_stats
-    )
+    trained = (norm for norm in norms if norm.is_marked and not norm.spec.is_plain)
     plain = [norm.name for norm in trained if norm.num_devices == 1]
     if plain:
         count = len(contexts_of_module(module))
@@ -143,8 +141,7 @@ def _is_suspect(sync: "Synchronization", chosen) -> bool:
         return False
     if chosen is not None and not any(id(item) in chosen for item in _learning(sync)):
         return False
-    spec = sync.spec()
-    if spec.use_global_stats or spec.is_by_itself:
+    if sync.spec().is_plain:
         return False
     fresh = {array.context for array in _fresh(sync)}
     if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):
