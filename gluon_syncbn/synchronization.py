@@ -9,11 +9,12 @@ from mxnet.gluon import Block, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
 from gluon_syncbn.backends.choose import choose, find_backend
-from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
+from gluon_syncbn.backends.interface import Backend, LayerGroup
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
-from gluon_syncbn.graphs.graph import Entry
+from gluon_syncbn.graphs.graph import Entry, Kind
+from gluon_syncbn.graphs.norms import Norm
 from gluon_syncbn.layer.decision import check_devices, check_groups, synchronizes
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
@@ -96,11 +97,11 @@ class Synchronization:
         self._take_place_in_training()
         return backend.normalize(arrays, spec, str(group.id), devices)
 
-    def nodes(self, inputs, spec: LayerSpec, devices: List[mx.Context], node: NodeOptions, after: Optional[Entry]):
+    def nodes(self, norm: Norm, spec: LayerSpec, devices: List[mx.Context], kind: Kind, dtype, after: Optional[Entry]):
         """The layer as nodes of a graph (`Backend.nodes`)."""
         backend, group = self._group_on(spec, devices)
         self._take_place_in_training()
-        return backend.nodes(inputs, spec, str(group.id), devices, node, after)
+        return backend.nodes(norm, spec, str(group.id), devices, kind, dtype, after)
 
     def _take_place_in_training(self) -> None:
         if mx.autograd.is_training():

@@ -8,7 +8,8 @@ from typing import Optional
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import json_of
-from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.graph import Kind
+from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import MARK
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.mxnet_engine import cpu_resources

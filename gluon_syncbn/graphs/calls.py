@@ -44,8 +44,8 @@ from gluon_syncbn.base.mxnet_private import (
     set_graph,
 )
 from gluon_syncbn.base.walk import all_blocks
-from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.graph import Graph, Kind
+from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
 from gluon_syncbn.graphs.trace import layers_of
 from gluon_syncbn.mxnet_engine import cpu_resources, failures

@@ -38,6 +38,16 @@ class Entry(NamedTuple):
     version: int = 0
 
 
+class Kind(NamedTuple):
+    """What a graph that runs is for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
+    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
+
+    is_static: bool = False
+    is_partitioned: bool = False
+    fuses: bool = True
+    fuses_sums: bool = True
+
+
 Reader = Optional[Node]  # None is the user, who reads an output of the graph
 
 

@@ -14,31 +14,21 @@ The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what
 import logging
 from ast import literal_eval
 from collections import Counter
+from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
 from gluon_syncbn.backends.bfloat16 import BFLOAT16, dtype_name, inferred_dtypes, is_bfloat16, mxnet_takes_bfloat16
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.backends.interface import NodeOptions
 from gluon_syncbn.graphs.fuse import fuse
-from gluon_syncbn.graphs.graph import Entry, Graph, Node
+from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node
 from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.layer.decision import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
 _log = logging.getLogger("gluon_syncbn")
-
-
-class Kind(NamedTuple):
-    """What the graph is made for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
-    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
-
-    is_static: bool = False
-    is_partitioned: bool = False
-    fuses: bool = True
-    fuses_sums: bool = True
 
 
 class _New(NamedTuple):
@@ -108,20 +98,17 @@ class Lowering:
         if layer is not None:
             take_frozen(norm, layer)
         dtype = self._dtypes.get(norm.data)
-        node = NodeOptions(
-            norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
-        )
         sync = None if layer is None else synchronization_of(layer)  # None if it has been converted back, too
         if sync is not None:
             spec, devices = sync.spec(), sync.devices()
             if sync.synchronizes(spec, devices):
-                return _New(norm, lambda after: sync.nodes(norm.inputs, spec, devices, node, after), spec.fuse)
+                return _New(norm, partial(sync.nodes, norm, spec, devices, self._kind, dtype), spec.fuse)
         elif layer is None and norm.is_marked:
             spec = norm.spec.but(num_devices=norm.num_devices)
             if symbol_synchronizes(spec):
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-                backend, group = choose(spec, devices).backend, spec.check_names().to_json()
-                return _New(norm, lambda after: backend.nodes(norm.inputs, spec, group, [], node, after), spec.fuse)
+                nodes = choose(spec, devices).backend.nodes
+                return _New(norm, partial(nodes, norm, spec, spec.to_json(), [], self._kind, dtype), spec.fuse)
         if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
             return _New(norm, lambda _: (_in_float32(norm), None))
         return None

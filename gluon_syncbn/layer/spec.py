@@ -187,15 +187,14 @@ class LayerSpec:
                 f"an input of float64. Call cast('float32') on the layer."
             )
 
-    def check_names(self) -> "LayerSpec":
-        """Return the spec, or raise TypeError if it has what cannot be saved in a symbol."""
+    def check_names(self) -> None:
+        """TypeError if it has what cannot be saved in a symbol."""
         for option in ("kvstore", "process_group"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):
                 raise TypeError(
                     f"{self.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
                 )
-        return self
 
     def describe(self, channels: Optional[int]) -> str:
         """Describe what must be the same in all processes (and the name), for them to compare and for users to read."""
