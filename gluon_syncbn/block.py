@@ -18,7 +18,6 @@ from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
-from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, options_of
 
 _BATCH_NORM = (
@@ -197,15 +196,10 @@ class SyncBatchNorm(nn.BatchNorm):
         step = self._sync.next_step() if "_sync" in vars(self) else 0
         self._sync = Synchronization(self, options, step)
 
-    def _stop_synchronizing(self) -> None:
-        """Become an `nn.BatchNorm` again, except for the class, which the caller changes."""
-        steps.remove_layer(self)
-        del self._sync
-
     @property
     def backend(self) -> str:
         """The back end that the layer uses on its devices: 'native' or 'portable'."""
-        return choose(self._sync.spec(), self._sync.devices()).name
+        return choose(self._sync.spec(), self._sync.devices()).backend.name
 
     def cast(self, dtype):
         """Cast the layer to a dtype, as `nn.BatchNorm` does.
@@ -218,7 +212,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_sync": self._sync.state()}
+        return {**self.__dict__, "_sync": (self._sync.options, self._sync.next_step())}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)

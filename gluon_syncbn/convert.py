@@ -20,6 +20,7 @@ from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others
 from gluon_syncbn.layer.spec import OPTIONS, check_option_names
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, plain_norms, restore, synchronize
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
 
 _log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ def convert_batchnorm(block: Block) -> Block:
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
-        layer._stop_synchronizing()
+        steps.remove_layer(layer)
+        del layer._sync
         original = layer.__dict__.pop("_converted_from", made_as)
         layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
     for item in blocks:

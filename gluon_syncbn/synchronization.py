@@ -123,10 +123,6 @@ class Synchronization:
         """The next step of the layer's schedule. It goes on where the layer moves, is copied, or converted again."""
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
 
-    def state(self) -> Tuple[LayerSpec, int]:
-        """Return the arguments for the `Synchronization` of a copy of the layer."""
-        return self.options, self.next_step()
-
     # With whom it synchronizes
 
     @property
