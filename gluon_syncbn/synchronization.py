@@ -94,18 +94,14 @@ class Synchronization:
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, devices: List[mx.Context]) -> mx.nd.NDArray:
         """The layer on its back end."""
         backend, group = self._group_on(spec, devices)
-        self._take_place_in_training()
+        if mx.autograd.is_training():
+            self.take_place()
         return backend.normalize(arrays, spec, str(group.id), devices)
 
     def nodes(self, norm: Norm, spec: LayerSpec, devices: List[mx.Context], kind: Kind, dtype, after: Optional[Entry]):
         """The layer as nodes of a graph (`Backend.nodes`)."""
         backend, group = self._group_on(spec, devices)
-        self._take_place_in_training()
         return backend.nodes(norm, spec, str(group.id), devices, kind, dtype, after)
-
-    def _take_place_in_training(self) -> None:
-        if mx.autograd.is_training():
-            self.take_place()
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     fuses_sums: bool = True
 
 
-Reader = Optional[Node]  # None is the user, who reads an output of the graph
+Readers = Dict[Tuple[Node, int], List[Optional[Node]]]  # None is the user, who reads an output of the graph
 
 
 class Graph:
@@ -76,9 +76,9 @@ class Graph:
     def _entry(self, entry) -> Entry:
         return Entry(self.nodes[entry[0]], *entry[1:])
 
-    def readers(self) -> Dict[Tuple[Node, int], List[Reader]]:
+    def readers(self) -> Readers:
         """List the readers of each output."""
-        found: Dict[Tuple[Node, int], List[Reader]] = defaultdict(list)
+        found: Readers = defaultdict(list)
         for node in self.nodes:
             for entry in node.inputs:
                 found[entry.node, entry.output].append(node)

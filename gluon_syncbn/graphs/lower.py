@@ -55,7 +55,7 @@ class Lowering:
     Attributes
     ----------
     symbol : Symbol
-        The copy; the symbol itself where it has no Batch Normalization.
+        The copy.
     fused : Counter
         How many patterns of each kind were fused.
     """
@@ -65,32 +65,30 @@ class Lowering:
         self._dtypes = inferred_dtypes(symbol, dtypes)
         self.fused: Counter = Counter()
         graph = Graph(symbol)
-        self.symbol = graph.symbol() if self._changes(graph) else symbol
+        self._lower(graph)
+        self.symbol = graph.symbol()
 
-    def _changes(self, graph: Graph) -> bool:
-        """Lower a graph in place; returns whether it has any Batch Normalizations."""
+    def _lower(self, graph: Graph) -> None:
+        """Lower a graph in place."""
         norms = find_norms(graph)
         made = [self._new(norm) for norm in norms]
         fusible = _replace(graph, [new for new in made if new is not None])
         for norm in norms:  # or `Symbol.optimize_for`, which MXNet calls for a partitioner, would lower it again
             norm.unmark()
-        has_changed = bool(norms)
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
-                has_changed |= self._changes_body(node, number, body)
+                self._lower_body(node, number, body)
         if fusible and self._kind.fuses:
             self.fused += fuse(graph, fusible, self._kind.fuses_sums)
-        return has_changed
 
-    def _changes_body(self, node: Node, number: int, body: Dict[str, Any]) -> bool:
+    def _lower_body(self, node: Node, number: int, body: Dict[str, Any]) -> None:
         graph = Graph(body)
         before = graph.inputs()
-        has_changed = self._changes(graph)
+        self._lower(graph)
         after = graph.inputs()
         if after != before:
             _move_inputs(node, number, [after.index(name) for name in before])
         node.more["subgraphs"][number] = graph.text()
-        return has_changed
 
     def _new(self, norm: Norm) -> Optional[_New]:
         """What takes the place of a norm; None if it stays."""

@@ -46,4 +46,6 @@ def check_groups(spec: LayerSpec, num_devices: Optional[int]) -> None:
     """ValueError unless ``group_size`` fits this many devices in each process, as far as the processes are known."""
     if spec.group_size is not None and is_connected(spec.process_group):
         group = find(spec.process_group, spec.where)
-        spec.check_groups(num_devices, 1 if group is None else group.size)
+        total = (num_devices or 0) * (1 if group is None else group.size)
+        if total % spec.group_size:
+            raise ValueError(f"{spec.where}: group_size={spec.group_size} does not divide its {total} devices.")

@@ -173,12 +173,6 @@ class LayerSpec:
             groups.setdefault(number // self.group_size if self.group_size else 0, []).append(device)
         return groups
 
-    def check_groups(self, num_devices: Optional[int], num_processes: int) -> None:
-        """ValueError unless ``group_size`` divides the devices of all processes."""
-        total = (num_devices or 0) * num_processes
-        if self.group_size is not None and total % self.group_size:
-            raise ValueError(f"{self.where}: group_size={self.group_size} does not divide its {total} devices.")
-
     def check_dtype(self) -> None:
         """ValueError unless parameters and statistics are float32 or float64."""
         if self.dtype not in ("float32", "float64"):

@@ -13,6 +13,7 @@ from gluon_syncbn.backends.portable.kvstore import stores
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
+from gluon_syncbn.layer.decision import check_groups
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting import profile, waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
@@ -49,7 +50,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
-        self.spec.check_groups(self.spec.num_devices, 1)
+        check_groups(self.spec, self.spec.num_devices)
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()
