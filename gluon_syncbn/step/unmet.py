@@ -78,9 +78,10 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
         return
     chosen = None if parameters is None else set(map(id, parameters))
     with _lock:
-        suspects = [sync for sync in _all if _is_suspect(sync, chosen)]
+        layers = {sync: sync.layer_or_none for sync in list(_all)}  # which nobody collects meanwhile
+        suspects = [sync for sync in layers if _is_suspect(sync, chosen)]
         if suspects:  # a base net and the SymbolBlock that was made of it have the same Parameters
-            met = {id(sync.layer.running_mean) for sync in _all if sync.layer_or_none and sync.trains_here()}
+            met = {id(layer.running_mean) for sync, layer in layers.items() if layer is not None and sync.trains_here()}
             suspects = [sync for sync in suspects if id(sync.layer.running_mean) not in met]
     if chosen is None:
         if not steps.is_balanced():
