@@ -9,7 +9,6 @@ Layers and nets
 
 Symbols and Modules
     symbol.SyncBatchNorm     the layer as a symbol
-    symbol.load              loads a saved symbol on any host
     convert_symbol           makes every BatchNorm of a symbol synchronize
     plain_symbol             makes them plain BatchNorm again
 

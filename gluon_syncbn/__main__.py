@@ -54,7 +54,7 @@ def main() -> int:
     print(f"processes    {_engines()}")
     warned = _warnings()
     try:
-        is_native = choose(LayerSpec("doctor"), devices).name == "native"
+        is_native = choose(LayerSpec("doctor"), devices).backend.name == "native"
         with gluon_syncbn.profile() if is_native else contextlib.nullcontext() as report:
             milliseconds = _all_reduce(devices, group)
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
@@ -95,7 +95,7 @@ def _back_end(devices: List[mx.Context], kind: str) -> str:
         choice = choose(LayerSpec("doctor"), devices)
     except RuntimeError as problem:
         return f"none on {kind}: {problem}"
-    return f"{choice.name} on {kind}: {choice.reason}"
+    return f"{choice.backend.name} on {kind}: {choice.reason}"
 
 
 def _cpu_devices() -> str:

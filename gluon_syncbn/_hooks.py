@@ -1,11 +1,8 @@
 """The methods of MXNet that this package extends, because MXNet has no hook there. The table lists all of them.
 
 Each entry names a method and a decorator. The decorated method does what the original does, and some work of its own.
-`install_hooks` puts the decorated methods in place once, when the package is imported; `remove_hooks` restores the
-originals. Where a method has two entries, the later one is the outer: it calls the earlier one.
+Where a method has two entries, the later one is the outer: it calls the earlier one.
 """
-
-from typing import Any, List, Tuple
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
@@ -59,20 +56,9 @@ _EXTENSIONS = [
     (HybridBlock, "export", exporting_plain_graphs),
     (SymbolBlock, "__init__", synchronizing_what_is_marked),
 ]
-_originals: List[Tuple[Any, str, Any]] = []
 
 
 def install_hooks() -> None:
-    """Extend the methods. A second call does nothing."""
-    if _originals:
-        return
+    """Extend the methods; called once, when the package is imported."""
     for owner, name, extended in _EXTENSIONS:
-        original = getattr(owner, name)
-        _originals.append((owner, name, original))
-        setattr(owner, name, extended(original))
-
-
-def remove_hooks() -> None:
-    """Undo `install_hooks`."""
-    while _originals:
-        setattr(*_originals.pop())
+        setattr(owner, name, extended(getattr(owner, name)))

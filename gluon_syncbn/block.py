@@ -13,12 +13,11 @@ from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
 from gluon_syncbn.graphs.trace import Layers, tracing
-from gluon_syncbn.layer.decision import Site, Way, decide
+from gluon_syncbn.layer.decision import check_devices, symbol_synchronizes
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
-from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, options_of
 
 _BATCH_NORM = (
@@ -197,15 +196,10 @@ class SyncBatchNorm(nn.BatchNorm):
         step = self._sync.next_step() if "_sync" in vars(self) else 0
         self._sync = Synchronization(self, options, step)
 
-    def _stop_synchronizing(self) -> None:
-        """Become an `nn.BatchNorm` again, except for the class, which the caller changes."""
-        steps.remove_layer(self)
-        del self._sync
-
     @property
     def backend(self) -> str:
         """The back end that the layer uses on its devices: 'native' or 'portable'."""
-        return choose(self._sync.spec(), self._sync.devices()).name
+        return choose(self._sync.spec(), self._sync.devices()).backend.name
 
     def cast(self, dtype):
         """Cast the layer to a dtype, as `nn.BatchNorm` does.
@@ -218,7 +212,7 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_sync": self._sync.state()}
+        return {**self.__dict__, "_sync": (self._sync.options, self._sync.next_step())}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -260,8 +254,10 @@ class SyncBatchNorm(nn.BatchNorm):
             return self._note_in(layers)
         spec, devices = self._sync.spec(), self._sync.devices()
         is_moving = len(devices) == 1  # most layers are on one device before they train
-        way = decide(spec, devices, Site.SYMBOL) if is_moving else self._sync.way(spec, devices, Site.SYMBOL)
-        if way is Way.OPEN:
+        does_synchronize = symbol_synchronizes(spec)
+        if not is_moving:
+            check_devices(spec, devices, does_synchronize)
+        if does_synchronize:
             spec.check_names()
             choose(spec, devices)  # one that cannot run here shows at once
         return mark(spec, None if is_moving and spec.num_devices else len(devices))
@@ -276,7 +272,7 @@ class SyncBatchNorm(nn.BatchNorm):
         x, gamma = arrays[:2]
         spec, devices = self._sync.spec(), self._sync.devices()
         self._check_input(x, gamma.shape[0], spec)
-        if self._sync.way(spec, devices, Site.ARRAYS) is Way.PLAIN:
+        if not self._sync.synchronizes(spec, devices, predicts=not mx.autograd.is_training()):
             x, lowered = widened(x)
             out = super().hybrid_forward(mx.nd, x, *arrays[1:])
             return lowered(mx.nd.relu(out) if spec.activation else out)

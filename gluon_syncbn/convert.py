@@ -17,9 +17,10 @@ from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
 from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import count_others, find_norms
+from gluon_syncbn.graphs.norms import count_others
 from gluon_syncbn.layer.spec import OPTIONS, check_option_names
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, restore, synchronize
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, plain_norms, restore, synchronize
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
 
 _log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ def convert_batchnorm(block: Block) -> Block:
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
-        layer._stop_synchronizing()
+        steps.remove_layer(layer)
+        del layer._sync
         original = layer.__dict__.pop("_converted_from", made_as)
         layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
     for item in blocks:
@@ -217,11 +219,7 @@ def _can_convert(block: Block) -> bool:
 def _is_convertible_symbol(block: Block) -> bool:
     """Whether ``block`` is a SymbolBlock with BatchNorm nodes that does not synchronize yet."""
     is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
-    return is_plain and type(block).forward is SymbolBlock.forward and bool(find_norms(_graph(block)))
-
-
-def _graph(block: SymbolBlock) -> Graph:
-    return Graph(plain_graph_of(block)[1])
+    return is_plain and type(block).forward is SymbolBlock.forward and bool(plain_norms(block))
 
 
 def _restore_axis(layer: SyncBatchNorm) -> None:
@@ -242,9 +240,7 @@ def _warn_of_others(blocks: List[Block]) -> None:
     """Log which BatchNorm layers of a net stay unsynchronized."""
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            graph = _graph(block)
-            converted = block.count_nodes() if isinstance(block, SynchronizedSymbolBlock) else 0
-            count = count_others(graph) + len(find_norms(graph)) - converted
+            count = count_others(Graph(plain_graph_of(block)[1])) + len(plain_norms(block))
             if count:
                 _log.warning(
                     "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "

@@ -16,7 +16,7 @@ from gluon_syncbn.base.mxnet_private import set_attributes, unique_name
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.graphs.graph import Entry, Graph
 from gluon_syncbn.graphs.norms import Norm, count_others, mark, replace_norms
-from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
+from gluon_syncbn.layer.decision import check_groups, symbol_synchronizes
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
@@ -208,7 +208,7 @@ def _mark(spec: LayerSpec) -> Dict[str, str]:
     spec.check_names()
     spec.check_engine(spec.num_devices)
     check_groups(spec, spec.num_devices)
-    if decide(spec, [], Site.SYMBOL) is Way.OPEN:
+    if symbol_synchronizes(spec):
         if spec.group_size != 1:
             refuse_late_import(spec.where, spec.num_devices or 1)
         choose(spec, [mx.gpu(0)] if mx.context.num_gpus() else [])

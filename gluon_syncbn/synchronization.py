@@ -9,12 +9,13 @@ from mxnet.gluon import Block, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
 from gluon_syncbn.backends.choose import choose, find_backend
-from gluon_syncbn.backends.interface import Backend, LayerGroup, NodeOptions
+from gluon_syncbn.backends.interface import Backend, LayerGroup
 from gluon_syncbn.base.mxnet_private import contexts_of, operator_options
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
-from gluon_syncbn.graphs.graph import Entry
-from gluon_syncbn.layer.decision import Site, Way, check_groups, decide
+from gluon_syncbn.graphs.graph import Entry, Kind
+from gluon_syncbn.graphs.norms import Norm
+from gluon_syncbn.layer.decision import check_devices, check_groups, synchronizes
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
@@ -82,37 +83,25 @@ class Synchronization:
         """The contexts of the parameters in rank order; none before ``initialize``."""
         return contexts_of(self.layer.running_mean)
 
-    def way(self, spec: LayerSpec, devices: Sequence[mx.Context], site: Site) -> Way:
-        """Decide what the layer computes where it is called; raise an error if it could not on these devices."""
-        way = decide(spec, devices, site)
-        if way is not Way.PLAIN:
-            spec.check_dtype()
-        if devices:
-            spec.check_devices(devices)
-            if way is Way.SYNCHRONIZED and spec.group_size != 1:
-                refuse_late_import(spec.where, len(devices))
-            if mx.autograd.is_training():
-                check_groups(spec, len(devices))
-        elif way is Way.OPEN:
-            spec.check_engine(spec.num_devices)
-            check_groups(spec, spec.num_devices)
-        return way
+    def synchronizes(self, spec: LayerSpec, devices: Sequence[mx.Context], predicts: bool = False) -> bool:
+        """Whether the layer synchronizes on its devices; raise an error if it could not on these."""
+        does = bool(devices) and not predicts and synchronizes(spec, len(devices))
+        check_devices(spec, devices, does)
+        if does and spec.group_size != 1:
+            refuse_late_import(spec.where, len(devices))
+        return does
 
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, devices: List[mx.Context]) -> mx.nd.NDArray:
         """The layer on its back end."""
         backend, group = self._group_on(spec, devices)
-        self._take_place_in_training()
-        return backend.normalize(arrays, spec, str(group.id), devices)
-
-    def nodes(self, inputs, spec: LayerSpec, devices: List[mx.Context], node: NodeOptions, after: Optional[Entry]):
-        """The layer as nodes of a graph (`Backend.nodes`)."""
-        backend, group = self._group_on(spec, devices)
-        self._take_place_in_training()
-        return backend.nodes(inputs, spec, str(group.id), devices, node, after)
-
-    def _take_place_in_training(self) -> None:
         if mx.autograd.is_training():
             self.take_place()
+        return backend.normalize(arrays, spec, str(group.id), devices)
+
+    def nodes(self, norm: Norm, spec: LayerSpec, devices: List[mx.Context], kind: Kind, dtype, after: Optional[Entry]):
+        """The layer as nodes of a graph (`Backend.nodes`)."""
+        backend, group = self._group_on(spec, devices)
+        return backend.nodes(norm, spec, str(group.id), devices, kind, dtype, after)
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
         with self._group_lock:  # threads of several devices may come here for the first time together
@@ -129,10 +118,6 @@ class Synchronization:
     def next_step(self) -> int:
         """The next step of the layer's schedule. It goes on where the layer moves, is copied, or converted again."""
         return self._first_step if self._group is None else self._group[1].go_to_step(0)
-
-    def state(self) -> Tuple[LayerSpec, int]:
-        """Return the arguments for the `Synchronization` of a copy of the layer."""
-        return self.options, self.next_step()
 
     # With whom it synchronizes
 
@@ -200,7 +185,7 @@ def _description(block: Block) -> str:
     if sync is None:
         return ""
     spec = sync.spec().but(num_devices=len(sync.devices()))
-    if spec.is_by_itself or spec.use_global_stats:
+    if spec.is_plain:
         return ""
     shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
     return spec.describe(shape[0] if shape else None)

@@ -22,14 +22,10 @@ _said = set()
 
 
 class Choice(NamedTuple):
-    """A back end's name, and why it was taken."""
+    """A back end, and why it was taken."""
 
-    name: str
+    backend: Backend
     reason: str
-
-    @property
-    def backend(self) -> Backend:
-        return BACKENDS[self.name]
 
 
 def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backend, List[str]]:
@@ -66,13 +62,13 @@ def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
     Raises as `find_backend`.
     """
     backend, reasons = find_backend(spec, devices)
-    choice = Choice(backend.name, "; and ".join(reasons) or backend.description(devices))
+    choice = Choice(backend, "; and ".join(reasons) or backend.description(devices))
     if choice not in _said:
         _said.add(choice)
-        _log.info("back end %s: %s.", choice.name, choice.reason)
+        _log.info("back end %s: %s.", backend.name, choice.reason)
         if reasons and spec.kvstore is None and any(device.device_type == "gpu" for device in devices):
             warnings.warn(
-                f"{spec.where} runs on the {choice.name} back end, which is slower: {reasons[0]}.",
+                f"{spec.where} runs on the {backend.name} back end, which is slower: {reasons[0]}.",
                 stacklevel=users_line(),
             )
     return choice

@@ -5,11 +5,12 @@ A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`.
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.graphs.graph import Entry
+from gluon_syncbn.graphs.graph import Entry, Kind
+from gluon_syncbn.graphs.norms import Norm
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.mxnet_engine import failures
 
@@ -56,23 +57,6 @@ class LayerGroup(ABC):
         return 0
 
 
-class NodeOptions(NamedTuple):
-    """The node that a layer becomes in the graph that runs.
-
-    ``name`` and ``hidden``, attributes that MXNet keeps for others, are those of the layer's last node. ``is_static``
-    says whether the graph is for ``static_alloc`` and ``static_shape``, and ``is_partitioned`` whether MXNet takes it
-    apart (``optimize_for``). ``dtype`` is that of x, if it is known. ``activation`` is what the node computes after the
-    layer.
-    """
-
-    name: str
-    hidden: Dict[str, str] = {}
-    is_static: bool = False
-    is_partitioned: bool = False
-    dtype: Any = None
-    activation: Optional[str] = None
-
-
 class Backend(ABC):
     """How a layer on several devices is computed."""
 
@@ -115,24 +99,29 @@ class Backend(ABC):
     @abstractmethod
     def nodes(
         self,
-        inputs: Sequence[Entry],
+        norm: Norm,
         spec: LayerSpec,
         group: str,
         devices: Sequence[mx.Context],
-        node: NodeOptions,
+        kind: Kind,
+        dtype: Any,
         after: Optional[Entry],
     ) -> Tuple[Entry, Entry]:
         """The same as nodes of a graph.
 
         Parameters
         ----------
-        inputs, spec
-            As the arrays in `normalize`; and the layer, but for its activation, which ``node`` has.
+        norm : Norm
+            What the nodes take the place of; the last has its name, its hidden attributes and its activation.
+        spec : LayerSpec
+            The layer, but for its activation.
         group : str
             The id of the group; or for an open one, which is made when MXNet makes the node, the JSON text of the spec.
         devices : sequence of mx.Context
             Those of the group that are known before they come.
-        node : NodeOptions
+        kind : Kind
+        dtype
+            Of x, if it is known.
         after : Entry, optional
             The order token of the call that must come before this one.
 

@@ -276,20 +276,20 @@ class NativeBackend(Backend):
         )[0]
         return out if is_on_gpu else _dense_copy(out)
 
-    def nodes(self, inputs, spec, group, devices, node, after):
+    def nodes(self, norm, spec, group, devices, kind, dtype, after):
         # A partitioner takes identity out.
         is_on_gpus = bool(devices) and len(_gpus(devices)) == len(devices)
-        skip_copies = not node.is_partitioned and (is_on_gpus or node.is_static)
+        skip_copies = not kind.is_partitioned and (is_on_gpus or kind.is_static)
         copies = {"axis": "0", "begin": "0", "end": "None"}
         before, behind = (
             (("Reshape", {"shape": "(-2,)"}), ("_copy", {})) if skip_copies else [("slice_axis", copies)] * 2
         )
-        x, gamma, beta, *statistics = inputs
-        dense = Entry(Node(before[0], f"{node.name}_dense", before[1], [x]))
-        order = [] if after is None else [Entry(Node("BlockGrad", f"{node.name}_after", {}, [after]))]
-        attributes = _attributes(spec, group, node.activation, follows=bool(order))
-        custom = Node("Custom", f"{node.name}_sync", attributes, [dense, gamma, beta, *order, *statistics])
-        return Entry(Node(behind[0], node.name, {**behind[1], **node.hidden}, [Entry(custom)])), Entry(custom, 1)
+        x, gamma, beta, *statistics = norm.inputs
+        dense = Entry(Node(before[0], f"{norm.name}_dense", before[1], [x]))
+        order = [] if after is None else [Entry(Node("BlockGrad", f"{norm.name}_after", {}, [after]))]
+        attributes = _attributes(spec, group, norm.activation, follows=bool(order))
+        custom = Node("Custom", f"{norm.name}_sync", attributes, [dense, gamma, beta, *order, *statistics])
+        return Entry(Node(behind[0], norm.name, {**behind[1], **norm.hidden}, [Entry(custom)])), Entry(custom, 1)
 
 
 def _attributes(spec: LayerSpec, group: str, activation: Optional[str], follows: bool = False) -> Dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Optional
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import json_of
-from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.graph import Kind
+from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import MARK
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.mxnet_engine import cpu_resources
@@ -16,16 +17,16 @@ from gluon_syncbn.step.steps import steps
 
 
 class _BoundSymbols:
-    """Lowered copies of symbols, by the handles of the originals.
+    """Lowered copies of symbols, by the handles and texts of the originals.
 
     Each device's executor is bound by itself, and all must be bound to one symbol: its nodes are where devices meet. So
-    the last few are kept, and with them what they were made of, or another symbol could come to have that handle.
+    the last few are kept, and the originals with them, or another symbol could come to have that handle.
     """
 
     _MOST = 16
 
     def __init__(self):
-        self._kept = OrderedDict()  # by handle and kind: the symbol, its text, and what it has become
+        self._kept = OrderedDict()  # the symbol, and what it has become
         self._lock = threading.Lock()
 
     def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> Optional[mx.sym.Symbol]:
@@ -33,20 +34,18 @@ class _BoundSymbols:
         text = json_of(symbol)
         if MARK not in text:
             return None
-        key = symbol.handle.value, kind
+        key = symbol.handle.value, text, kind
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is None or kept[1] != text:
+            if key not in self._kept:
                 lowering = Lowering(symbol, Layers(), {}, kind)
                 if _inputs_of(lowering.symbol) != _inputs_of(symbol):
                     lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
                 say(symbol.name or "symbol", lowering.fused)
-                kept = symbol, text, lowering.symbol
-            self._kept[key] = kept
+                self._kept[key] = symbol, lowering.symbol
             self._kept.move_to_end(key)
-            while len(self._kept) > self._MOST:
+            if len(self._kept) > self._MOST:
                 self._kept.popitem(last=False)
-        return kept[2]
+            return self._kept[key][1]
 
 
 _bound_symbols = _BoundSymbols()

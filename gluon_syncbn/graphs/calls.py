@@ -44,8 +44,8 @@ from gluon_syncbn.base.mxnet_private import (
     set_graph,
 )
 from gluon_syncbn.base.walk import all_blocks
-from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.lower import Kind, Lowering, say
+from gluon_syncbn.graphs.graph import Graph, Kind
+from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
 from gluon_syncbn.graphs.trace import layers_of
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
@@ -88,9 +88,9 @@ class _Graph:
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
         if not self._is_placed and mx.autograd.is_training():
-            self._is_placed = True
             for layer in self._layers():
                 layer._sync.take_place()
+            self._is_placed = True
         first = next(iter(self._layers()), None)
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
@@ -172,10 +172,10 @@ def plain_graph_of(net: Block) -> Tuple:
     return graph.plain if graph is not None and is_partitioned else graph_of(net)
 
 
-def plain_symbol_of(net: Block, attributes: Callable[[Block], Dict[str, str]] = lambda layer: {}) -> mx.sym.Symbol:
-    """The graph that the net keeps, without marks, and frozen as its layers are now. The node of each layer gets these
-    ``attributes``."""
-    graph = Graph(plain_graph_of(net)[1])
+def unmarked_graph_of(net: Block, attributes: Callable[[Block], Dict[str, str]] = lambda layer: {}) -> Tuple:
+    """The same without marks, and frozen as its layers are now. The node of each layer gets these ``attributes``."""
+    inputs, symbol = plain_graph_of(net)
+    graph = Graph(symbol)
 
     def change(norm: Norm) -> None:
         layer = layers_of(net).of(norm)
@@ -185,7 +185,7 @@ def plain_symbol_of(net: Block, attributes: Callable[[Block], Dict[str, str]] = 
             norm.node.attrs.update(attributes(layer))
 
     replace_norms(graph, change)
-    return graph.symbol()
+    return inputs, graph.symbol()
 
 
 def lowering_what_runs(build):

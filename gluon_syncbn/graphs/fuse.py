@@ -18,9 +18,9 @@ not fused with a sum.
 """
 
 from collections import Counter
-from typing import Dict, List, NamedTuple, Optional, Set
+from typing import Dict, Iterator, NamedTuple, Optional, Set
 
-from gluon_syncbn.graphs.graph import Entry, Graph, Node, needed_for
+from gluon_syncbn.graphs.graph import Entry, Graph, Node, Readers, needed_for
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -46,53 +46,45 @@ class _Pattern(NamedTuple):
         return self.activation.kind if self.skip is None else SKIP
 
 
-def fuse(graph: Graph, norms: Set[Node], sums: bool = True) -> Counter:
+def fuse(graph: Graph, norms: Set[Node], sums: bool) -> Counter:
     """Make each pattern one node; returns how many of each kind there were.
 
     ``norms`` are the last nodes of the layers that may be fused. ``sums`` says whether to look for the pattern with a
     sum.
     """
-    patterns = _Finder(graph, norms).find(sums)
+    patterns = list(_patterns(graph, set(filter(_is_ours, norms)), sums))
     graph.replace({pattern.node: Entry(_fused(pattern)) for pattern in patterns})
     return Counter(pattern.kind for pattern in patterns)
 
 
-class _Finder:
-    def __init__(self, graph: Graph, norms: Set[Node]):
-        self._graph = graph
-        self._norms = {node for node in norms if _is_ours(node)}
-        self._readers = graph.readers()
+def _patterns(graph: Graph, norms: Set[Node], sums: bool) -> Iterator[_Pattern]:
+    readers = graph.readers()
+    for node in graph.nodes:
+        activation = _activation_of(node)
+        if activation is None:
+            continue
+        before = node.inputs[0]
+        if before.output or readers[before.node, 0] != [node]:
+            continue
+        if before.node in norms:
+            yield _Pattern(node, activation, before.node)
+        elif sums and activation.kind == RELU and before.node.op == "elemwise_add":
+            # The second summand first: it leaves the graph's inputs in their order.
+            left, right = before.node.inputs
+            for norm, skip in ((right, left), (left, right)):
+                is_read_here = norm.node in norms and readers[norm.node, norm.output] == [before.node]
+                if is_read_here and _can_be_last(norm.node, skip, readers):
+                    yield _Pattern(node, activation, norm.node, skip)
+                    break
 
-    def find(self, sums: bool) -> List[_Pattern]:
-        found: List[_Pattern] = []
-        for node in self._graph.nodes:
-            activation = _activation_of(node)
-            if activation is None:
-                continue
-            before = node.inputs[0]
-            if before.output or self._readers[before.node, 0] != [node]:
-                continue
-            if before.node in self._norms:
-                found.append(_Pattern(node, activation, before.node))
-            elif sums and activation.kind == RELU and before.node.op == "elemwise_add":
-                # The second summand first: it leaves the graph's inputs in their order.
-                left, right = before.node.inputs
-                for norm, skip in ((right, left), (left, right)):
-                    if self._readers[norm.node, norm.output] == [before.node] and self._is_summand(norm.node, skip):
-                        found.append(_Pattern(node, activation, norm.node, skip))
-                        break
-        return found
 
-    def _is_summand(self, node: Node, skip: Entry) -> bool:
-        """Whether this is the last node of a layer that may be fused with a sum, the other summand of which is
-        ``skip``."""
-        if node not in self._norms:
-            return False
-        custom = node.inputs[0].node
-        running_mean = custom.inputs[-2]
-        others = set(self._readers[running_mean.node, running_mean.output]) - {custom}
-        is_shared = others and not others.isdisjoint(needed_for([skip.node]))
-        return not self._readers.get((custom, 1)) and not is_shared
+def _can_be_last(norm: Node, skip: Entry, readers: Readers) -> bool:
+    """Whether this norm may run after the other summand: the order of calls with its running statistics stays."""
+    custom = norm.inputs[0].node
+    running_mean = custom.inputs[-2]
+    others = set(readers[running_mean.node, running_mean.output]) - {custom}
+    is_shared = others and not others.isdisjoint(needed_for([skip.node]))
+    return not readers.get((custom, 1)) and not is_shared
 
 
 def _is_ours(node: Node) -> bool:

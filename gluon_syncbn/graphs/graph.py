@@ -38,7 +38,17 @@ class Entry(NamedTuple):
     version: int = 0
 
 
-Reader = Optional[Node]  # None is the user, who reads an output of the graph
+class Kind(NamedTuple):
+    """What a graph that runs is for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
+    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
+
+    is_static: bool = False
+    is_partitioned: bool = False
+    fuses: bool = True
+    fuses_sums: bool = True
+
+
+Readers = Dict[Tuple[Node, int], List[Optional[Node]]]  # None is the user, who reads an output of the graph
 
 
 class Graph:
@@ -46,15 +56,13 @@ class Graph:
 
     Parameters
     ----------
-    source : Symbol, str or dict
-        Stays as it is. A str is the JSON text of one, which this process may not be able to load as it is; a dict is
-        that of the body of a loop or branch.
+    source : Symbol or dict
+        A symbol stays as it is. A dict is the body of a loop or branch, and is used up.
     """
 
-    def __init__(self, source: Union[mx.sym.Symbol, str, Dict[str, Any]]):
-        self.is_numpy = isinstance(source, mx.sym.Symbol) and is_numpy(source)
-        source = json.dumps(source) if isinstance(source, dict) else source
-        text = json.loads(source if isinstance(source, str) else json_of(source))
+    def __init__(self, source: Union[mx.sym.Symbol, Dict[str, Any]]):
+        self.is_numpy = is_numpy(source)
+        text = source if isinstance(source, dict) else json.loads(json_of(source))
         self._attrs: Dict[str, Any] = text.get("attrs", {})
         self.nodes: List[Node] = []  # inputs first
         for item in text["nodes"]:
@@ -68,9 +76,9 @@ class Graph:
     def _entry(self, entry) -> Entry:
         return Entry(self.nodes[entry[0]], *entry[1:])
 
-    def readers(self) -> Dict[Tuple[Node, int], List[Reader]]:
+    def readers(self) -> Readers:
         """List the readers of each output."""
-        found: Dict[Tuple[Node, int], List[Reader]] = defaultdict(list)
+        found: Readers = defaultdict(list)
         for node in self.nodes:
             for entry in node.inputs:
                 found[entry.node, entry.output].append(node)
@@ -90,14 +98,11 @@ class Graph:
             node.inputs = [new(entry) for entry in node.inputs]
             node.control_deps = [new(Entry(other)).node for other in node.control_deps]
         self.heads = [new(entry) for entry in self.heads]
-
-    def refresh(self) -> None:
-        """List the nodes that are there now."""
         self.nodes = _in_order(entry.node for entry in self.heads)
 
     def inputs(self) -> List[str]:
         """The names of its variables, in the order in which a symbol lists them."""
-        return [node.name for node in _in_order(entry.node for entry in self.heads) if node.is_variable]
+        return [node.name for node in self.nodes if node.is_variable]
 
     def symbol(self) -> mx.sym.Symbol:
         """Make a symbol of the graph as it is now: its heads, and all that they need."""
@@ -106,8 +111,7 @@ class Graph:
 
     def text(self) -> Dict[str, Any]:
         """The graph as it is now, as MXNet writes it."""
-        nodes = _in_order(entry.node for entry in self.heads)
-        index = {node: number for number, node in enumerate(nodes)}
+        index = {node: number for number, node in enumerate(self.nodes)}
 
         def entry_of(entry: Entry):
             return [index[entry.node], entry.output, entry.version]
@@ -122,9 +126,9 @@ class Graph:
                     "inputs": [entry_of(entry) for entry in node.inputs],
                     **({"control_deps": [index[other] for other in node.control_deps]} if node.control_deps else {}),
                 }
-                for node in nodes
+                for node in self.nodes
             ],
-            "arg_nodes": [number for number, node in enumerate(nodes) if node.is_variable],
+            "arg_nodes": [number for number, node in enumerate(self.nodes) if node.is_variable],
             "heads": [entry_of(entry) for entry in self.heads],
             "attrs": self._attrs,
         }

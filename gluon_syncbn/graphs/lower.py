@@ -14,31 +14,21 @@ The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what
 import logging
 from ast import literal_eval
 from collections import Counter
+from functools import partial
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
 from gluon_syncbn.backends.bfloat16 import BFLOAT16, dtype_name, inferred_dtypes, is_bfloat16, mxnet_takes_bfloat16
 from gluon_syncbn.backends.choose import choose
-from gluon_syncbn.backends.interface import NodeOptions
 from gluon_syncbn.graphs.fuse import fuse
-from gluon_syncbn.graphs.graph import Entry, Graph, Node
+from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node
 from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
 from gluon_syncbn.graphs.trace import Layers
-from gluon_syncbn.layer.decision import Site, Way, decide
+from gluon_syncbn.layer.decision import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
 _log = logging.getLogger("gluon_syncbn")
-
-
-class Kind(NamedTuple):
-    """What the graph is made for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
-    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
-
-    is_static: bool = False
-    is_partitioned: bool = False
-    fuses: bool = True
-    fuses_sums: bool = True
 
 
 class _New(NamedTuple):
@@ -65,7 +55,7 @@ class Lowering:
     Attributes
     ----------
     symbol : Symbol
-        The copy; the symbol itself where nothing changes.
+        The copy.
     fused : Counter
         How many patterns of each kind were fused.
     """
@@ -75,58 +65,48 @@ class Lowering:
         self._dtypes = inferred_dtypes(symbol, dtypes)
         self.fused: Counter = Counter()
         graph = Graph(symbol)
-        self.symbol = graph.symbol() if self._changes(graph) else symbol
+        self._lower(graph)
+        self.symbol = graph.symbol()
 
-    def _changes(self, graph: Graph) -> bool:
-        """Lower a graph in place; returns whether anything has changed."""
-        has_changed = False
-        norms, made = find_norms(graph), []
-        for norm in norms:
-            layer = self._layers.of(norm)
-            if layer is not None:
-                has_changed |= take_frozen(norm, layer)
-            made.append(self._new(norm, layer))
+    def _lower(self, graph: Graph) -> None:
+        """Lower a graph in place."""
+        norms = find_norms(graph)
+        made = [self._new(norm) for norm in norms]
         fusible = _replace(graph, [new for new in made if new is not None])
-        has_changed |= any(new is not None for new in made)
-        if norms and self._kind.is_partitioned:  # MXNet keeps that, and its `Symbol.optimize_for` would lower marks
-            has_changed = True
-            for norm in norms:
-                norm.unmark()
+        for norm in norms:  # or `Symbol.optimize_for`, which MXNet calls for a partitioner, would lower it again
+            norm.unmark()
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
-                has_changed |= self._changes_body(node, number, body)
+                self._lower_body(node, number, body)
         if fusible and self._kind.fuses:
             self.fused += fuse(graph, fusible, self._kind.fuses_sums)
-        return has_changed
 
-    def _changes_body(self, node: Node, number: int, body: Dict[str, Any]) -> bool:
+    def _lower_body(self, node: Node, number: int, body: Dict[str, Any]) -> None:
         graph = Graph(body)
         before = graph.inputs()
-        if not self._changes(graph):
-            return False
+        self._lower(graph)
         after = graph.inputs()
         if after != before:
             _move_inputs(node, number, [after.index(name) for name in before])
         node.more["subgraphs"][number] = graph.text()
-        return True
 
-    def _new(self, norm: Norm, layer) -> Optional[_New]:
+    def _new(self, norm: Norm) -> Optional[_New]:
         """What takes the place of a norm; None if it stays."""
+        layer = self._layers.of(norm)
+        if layer is not None:
+            take_frozen(norm, layer)
         dtype = self._dtypes.get(norm.data)
-        node = NodeOptions(
-            norm.name, norm.hidden, self._kind.is_static, self._kind.is_partitioned, dtype, norm.activation
-        )
         sync = None if layer is None else synchronization_of(layer)  # None if it has been converted back, too
         if sync is not None:
             spec, devices = sync.spec(), sync.devices()
-            if sync.way(spec, devices, Site.NET) is Way.SYNCHRONIZED:
-                return _New(norm, lambda after: sync.nodes(norm.inputs, spec, devices, node, after), spec.fuse)
+            if sync.synchronizes(spec, devices):
+                return _New(norm, partial(sync.nodes, norm, spec, devices, self._kind, dtype), spec.fuse)
         elif layer is None and norm.is_marked:
             spec = norm.spec.but(num_devices=norm.num_devices)
-            if decide(spec, [], Site.SYMBOL) is Way.OPEN:
+            if symbol_synchronizes(spec):
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-                backend, group = choose(spec, devices).backend, spec.check_names().to_json()
-                return _New(norm, lambda after: backend.nodes(norm.inputs, spec, group, [], node, after), spec.fuse)
+                nodes = choose(spec, devices).backend.nodes
+                return _New(norm, partial(nodes, norm, spec, spec.to_json(), [], self._kind, dtype), spec.fuse)
         if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
             return _New(norm, lambda _: (_in_float32(norm), None))
         return None
@@ -160,7 +140,6 @@ def _replace(graph: Graph, made: List[_New]) -> Set[Node]:
         if norm.running_mean in several and token is not None:
             tokens[norm.running_mean] = token
     graph.replace(replaced)
-    graph.refresh()
     return {replaced[new.norm.node].node for new in made if new.fuses}
 
 

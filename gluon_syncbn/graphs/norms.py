@@ -135,13 +135,11 @@ def replace_norms(graph: Graph, change: Callable[[Norm], Optional[Entry]]) -> No
             node.more["subgraphs"][number] = inside.text()
 
 
-def take_frozen(norm: Norm, layer) -> bool:
-    """Bring the attribute up to date that `freeze_statistics` changes; returns whether it was not."""
+def take_frozen(norm: Norm, layer) -> None:
+    """Bring the attribute up to date that `freeze_statistics` changes."""
     is_frozen = bool(operator_options(layer)["use_global_stats"])
-    if (norm.node.attrs.get("use_global_stats", "False") in ("True", "1")) == is_frozen:
-        return False
-    norm.node.attrs["use_global_stats"] = str(is_frozen)
-    return True
+    if (norm.node.attrs.get("use_global_stats", "False") in ("True", "1")) != is_frozen:
+        norm.node.attrs["use_global_stats"] = str(is_frozen)
 
 
 def count_others(graph: Graph) -> int:

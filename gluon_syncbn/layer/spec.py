@@ -84,14 +84,9 @@ class LayerSpec:
         return default_timeout() if self.timeout is None else self.timeout
 
     @property
-    def is_plain_alone(self) -> bool:
-        """Whether it is plain Batch Normalization on a device that synchronizes with no other."""
-        return self.renorm is None
-
-    @property
-    def is_by_itself(self) -> bool:
-        """Whether its ``group_size`` leaves each device by itself, so that it is plain Batch Normalization."""
-        return self.group_size == 1 and self.is_plain_alone
+    def is_plain(self) -> bool:
+        """Whether it is plain Batch Normalization on any devices: frozen, or each device is by itself."""
+        return self.use_global_stats or (self.group_size == 1 and self.renorm is None)
 
     def checked(self) -> "LayerSpec":
         """Return the spec with normalized values.
@@ -178,12 +173,6 @@ class LayerSpec:
             groups.setdefault(number // self.group_size if self.group_size else 0, []).append(device)
         return groups
 
-    def check_groups(self, num_devices: Optional[int], num_processes: int) -> None:
-        """ValueError unless ``group_size`` divides the devices of all processes."""
-        total = (num_devices or 0) * num_processes
-        if self.group_size is not None and total % self.group_size:
-            raise ValueError(f"{self.where}: group_size={self.group_size} does not divide its {total} devices.")
-
     def check_dtype(self) -> None:
         """ValueError unless parameters and statistics are float32 or float64."""
         if self.dtype not in ("float32", "float64"):
@@ -192,15 +181,14 @@ class LayerSpec:
                 f"an input of float64. Call cast('float32') on the layer."
             )
 
-    def check_names(self) -> "LayerSpec":
-        """Return the spec, or raise TypeError if it has what cannot be saved in a symbol."""
+    def check_names(self) -> None:
+        """TypeError if it has what cannot be saved in a symbol."""
         for option in ("kvstore", "process_group"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):
                 raise TypeError(
                     f"{self.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
                 )
-        return self
 
     def describe(self, channels: Optional[int]) -> str:
         """Describe what must be the same in all processes (and the name), for them to compare and for users to read."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.layer.decision import check_groups
 from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, default_timeout
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.positions import Place
@@ -118,5 +119,5 @@ def link_of(spec: LayerSpec, go_to_step: Callable[[int], int]) -> Optional[Link]
     further, and returns that with which it does.
     """
     group = find(spec.process_group, spec.where)
-    spec.check_groups(spec.num_devices, 1 if group is None else group.size)
+    check_groups(spec, spec.num_devices)
     return None if group is None else Link(group, spec, go_to_step)

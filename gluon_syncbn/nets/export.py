@@ -8,7 +8,7 @@ writes the whole: the parts have nodes that only this package can load.
 import functools
 
 from gluon_syncbn.base.mxnet_private import graph_of, set_graph
-from gluon_syncbn.graphs.calls import plain_graph_of, plain_symbol_of
+from gluon_syncbn.graphs.calls import plain_graph_of, unmarked_graph_of
 from gluon_syncbn.graphs.norms import is_marked
 
 
@@ -20,7 +20,7 @@ def exporting_plain_graphs(export):
         graph, kept = graph_of(self), plain_graph_of(self)
         if not kept or not is_marked(kept[1]):
             return export(self, *args, **kwargs)
-        set_graph(self, (kept[0], plain_symbol_of(self)))
+        set_graph(self, unmarked_graph_of(self))
         try:
             return export(self, *args, **kwargs)
         finally:

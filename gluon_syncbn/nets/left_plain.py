@@ -12,11 +12,10 @@ from typing import List
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, graph_of, is_record, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import find_norms
+from gluon_syncbn.nets.symbol_block import plain_norms
 from gluon_syncbn.step.steps import steps
 
 _SHOWN = 3
@@ -40,7 +39,7 @@ def _warn(net: Block) -> None:
     layers = [
         item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]
     ]
-    plain = [name for item in blocks for name in _plain_norms(item)]
+    plain = [name for item in blocks for name in _names_left_plain(item)]
     if not plain:
         return
     shown = ", ".join(plain[:_SHOWN]) + (", ..." if len(plain) > _SHOWN else "")
@@ -52,11 +51,9 @@ def _warn(net: Block) -> None:
     )
 
 
-def _plain_norms(block: Block) -> List[str]:
+def _names_left_plain(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
-        is_synchronized = hasattr(block, "plain_norms")
-        norms = block.plain_norms() if is_synchronized else find_norms(Graph(graph_of(block)[1]))
-        return [norm.name for norm in norms if not norm.spec.use_global_stats]
+        return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]
     is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
     return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []

@@ -15,7 +15,7 @@ from mxnet.gluon import SymbolBlock
 from gluon_syncbn.backends.choose import BACKENDS
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.graphs.calls import plain_graph_of, plain_symbol_of
+from gluon_syncbn.graphs.calls import plain_graph_of, unmarked_graph_of
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked
 from gluon_syncbn.graphs.trace import Layers, layers_of, set_layers
@@ -30,29 +30,24 @@ class SynchronizedSymbolBlock(SymbolBlock):
         """The layers for the nodes that synchronize, which Gluon does not know as children."""
         return layers_of(self).all()
 
-    def plain_norms(self) -> List[Norm]:
-        """The nodes of the block's symbol that do not synchronize."""
-        return [norm for norm in self._norms() if layers_of(self).of(norm) is None]
-
-    def count_nodes(self) -> int:
-        """How many nodes synchronize."""
-        return sum(layers_of(self).of(norm) is not None for norm in self._norms())
-
-    def _norms(self) -> List[Norm]:
-        return find_norms(Graph(plain_graph_of(self)[1]))
-
     def forward(self, x, *args):
         if isinstance(x, mx.nd.NDArray):
             return super().forward(x, *args)
         flat, in_format = flatten([x, *args], "input")
         assert in_format == self._in_format, "Invalid input format"
-        inputs = plain_graph_of(self)[0]
-        out = plain_symbol_of(self, SyncBatchNorm._node_attributes).as_nd_ndarray()
+        inputs, symbol = unmarked_graph_of(self, SyncBatchNorm._node_attributes)
+        out = symbol.as_nd_ndarray()
         out._compose(**{data.name: item.as_nd_ndarray() for data, item in zip(inputs, flat)})
         outputs = list(out)
         if mx.util.is_np_array():
             outputs = [item.as_np_ndarray() for item in outputs]
         return regroup(outputs, self._out_format)
+
+
+def plain_norms(block: SymbolBlock) -> List[Norm]:
+    """The nodes of the block's symbol that do not synchronize, but could: nobody reads their mean or variance."""
+    layers = layers_of(block)
+    return [norm for norm in find_norms(Graph(plain_graph_of(block)[1])) if layers.of(norm) is None]
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
@@ -102,7 +97,7 @@ def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:
 
 def restore(block: SynchronizedSymbolBlock) -> None:
     """Undo `synchronize`. Statistics that are frozen stay so."""
-    set_graph(block, (plain_graph_of(block)[0], plain_symbol_of(block)))
+    set_graph(block, unmarked_graph_of(block))
     block.__class__ = block.__dict__.pop("_converted_from")
     set_layers(block, Layers())
     drop_graph(block)
@@ -114,8 +109,7 @@ def _key(norm: Norm) -> Tuple[str, ...]:
 
 
 def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
-    # Of a marked node with a ReLU, a plain BatchNorm and a node for the ReLU stay.
-    spec = spec.but(activation=None if norm.is_marked else spec.activation).checked()
+    spec = spec.checked()
     if spec.backend != "auto" and BACKENDS[spec.backend].unavailable_reason(spec, []):
         spec = spec.but(backend="auto")  # a file may come from a machine where that could run
     layer = SyncBatchNorm(

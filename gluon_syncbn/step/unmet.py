@@ -78,9 +78,10 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
         return
     chosen = None if parameters is None else set(map(id, parameters))
     with _lock:
-        suspects = [sync for sync in _all if _is_suspect(sync, chosen)]
+        layers = {sync: sync.layer_or_none for sync in list(_all)}  # which nobody collects meanwhile
+        suspects = [sync for sync in layers if _is_suspect(sync, chosen)]
         if suspects:  # a base net and the SymbolBlock that was made of it have the same Parameters
-            met = {id(sync.layer.running_mean) for sync in _all if sync.layer_or_none and sync.trains_here()}
+            met = {id(layer.running_mean) for sync, layer in layers.items() if layer is not None and sync.trains_here()}
             suspects = [sync for sync in suspects if id(sync.layer.running_mean) not in met]
     if chosen is None:
         if not steps.is_balanced():
@@ -108,9 +109,7 @@ def check_module(module: mx.mod.Module) -> None:
     if module in _modules or len(contexts_of_module(module)) < 2:
         return
     norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
-    trained = (
-        norm for norm in norms if norm.is_marked and not norm.spec.is_by_itself and not norm.spec.use_global_stats
-    )
+    trained = (norm for norm in norms if norm.is_marked and not norm.spec.is_plain)
     plain = [norm.name for norm in trained if norm.num_devices == 1]
     if plain:
         count = len(contexts_of_module(module))
@@ -143,8 +142,7 @@ def _is_suspect(sync: "Synchronization", chosen) -> bool:
         return False
     if chosen is not None and not any(id(item) in chosen for item in _learning(sync)):
         return False
-    spec = sync.spec()
-    if spec.use_global_stats or spec.is_by_itself:
+    if sync.spec().is_plain:
         return False
     fresh = {array.context for array in _fresh(sync)}
     if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):

@@ -9,10 +9,11 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.backends.interface import LayerGroup
-from gluon_syncbn.backends.portable.kvstore import all_gather
+from gluon_syncbn.backends.portable.kvstore import stores
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
+from gluon_syncbn.layer.decision import check_groups
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting import profile, waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
@@ -31,16 +32,7 @@ class Membership(NamedTuple):
 
 
 class Group(LayerGroup):
-    """The synchronization of one layer over its devices.
-
-    Parameters
-    ----------
-    spec : LayerSpec
-        Says which of the devices synchronize among themselves.
-    devices : sequence of mx.Context
-        In rank order: the order in which the parameters were initialised. Without devices the group is open: it takes
-        in the first ``spec.num_devices`` that come.
-    """
+    """A `LayerGroup`. Without devices it is open: it takes in the first ``spec.num_devices`` that come."""
 
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
         super().__init__(spec, devices)
@@ -54,16 +46,11 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: it runs on the portable back end, which does not synchronize several processes."
             )
-        if self.spec.native_options():
-            raise RuntimeError(
-                f"{self.spec.where}: it runs on the portable back end, which has no "
-                f"{' and '.join(self.spec.native_options())}. Load its symbol with gluon_syncbn.symbol.load."
-            )
         if profile.is_on():
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
-        self.spec.check_groups(self.spec.num_devices, 1)
+        check_groups(self.spec, self.spec.num_devices)
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()
@@ -91,7 +78,8 @@ class Group(LayerGroup):
 
     def _rendezvous(self, direction: str, devices: List[mx.Context], reduce: Callable) -> Rendezvous:
         def exchange(vectors: List[np.ndarray]):
-            return reduce(all_gather(vectors, devices, self.spec.kvstore))
+            rows, kvstore = np.stack(vectors), self.spec.kvstore
+            return reduce(rows if kvstore is None else stores.all_gather(rows, devices, kvstore))
 
         what = f"{self.spec.where}: {direction} pass"
         return Rendezvous(what, list(map(str, devices)), self._seconds, exchange, waiting.usual_reasons)

@@ -1,4 +1,4 @@
-"""Brings the vectors of a layer's devices together, through a KVStore where the user gave one.
+"""Brings the vectors of a layer's devices together through a KVStore, where the user gave one.
 
 All devices are of this process, so their vectors only have to be stacked. A KVStore adds what its devices push. Adding
 is not merging, and its order is its own affair, so every rank pushes a matrix with one row per rank that is zero
@@ -23,9 +23,9 @@ class _Stores:
         self._keys: weakref.WeakKeyDictionary[mx.kv.KVStore, Dict[Tuple, tuple]] = weakref.WeakKeyDictionary()
 
     def all_gather(
-        self, vectors: Sequence[np.ndarray], devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore]
+        self, rows: np.ndarray, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore]
     ) -> np.ndarray:
-        rows = np.stack(vectors)
+        """The float64 ``rows``, one of each device, as they come out of the store. Blocks until done."""
         with self._lock:
             if isinstance(kvstore, str):
                 kvstore = self._by_name.get(kvstore) or self._by_name.setdefault(kvstore, mx.kv.create(kvstore))
@@ -52,11 +52,4 @@ class _Stores:
         return known[purpose]
 
 
-_stores = _Stores()
-
-
-def all_gather(
-    vectors: Sequence[np.ndarray], devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore, None]
-) -> np.ndarray:
-    """The float64 matrix of shape (devices, length) whose row d is ``vectors[d]``. Blocks until done."""
-    return np.stack(vectors) if kvstore is None else _stores.all_gather(vectors, devices, kvstore)
+stores = _Stores()

@@ -80,15 +80,15 @@ class PortableBackend(Backend):
         out = _compute(mx.nd, arrays, spec, group, devices, "fwd")[0]
         return mx.nd.relu(out) if spec.activation else out  # Activation would turn NaN into 0
 
-    def nodes(self, inputs, spec, group, devices, node, after):
-        _check_dtype(node.dtype, spec)
-        entries = {f"input{i}": entry for i, entry in enumerate(inputs)}
+    def nodes(self, norm, spec, group, devices, kind, dtype, after):
+        _check_dtype(dtype, spec)
+        entries = {f"input{i}": entry for i, entry in enumerate(norm.inputs)}
         order = None if after is None else mx.sym.var("after")
-        with Names(node.name):
-            last = {"name": node.name, "attr": node.hidden}
+        with Names(norm.name):
+            last = {"name": norm.name, "attr": norm.hidden}
             variables = [mx.sym.var(name) for name in entries]
-            out, order_token = _compute(mx.sym, variables, spec, group, devices, node.name, order, last)
-            out = mx.sym.relu(out, name=f"{node.name}_relu") if node.activation else out
+            out, order_token = _compute(mx.sym, variables, spec, group, devices, norm.name, order, last)
+            out = mx.sym.relu(out, name=f"{norm.name}_relu") if norm.activation else out
         made = inserted(mx.sym.Group([out, order_token]), entries if after is None else {**entries, "after": after})
         return made[0], made[1]
 

@@ -99,13 +99,8 @@ class Rendezvous:
         self._exchange = exchange
         self._advice = advice
         self._rounds: Dict[int, _Round] = {}
-        self._opened = 0
+        self.rounds = 0  # that were ever opened
         self._changed = threading.Condition()
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds were ever opened."""
-        return self._opened
 
     def all_reduce(self, rank: int, contribution: np.ndarray, key: int = 0) -> RoundResult:
         """Leave ``contribution`` as ``rank``, wait for the others, and return the result of all of it.
@@ -132,8 +127,8 @@ class Rendezvous:
     def _join(self, rank: int, contribution: np.ndarray, key: int) -> _Round:
         round_ = self._rounds.get(key)
         if round_ is None:
-            self._opened += 1
-            round_ = _Round(self._opened, len(self._ranks))
+            self.rounds += 1
+            round_ = _Round(self.rounds, len(self._ranks))
             self._rounds[key] = round_
         if round_.contributions[rank] is not None:
             self._fail(self._rounds.pop(key), self._twice_text(round_, rank))
