@@ -86,11 +86,7 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
 
     None as the option is what `init_process_group` or the environment variable chose; warns once, with a text that
     starts with ``where``, where nothing was chosen in a job of several processes.
-
-    Raises
-    ------
-    RuntimeError, ValueError, TypeError
-        As `init_process_group` documents.
+    Raises as `init_process_group`.
     """
     with _groups.lock:
         if process_group is not None:
@@ -188,7 +184,7 @@ def is_first_of_job() -> bool:
 
 
 def _warn_of_several_processes(where: str) -> None:
-    """Warn (UserWarning) where a layer of such a job synchronizes within its process; starts with ``where``."""
+    """Warn (UserWarning) where a layer of a job synchronizes within its process only; starts with ``where``."""
     job = job_of_launcher()
     if job is None:
         return
