@@ -31,7 +31,7 @@ class Link:
         self.first_device = group.rank * self._num_devices
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
-        self._processes.add_link(self)
+        self._processes.links.add(self)
 
     def exchange(
         self, direction: str, chunk: int, set_id: int, round_id: int, vector: np.ndarray

@@ -80,7 +80,7 @@ class Processes:
         self._floor = 0  # no round has a number below it any more
         self._compared: Set[str] = set()  # nets
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
-        self._links: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.links: weakref.WeakSet[Any] = weakref.WeakSet()  # of layers, whose steps are to be the same everywhere
         self._seen: List[Tuple[Sequence[str], List[str]]] = []  # of nets: their layers, and their name in each process
 
     def exchange(
@@ -287,13 +287,9 @@ class Processes:
             self._layers[name] += 1
             return self._layers[name] - 1
 
-    def add_link(self, link: Any) -> None:
-        """A `Link` of a layer, whose steps are to be the same on all processes."""
-        self._links.add(link)
-
     def _align_steps(self, wait: Wait) -> None:
         """Layers go on from their latest step; some may have been left out of a step, or of a part of it."""
-        links = {link.place.key: link for link in list(self._links) if link.place is not None}
+        links = {link.place.key: link for link in list(self.links) if link.place is not None}
         mine = {key: link.go_to_step(0) for key, link in links.items()}
         texts = self._gather_texts("steps", json.dumps(mine), wait)
         for steps in map(json.loads, texts):

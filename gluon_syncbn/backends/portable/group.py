@@ -59,7 +59,7 @@ class Group(LayerGroup):
                 f"{self.spec.where}: it runs on the portable back end, which has no "
                 f"{' and '.join(self.spec.native_options())}. Load its symbol with gluon_syncbn.symbol.load."
             )
-        if profile.is_on():
+        if profile.is_on:
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
