@@ -235,7 +235,7 @@ def work(engine: str, what: str, devices: str = "1") -> None:
         found = measure_steps(engine, int(devices))
     else:
         found = measure_beside_a_loader() if what == "loader" else measure_exchanges(engine)
-    from gluon_syncbn.distributed.launchers import is_first_of_job
+    from gluon_syncbn.distributed.default import is_first_of_job
 
     if is_first_of_job():
         sys.stdout.write(MARK + json.dumps(found) + "\n")

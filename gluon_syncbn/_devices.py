@@ -94,11 +94,7 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
     find(None, _WHERE)  # the group that the environment variable names may not have been made yet
     ranks = {}
     for group in groups_in_use():
-        processes = processes_of(group)
-        counts = processes.gather_numbers(_WHERE, [len(chosen)], seconds_for_processes(None))[:, 0]
-        ranks[group] = [int(rank) for rank in counts.nonzero()[0]]
-        if ranks[group] and len(ranks[group]) < group.size:
-            processes.add_subset(_WHERE, tuple(ranks[group]))
+        ranks[group] = processes_of(group).find_active(_WHERE, len(chosen), seconds_for_processes(None))
     if not chosen and not any(ranks.values()):
         raise ValueError(f"{_WHERE}: the list of devices is empty; at least one must take part.")
     return ranks

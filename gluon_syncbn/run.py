@@ -27,8 +27,7 @@ import sys
 from typing import Iterator
 
 import gluon_syncbn
-from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
-from gluon_syncbn.distributed.launchers import is_first_of_job, job_of_launcher
+from gluon_syncbn.distributed.default import VARIABLE, is_first_of_job, job_of_launcher, name_of_communicator
 
 USAGE = "usage: python -m gluon_syncbn.run [--convert] [-m] script_or_module [arguments ...]"
 

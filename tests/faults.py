@@ -255,7 +255,7 @@ KNOWN = [
     ("convert.py", '("forward", "hybrid_forward")', '("hybrid_forward",)'),
     ("csrc/meeting/group.cpp", "make_tuple(a.substr(0, a.find('(')), a.size(), a)", "make_tuple(a, a.size(), a)"),
     ("csrc/meeting/waiting.cpp", "sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)", "false"),
-    ("meeting/waiting.py", "process_grace if is_for_processes else GRACE_SECONDS", "GRACE_SECONDS"),
+    ("meeting/waiting.py", "process_grace if self._is_for_processes else GRACE_SECONDS", "GRACE_SECONDS"),
     ("meeting/positions.py", 're.sub(r"\\d+", "", name)', "name"),
     (
         "meeting/processes.py",

@@ -1,4 +1,4 @@
-"""Handlers of forks, in lists that can be emptied again.
+"""Handlers of forks, in a list that can be emptied again.
 
 The interpreter holds what `os.register_at_fork` is given until its very end, and with it all that the globals of its
 module refer to. If MXNet's tables of operators were among that, they would outlive the rest of Python, and a process
@@ -7,20 +7,19 @@ functions of this module, which imports nothing (not even `typing`, whose caches
 whoever adds handlers (`step.exits`) removes them when the process exits.
 """
 
-before: list = []  # called without arguments
-after: list = []  # called with whether the process is the child
+handlers: list = []  # pairs: before a fork, without arguments; after it, with whether the process is the child
 
 
 def before_fork() -> None:
-    for handler in before:
-        handler()
+    for before, _ in handlers:
+        before()
 
 
 def after_fork_in_parent() -> None:
-    for handler in after:
-        handler(False)
+    for _, after in handlers:
+        after(False)
 
 
 def after_fork_in_child() -> None:
-    for handler in after:
-        handler(True)
+    for _, after in handlers:
+        after(True)

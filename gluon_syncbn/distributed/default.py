@@ -1,12 +1,14 @@
 """Which processes a layer synchronizes with: those that it was given, or those that the process has chosen for all."""
 
+import functools
 import os
 import threading
 import time
-from typing import Any, Dict, List, Optional, Tuple
+import warnings
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.distributed.horovod import HorovodProcessGroup
-from gluon_syncbn.distributed.launchers import job_of_launcher, warn_of_several_processes
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import (
     NAMES,
@@ -21,6 +23,9 @@ from gluon_syncbn.distributed.process_group import (
 VARIABLE = "GLUON_SYNCBN_PROCESS_GROUP"
 _START_SECONDS = 300.0  # for all processes to come to `init_process_group`
 _NOT_CHOSEN = object()
+# Of the two variables, ...SIZE and ...RANK, in which a launcher gives the number of processes and that of this one.
+# (Slurm's are also set where only one was started.)
+_PREFIXES = {"HOROVOD_": "Horovod", "OMPI_COMM_WORLD_": "MPI", "PMI_": "MPI", "MV2_COMM_WORLD_": "MPI"}
 
 
 class _Groups:
@@ -81,11 +86,7 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
 
     None as the option is what `init_process_group` or the environment variable chose; warns once, with a text that
     starts with ``where``, where nothing was chosen in a job of several processes.
-
-    Raises
-    ------
-    RuntimeError, ValueError, TypeError
-        As `init_process_group` documents.
+    Raises as `init_process_group`.
     """
     with _groups.lock:
         if process_group is not None:
@@ -95,7 +96,7 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
             if not name:
                 if not _groups.has_warned:
                     _groups.has_warned = True
-                    warn_of_several_processes(where)
+                    _warn_of_several_processes(where)
                 return None
             if name not in NAMES:
                 raise ValueError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {name!r}.")
@@ -122,7 +123,7 @@ def groups_in_use() -> List[ProcessGroup]:
 
     They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
     """
-    return list(filter(_if_several, _all_groups()))
+    return [group for group in _all_groups() if group.size > 1]
 
 
 def _all_groups() -> List[ProcessGroup]:
@@ -149,7 +150,8 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
     try:
         if key not in _groups.made:
             _groups.made[key] = process_group, _connected(process_group)
-        return _if_several(_groups.made[key][1])
+        group = _groups.made[key][1]
+        return group if group.size > 1 else None
     except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
     except MissingProcesses:
@@ -159,8 +161,41 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
         ) from None
 
 
-def _if_several(group: ProcessGroup) -> Optional[ProcessGroup]:
-    return group if group.size > 1 else None
+class Job(NamedTuple):
+    launcher: str  # 'Horovod' or 'MPI'
+    size: int  # in processes
+    rank: int
+
+
+@functools.lru_cache(maxsize=None)  # each imperative call of a layer may ask
+def job_of_launcher() -> Optional[Job]:
+    """The job of several processes that this one belongs to, as its launcher says; None if it is alone."""
+    for prefix, launcher in _PREFIXES.items():
+        size = os.environ.get(f"{prefix}SIZE", "")
+        if size.isdigit() and int(size) > 1:
+            return Job(launcher, int(size), int(os.environ.get(f"{prefix}RANK", "0")))
+    return None
+
+
+def is_first_of_job() -> bool:
+    """Whether this process, of its job, is to say what concerns all; True if it is alone."""
+    job = job_of_launcher()
+    return job is None or job.rank == 0
+
+
+def _warn_of_several_processes(where: str) -> None:
+    """Warn (UserWarning) where a layer of a job synchronizes within its process only; starts with ``where``."""
+    job = job_of_launcher()
+    if job is None:
+        return
+    warnings.warn(
+        f"{where}: this is one of {job.size} processes of {job.launcher}, and no process group was chosen. Layers "
+        f"synchronize the devices of each process only, so that one process per device is plain Batch "
+        f"Normalization. gluon_syncbn.init_process_group('{job.launcher.lower()}') before the net is made, or the "
+        f"environment variable GLUON_SYNCBN_PROCESS_GROUP={job.launcher.lower()}, makes them synchronize over all "
+        f"processes; 'none' silences this.",
+        stacklevel=users_line(),
+    )
 
 
 def name_of_communicator() -> str:

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Optional, Tuple
 from urllib.parse import quote
 
 import mxnet as mx
@@ -65,13 +65,14 @@ class HorovodProcessGroup(ProcessGroup):
         if not hvd.is_initialized():
             raise CommunicatorError("Horovod is not initialized: call hvd.init() first")
         self._hvd = hvd
-        self._set = hvd.global_process_set if process_set is None else process_set
-        if not self._set.included():
-            raise CommunicatorError(f"this process is not in the process set {self._set}")
-        self.rank, self.size = self._set.rank(), self._set.size()
-        self._ranks = list(self._set.ranks) if self._set.ranks is not None else list(range(self.size))
-        self._board = _Board(hvd.rank())
-        self._subsets: Dict[Tuple[int, ...], Any] = {}
+        process_set = hvd.global_process_set if process_set is None else process_set
+        if not process_set.included():
+            raise CommunicatorError(f"this process is not in the process set {process_set}")
+        self.rank, self.size = process_set.rank(), process_set.size()
+        self._ranks = list(range(self.size) if process_set.ranks is None else process_set.ranks)
+        self.board = _Board(hvd.rank())
+        # The process sets in which layers meet, by their members.
+        self._sets: Dict[Tuple[int, ...], Any] = {tuple(range(self.size)): process_set}
         self._lock = threading.Lock()
         self._channels: Dict[str, _Channel] = {}
         self._ended_by = ""  # why it is connected no more
@@ -85,24 +86,23 @@ class HorovodProcessGroup(ProcessGroup):
             if channel is None:
                 channel = self._channels[key] = _Channel(self, key)
         try:
-            rows = channel.exchange(round_id, vector, tuple(members), ended)
+            return channel.exchange(round_id, vector, tuple(members), ended)
         except MissingProcesses as problem:
-            arrived = self._board.find(f"{key}.{round_id}", [self._ranks[rank] for rank in members])
-            if arrived is not None:
-                arrived = sorted({self.rank, *(self._ranks.index(rank) for rank in arrived)})
+            posted = self.board.read(f"{key}.{round_id}", [self._ranks[rank] for rank in members])
+            arrived = None if posted is None else sorted({self.rank, *map(self._ranks.index, posted)})
             raise MissingProcesses(problem.waited, arrived) from None
         except mx.MXNetError as problem:
             raise CommunicatorError(self._failed(str(problem).split("\nStack trace")[0].strip())) from None
-        return rows
 
     def allreduce(self, matrix: np.ndarray, name: str, members: Tuple[int, ...]) -> np.ndarray:
         """The sum over the members, on the thread that calls it."""
+        if members not in self._sets:
+            raise CommunicatorError(
+                f"the processes {', '.join(map(str, members))} cannot meet without the others: set "
+                f"HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init()"
+            )
         array = mx.nd.array(matrix, ctx=mx.cpu(), dtype="float64")
-        chosen = self._set if len(members) == self.size else self._subset(members)
-        return self._hvd.allreduce(array, name=name, op=self._hvd.Sum, process_set=chosen).asnumpy()
-
-    def post_arrival(self, key: str, round_id: int) -> None:
-        self._board.post(f"{key}.{round_id}", "")
+        return self._hvd.allreduce(array, name=name, op=self._hvd.Sum, process_set=self._sets[members]).asnumpy()
 
     def abandon(self, reason, highest_round):
         with self._lock:
@@ -117,7 +117,7 @@ class HorovodProcessGroup(ProcessGroup):
 
     def _shut_down(self, reason: str) -> None:
         """Shut Horovod down, which may take its time."""
-        self._board.post("reason", reason)
+        self.board.post("reason", reason)
         self._hvd.shutdown()
         self._is_down.set()
 
@@ -129,32 +129,24 @@ class HorovodProcessGroup(ProcessGroup):
             if not self._is_down.wait(_SHUTDOWN_SECONDS):
                 _end_at_once()
         else:
-            self._board.post("reason", "it has ended")
+            self.board.post("reason", "it has ended")
 
     def _failed(self, text: str) -> str:
         """Return the text for an error of Horovod's."""
         if "shut down" not in text:
             return f"Horovod failed: {text}"
         time.sleep(_LOOK_SECONDS)  # for the reason to be on the board
-        reasons = self._board.read("reason", self._ranks) or {}
+        reasons = self.board.read("reason", self._ranks) or {}
         texts = "; ".join(f"process {self._ranks.index(rank)}: {reason}" for rank, reason in reasons.items())
         if texts:
             return f"another process has ended the job. {texts}"
         return "Horovod was shut down: another process has ended, or was killed"
 
-    def _subset(self, members: Tuple[int, ...]):
-        if members not in self._subsets:
-            raise CommunicatorError(
-                f"the processes {', '.join(map(str, members))} cannot meet without the others: set "
-                f"HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init()"
-            )
-        return self._subsets[members]
-
     def add_subsets(self, subsets):
         for members in subsets:
-            if members not in self._subsets and len(members) not in (1, self.size):
+            if members not in self._sets and len(members) > 1:
                 try:
-                    self._subsets[members] = self._hvd.add_process_set([self._ranks[rank] for rank in members])
+                    self._sets[members] = self._hvd.add_process_set([self._ranks[rank] for rank in members])
                 except ValueError as problem:  # not dynamic
                     raise CommunicatorError(f"Horovod refused a process set: {problem}") from None
 
@@ -212,7 +204,7 @@ class _Channel:
             self._changed.wait(_LOOK_SECONDS)
             if not has_posted and time.monotonic() > began + _POST_SECONDS:
                 has_posted = True
-                _in_the_background(lambda: self._group.post_arrival(self._key, round_id))
+                _in_the_background(lambda: self._group.board.post(f"{self._key}.{round_id}", ""))
 
 
 def _end_at_once() -> None:
@@ -253,11 +245,6 @@ class _Board:
                     self._address, self._port, "gluon_syncbn", quote(f"{title}.{rank}")
                 )
         return found
-
-    def find(self, title: str, ranks) -> Optional[List[int]]:
-        """List the ranks that have posted it; None where there is no board."""
-        found = self.read(title, ranks)
-        return None if found is None else list(found)
 
 
 _idle: "queue.SimpleQueue[queue.SimpleQueue]" = queue.SimpleQueue()

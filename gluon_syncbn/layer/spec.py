@@ -159,10 +159,6 @@ class LayerSpec:
         defaults = LayerSpec("")
         return [name for name in _NATIVE_OPTIONS if getattr(self, name) != getattr(defaults, name)]
 
-    def devices_per_group(self, num_processes: int = 1) -> int:
-        """How many devices synchronize among themselves, where each process has ``num_devices`` of them."""
-        return self.group_size or (self.num_devices or 0) * num_processes
-
     def groups_of(self, devices: Sequence[mx.Context], first: int = 0) -> Dict[int, List[mx.Context]]:
         """The devices that synchronize among themselves, in rank order, by number of the group.
 

@@ -24,51 +24,39 @@ class Link:
     def __init__(self, group: ProcessGroup, spec: LayerSpec, go_to_step: Callable[[int], int]):
         self._processes: Processes = processes_of(group)
         self.go_to_step = go_to_step
-        self._processes.add_link(self)
         self._spec = spec
         self._num_devices = spec.num_devices or 0
-        self._place: Optional[Place] = None
+        self._devices_per_group = spec.group_size or self._num_devices * group.size
+        self.size = group.size  # in processes
+        # The number of this process's first device among those of all processes, each of which has equally many.
+        self.first_device = group.rank * self._num_devices
+        self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
-
-    @property
-    def first_device(self) -> int:
-        """The number of this process's first device among those of all processes, each of which has equally many."""
-        return self._processes.group.rank * self._num_devices
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return self._processes.group.size
+        self._processes.links.add(self)
 
     def exchange(
         self, direction: str, chunk: int, set_id: int, round_id: int, vector: np.ndarray
     ) -> Tuple[np.ndarray, int]:
         """The rows of all processes that have devices in group number ``chunk`` of the layer, and the round.
 
-        Raises
-        ------
-        SyncBatchNormError
-            As in `Processes.exchange`.
+        Raises as `Processes.exchange`.
         """
         with self._place_lock:  # several groups of the layer may come for the first time together
-            if self._place is None:
-                self._place = self._place_by_name()
+            if self.place is None:
+                name = self._spec.name
+                key = f"{name}.{self._processes.count_layers(name)}"
+                self.place = Place(key, key, "layer", name, [self._spec.describe(None)], self._subsets())
         members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
         return self._processes.exchange(
-            self._place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
+            self.place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
         )
-
-    @property
-    def place(self) -> Optional[Place]:
-        """The layer's position in its net, once it has trained."""
-        return self._place
 
     def take(self, place: Place) -> None:
         """The layer is about to train, in a net."""
         with self._place_lock:
-            if self._place is None:
-                self._place = place._replace(subsets=self.subsets())
-                if self._place.subsets:
+            if self.place is None:
+                self.place = place._replace(subsets=self._subsets())
+                if self.place.subsets:
                     self._processes.announce_subsets(place.net)
 
     def fail(self, text: str) -> None:
@@ -82,26 +70,18 @@ class Link:
 
     def peers(self) -> Sequence[int]:
         """The processes that share the statistics of this one's first device."""
-        return self._members(self.first_device // self._devices_per_group())
+        return self._members(self.first_device // self._devices_per_group)
 
     def _members(self, chunk: int) -> Sequence[int]:
         """The processes that have devices in this group of the layer."""
-        first = chunk * self._devices_per_group()
-        last = first + self._devices_per_group() - 1
+        first = chunk * self._devices_per_group
+        last = first + self._devices_per_group - 1
         return range(first // self._num_devices, last // self._num_devices + 1)
 
-    def _devices_per_group(self) -> int:
-        return self._spec.devices_per_group(self.size)
-
-    def subsets(self) -> List[Tuple[int, ...]]:
+    def _subsets(self) -> List[Tuple[int, ...]]:
         """The processes of each of its groups, in this process or another."""
-        groups = self.size * self._num_devices // self._devices_per_group()
+        groups = self.size * self._num_devices // self._devices_per_group
         return [tuple(self._members(chunk)) for chunk in range(groups)] if groups > 1 else []
-
-    def _place_by_name(self) -> Place:
-        spec = self._spec
-        key = f"{spec.name}.{self._processes.count_layers(spec.name)}"
-        return Place(key, key, "layer", spec.name, [spec.describe(None)], self.subsets())
 
 
 def seconds_for_processes(timeout: Optional[float]) -> float:

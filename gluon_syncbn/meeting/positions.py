@@ -11,7 +11,7 @@ import hashlib
 import re
 import threading
 import weakref
-from typing import Callable, List, NamedTuple, Sequence, Tuple
+from typing import Callable, MutableMapping, NamedTuple, Sequence, Tuple
 
 from mxnet.gluon import Block
 
@@ -35,24 +35,13 @@ class Place(NamedTuple):
     subsets: Sequence[Tuple[int, ...]]
 
 
-Places = weakref.WeakKeyDictionary  # Block to Place
-
-
-def _places_in(net: str, root: Block, layers: List[Block], describe: Callable[[Block], str]) -> Places:
-    """The positions of a net's layers."""
-    # Those of a SymbolBlock have numbers of Gluon's in them.
-    names = "\n".join(sorted(re.sub(r"\d+", "", name) for name in names_within(root)))
-    kind = f"{type(root).__name__} ({hashlib.blake2b(names.encode(), digest_size=4).hexdigest()})"
-    described = [describe(layer) for layer in layers]
-    return Places({layer: Place(net, f"{net}.{i}", kind, root.name, described, []) for i, layer in enumerate(layers)})
-
-
 class Nets:
     """The nets of this process that have trained with others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nets: weakref.WeakKeyDictionary[Block, Places] = weakref.WeakKeyDictionary()  # as they first trained
+        # As they first trained, each with its layers.
+        self._nets: MutableMapping[Block, MutableMapping[Block, Place]] = weakref.WeakKeyDictionary()
         self._count = 0  # of all that ever were
 
     def place_of(self, layer: Block, describe: Callable[[Block], str]) -> Place:
@@ -67,6 +56,11 @@ class Nets:
                 layers = [item for item in all_blocks(root) if describe(item)]
                 if layer not in layers:
                     root, layers = layer, [layer]
-                self._nets[root] = _places_in(f"net{self._count}", root, layers, describe)
+                # Names in a SymbolBlock have numbers of Gluon's in them.
+                names = "\n".join(sorted(re.sub(r"\d+", "", name) for name in names_within(root)))
+                kind = f"{type(root).__name__} ({hashlib.blake2b(names.encode(), digest_size=4).hexdigest()})"
+                net, described = f"net{self._count}", [describe(item) for item in layers]
+                places = [Place(net, f"{net}.{i}", kind, root.name, described, []) for i in range(len(layers))]
+                self._nets[root] = weakref.WeakKeyDictionary(zip(layers, places))
                 self._count += 1
             return self._nets[root][layer]

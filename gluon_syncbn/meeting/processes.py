@@ -80,7 +80,7 @@ class Processes:
         self._floor = 0  # no round has a number below it any more
         self._compared: Set[str] = set()  # nets
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
-        self._links: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.links: weakref.WeakSet[Any] = weakref.WeakSet()  # of layers, whose steps are to be the same everywhere
         self._seen: List[Tuple[Sequence[str], List[str]]] = []  # of nets: their layers, and their name in each process
 
     def exchange(
@@ -120,7 +120,7 @@ class Processes:
             pair = sorted((self.group.rank, partner), key=list(members).index)
             return self.group.all_gather(f"{key}.{part}", round_id, brought, pair, wait.ended)
 
-        combine = _merged if direction == FORWARD else add_ranks
+        combine = (lambda rows: merge(rows).pack()) if direction == FORWARD else add_ranks
         return reduce_in_pairs(vector, self.group.rank, members, combine, meet)[None]
 
     def _meets_in_pairs(self, members: Sequence[int], vector: np.ndarray) -> bool:
@@ -154,7 +154,7 @@ class Processes:
         """Let all processes number rounds alike from here on, after rounds in which not all took part.
 
         ``layers`` has the channels of each layer by its key. Returns those of each process, and its vector, of any
-        length. Raises as `gather_numbers`.
+        length. Raises as `find_active`.
         """
         with self._lock:
             highest = self._highest_round()
@@ -163,7 +163,7 @@ class Processes:
             highests, sizes, all_layers = zip(*map(json.loads, self._gather_texts(what, text, wait)))
             padded = np.zeros(max(sizes))
             padded[: vector.size] = vector
-            rows = self._gather(what, padded, range(self.group.size), wait)
+            rows = self._gather(what, padded, wait)
             self._align_steps(wait)
         with self._lock:
             self._floor = max(self._floor, max(highests) + 1)
@@ -172,16 +172,18 @@ class Processes:
     def _highest_round(self) -> int:
         return max([self._floor, *self._rounds.values()])
 
-    def gather_numbers(self, what: str, numbers: Sequence[float], seconds: float) -> np.ndarray:
-        """One row of numbers per process, outside of layers: all processes call it together.
+    def find_active(self, what: str, num_devices: int, seconds: float) -> List[int]:
+        """The ranks that have devices now, which can meet without the others from here on: all processes call it
+        together, each with the number of its devices.
 
-        Raises
-        ------
-        SyncBatchNormError
-            As in `exchange`; the text starts with ``what``.
+        Raises as `exchange`; the text starts with ``what``.
         """
         with self._exchanging(what, None, range(self.group.size), seconds) as wait:
-            return self._gather(what, np.asarray(numbers, dtype=np.float64), range(self.group.size), wait)
+            counts = self._gather(what, np.array([num_devices], dtype=np.float64), wait)[:, 0]
+            active = counts.nonzero()[0].tolist()
+            if active and len(active) < self.group.size:
+                self.group.add_subsets([tuple(active)])
+        return active
 
     @contextlib.contextmanager
     def _exchanging(self, what: str, place: Optional[Place], members: Sequence[int], seconds: float) -> Iterator[Wait]:
@@ -193,13 +195,6 @@ class Processes:
         except MissingProcesses as problem:
             raise self._failed(self._missing_text(what, problem, members)) from None
         except (CommunicatorError, SyncBatchNormError) as problem:
-            raise self._failed(f"{what}: {problem}.") from None
-
-    def add_subset(self, what: str, members: Tuple[int, ...]) -> None:
-        """Let these ranks meet without the others: all processes call it together. Raises as `gather_numbers`."""
-        try:
-            self.group.add_subsets([members])
-        except CommunicatorError as problem:
             raise self._failed(f"{what}: {problem}.") from None
 
     def _failed(self, text: str) -> SyncBatchNormError:
@@ -292,13 +287,9 @@ class Processes:
             self._layers[name] += 1
             return self._layers[name] - 1
 
-    def add_link(self, link: Any) -> None:
-        """A `Link` of a layer, whose steps are to be the same on all processes."""
-        self._links.add(link)
-
     def _align_steps(self, wait: Wait) -> None:
         """Layers go on from their latest step; some may have been left out of a step, or of a part of it."""
-        links = {link.place.key: link for link in list(self._links) if link.place is not None}
+        links = {link.place.key: link for link in list(self.links) if link.place is not None}
         mine = {key: link.go_to_step(0) for key, link in links.items()}
         texts = self._gather_texts("steps", json.dumps(mine), wait)
         for steps in map(json.loads, texts):
@@ -331,15 +322,14 @@ class Processes:
     def _gather_texts(self, key: str, text: str, wait: Wait) -> List[str]:
         """The texts of all processes, in rank order."""
         data = np.frombuffer(text.encode(), dtype=np.uint8)
-        members = range(self.group.size)
-        size = self._gather(f"{key}.size", np.array([data.size], dtype=np.float64), members, wait)[:, 0].astype(int)
+        size = self._gather(f"{key}.size", np.array([data.size], dtype=np.float64), wait)[:, 0].astype(int)
         padded = np.zeros(size.max())
         padded[: data.size] = data
-        rows = self._gather(f"{key}.text", padded, members, wait)
+        rows = self._gather(f"{key}.text", padded, wait)
         return [row[:length].astype(np.uint8).tobytes().decode() for row, length in zip(rows, size)]
 
-    def _gather(self, key: str, vector: np.ndarray, members: Sequence[int], wait: Wait) -> np.ndarray:
-        return self.group.all_gather(key, self._begin(key, FORWARD, 0), vector, members, wait.ended)
+    def _gather(self, key: str, vector: np.ndarray, wait: Wait) -> np.ndarray:
+        return self.group.all_gather(key, self._begin(key, FORWARD, 0), vector, range(self.group.size), wait.ended)
 
     def _name(self, rank: int) -> str:
         host = self._hosts.get(rank)
@@ -377,7 +367,3 @@ def abandon_on_all_processes(is_under_way: bool) -> None:
     """Whoever waits for this process in the middle of a step need not wait any longer."""
     for processes in list(_all.values()):
         processes.abandon(is_under_way)
-
-
-def _merged(rows: np.ndarray) -> np.ndarray:
-    return merge(rows).pack()

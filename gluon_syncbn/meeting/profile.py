@@ -8,7 +8,7 @@ from typing import List, NamedTuple
 
 from gluon_syncbn.base import library
 
-_is_on = False
+is_on = False  # whether a profile is under way
 
 
 class Pass(NamedTuple):
@@ -28,25 +28,21 @@ class Pass(NamedTuple):
     ended: float
 
 
-def is_on() -> bool:
-    return _is_on
-
-
 def start() -> None:
     """RuntimeError if it is on already, or nothing is compiled."""
-    global _is_on
+    global is_on
     if library.core is None:
         raise RuntimeError(f"gluon_syncbn.profile needs the compiled operator: {library.unavailable_reason}.")
-    if _is_on:
+    if is_on:
         raise RuntimeError("gluon_syncbn.profile: another profile is under way; there can be one at a time.")
-    _is_on = True
+    is_on = True
     library.core.gluon_syncbn_start_profile()
 
 
 def stop() -> List[Pass]:
     """Stop, and return the passes since `start`."""
-    global _is_on
-    _is_on = False
+    global is_on
+    is_on = False
     return [_pass_of(line) for line in library.core.gluon_syncbn_stop_profile().decode().splitlines()]
 
 

@@ -102,7 +102,7 @@ class Wait:
     """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
 
     def __init__(self, seconds: float, began: Optional[float] = None, is_for_processes: bool = False):
-        self.began = time.monotonic() if began is None else began
+        self._began = time.monotonic() if began is None else began
         self._is_for_processes = is_for_processes
         self._timeout = seconds
         self._is_watching = False
@@ -116,10 +116,22 @@ class Wait:
 
     def ended(self) -> Optional[Waited]:
         """How long it was, and why it ends now; None while it goes on."""
-        if library.core is not None and not self._is_watching and time.monotonic() > self.began + POLL_SECONDS:
+        if library.core is not None and not self._is_watching and time.monotonic() > self._began + POLL_SECONDS:
             library.core.gluon_syncbn_watch_signals(1)
             self._is_watching = True
-        return _ended(self.began, self._timeout, self._is_for_processes)
+        now = time.monotonic()
+        if now >= self._began + self._timeout:
+            return Waited(self._timeout, "")
+        signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
+        if signalled >= self._began and now >= signalled + GRACE_SECONDS:
+            return Waited(now - self._began, "Ctrl-C or SIGTERM came")
+        error = failures.failure()
+        if error and now >= max(self._began, failures.failed_at()) + GRACE_SECONDS:
+            return Waited(now - self._began, f"the step has failed ({error})")
+        because, since, process_grace = _cut.now
+        if because and now >= max(self._began, since) + (process_grace if self._is_for_processes else GRACE_SECONDS):
+            return Waited(now - self._began, because)
+        return None
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
@@ -133,20 +145,4 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
             if ended is not None:
                 return ended
             changed.wait(min(POLL_SECONDS, began + timeout - time.monotonic()))
-    return None
-
-
-def _ended(began: float, timeout: float, is_for_processes: bool) -> Optional[Waited]:
-    now = time.monotonic()
-    if now >= began + timeout:
-        return Waited(timeout, "")
-    signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
-    if signalled >= began and now >= signalled + GRACE_SECONDS:
-        return Waited(now - began, "Ctrl-C or SIGTERM came")
-    error = failures.failure()
-    if error and now >= max(began, failures.failed_at()) + GRACE_SECONDS:
-        return Waited(now - began, f"the step has failed ({error})")
-    because, since, process_grace = _cut.now
-    if because and now >= max(began, since) + (process_grace if is_for_processes else GRACE_SECONDS):
-        return Waited(now - began, because)
     return None

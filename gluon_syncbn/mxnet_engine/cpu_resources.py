@@ -10,7 +10,6 @@ that needs one. Operators outside a static graph go round all buffers, each of w
 had; and when they have come round, an operator can still meet a buffer that another device needs.
 """
 
-import contextlib
 import os
 import re
 import warnings
@@ -34,10 +33,7 @@ _taken: Dict[str, str] = {}
 def set_cpu_resources() -> None:
     """Give each CPU device temporary space and random generators of its own; or many of both to all of them.
 
-    Raises
-    ------
-    ValueError
-        ``MXNET_CPU_TEMP_COPY`` is not a positive whole number.
+    ValueError if ``MXNET_CPU_TEMP_COPY`` is not a positive whole number.
     """
     global shared_because
     shared_because = _separate()
@@ -54,21 +50,14 @@ def _separate() -> str:
     value = os.environ.get(_BUFFERS, str(CPU_RESOURCES[_BUFFERS][0]))
     if not value.isdecimal() or not int(value):
         raise ValueError(f"{_BUFFERS} must be a positive whole number, not {value!r}.")
-    with _variable(_BUFFERS, value):
-        problem = library.core.gluon_syncbn_separate_cpu_devices(library.LIBMXNET._handle, int(value))
-    return "" if problem is None else problem.decode()
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Within the ``with`` block, MXNet reads this value of an environment variable."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+    is_ours = _BUFFERS not in os.environ
+    os.environ[_BUFFERS] = value  # MXNet reads it meanwhile
     try:
-        yield
+        problem = library.core.gluon_syncbn_separate_cpu_devices(library.LIBMXNET._handle, int(value))
     finally:
-        if before is None:
-            del os.environ[name]
+        if is_ours:
+            del os.environ[_BUFFERS]
+    return "" if problem is None else problem.decode()
 
 
 def open_step() -> None:

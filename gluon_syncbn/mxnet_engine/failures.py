@@ -181,12 +181,8 @@ def watch(
 def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     """Skip updates that read these gradients if the step has failed. Those in a list are updated together or not.
 
-    Returns the number of the first list's gate; the others follow.
-
-    Raises
-    ------
-    MXNetError
-        Where nothing is compiled: the step has failed.
+    Returns the number of the first list's gate; the others follow. MXNetError where nothing is compiled, and the step
+    has failed.
     """
     if library.core is None:
         return _wait_for(gradients)

@@ -15,7 +15,7 @@ import logging
 
 import mxnet as mx
 
-from gluon_syncbn.base.errors import SyncBatchNormError, own_error
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
@@ -65,7 +65,7 @@ def abandon_step() -> None:
     if has_failed:
         clear_added_gradients()
         unseen = "" if was_seen else f" Its error was not read: {_with_cause(error or pending, pending)}"
-        _log.warning("A step was given up. %s%s", updated.value, unseen)
+        _log.warning("A step was given up. %s%s", updated, unseen)
 
 
 def leave_failed_step() -> None:
@@ -106,7 +106,8 @@ def failing_what_cannot_be_read(read):
             if failures.is_in_use():
                 error = failures.explained(error)
                 failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
-            raise own_error(error) from None
+            is_ours = "SyncBatchNorm '" in str(error) and not isinstance(error, SyncBatchNormError)
+            raise (SyncBatchNormError(str(error)) if is_ours else error) from None
         if has_error:
             raise SyncBatchNormError(
                 "MXNet could not compute this array. Its error was raised in another thread that read it, or it was "

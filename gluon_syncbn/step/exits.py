@@ -99,19 +99,12 @@ def end_before_communicators() -> None:
 
 def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
-    atexit.register(_forget_forks)  # runs after what is registered later
+    atexit.register(forks.handlers.clear)  # they lead to MXNet; runs after what is registered later
     atexit.register(_at_exit)
-    forks.before.append(_before_fork)
-    forks.after.append(_after_fork)
+    forks.handlers.append((_before_fork, _after_fork))
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(
             before=forks.before_fork,
             after_in_parent=forks.after_fork_in_parent,
             after_in_child=forks.after_fork_in_child,
         )
-
-
-def _forget_forks() -> None:
-    """Remove what `base.forks` holds of this module, and so of MXNet."""
-    forks.before.remove(_before_fork)
-    forks.after.remove(_after_fork)

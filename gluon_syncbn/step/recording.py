@@ -111,20 +111,14 @@ def noticing_copies(copyto):
     def noticed_copyto(self, other):
         global _copies_in_graphs
         if not (_copies_in_graphs or cpu_resources.shared_because) and mx.autograd.is_recording():
-            target = getattr(other, "context", other)
-            _copies_in_graphs = _are_two_cpus(self.context, target) and _is_in_graph(self)
+            devices = self.context, getattr(other, "context", other)
+            are_cpus = all(getattr(device, "device_type", "") == "cpu" for device in devices)
+            if are_cpus and devices[0] != devices[1]:
+                # Whether autograd has computed this array, or computes its gradient.
+                _copies_in_graphs = has_fresh_gradient(self) or take_fresh_gradient(self)
         return copyto(self, other)
 
     return noticed_copyto
-
-
-def _are_two_cpus(*devices) -> bool:
-    return devices[0] != devices[1] and all(getattr(device, "device_type", "") == "cpu" for device in devices)
-
-
-def _is_in_graph(array: mx.nd.NDArray) -> bool:
-    """Whether autograd has computed this array, or computes its gradient."""
-    return has_fresh_gradient(array) or take_fresh_gradient(array)
 
 
 def _listed(heads) -> List[mx.nd.NDArray]:

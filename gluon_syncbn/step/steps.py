@@ -25,7 +25,7 @@ never are under way. One that is recorded and has no backward pass is no longer 
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Container, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -94,16 +94,6 @@ class Passes:
                 return parameter.list_data()
         return []
 
-    def take_notes(self, taken: "Container[_Key]") -> Iterator["_Note"]:
-        """Take from each of these arrays the note whether its gradient is fresh, unless it is ``taken`` already."""
-        for array in self.arrays():
-            if (self, id(array)) in taken:
-                continue
-            was_fresh = has_fresh_gradient(array)
-            if not take_fresh_gradient(array):  # a copy
-                break
-            yield _Note(self, array, was_fresh)
-
 
 class _Note:
     """Whether the gradient of an array was fresh before ``backward()``; and whether one that has reached it counts."""
@@ -116,10 +106,6 @@ class _Note:
         if not self.is_counted and has_fresh_gradient(self.array):
             self.is_counted = True
             self.passes.end_backward(self.array.context)
-
-    def put_back(self) -> None:
-        if self.was_fresh and not self.is_counted:
-            set_fresh_gradient(self.array, True)
 
 
 def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
@@ -135,9 +121,6 @@ def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
             failures.forget_seen()
         return False
     return True
-
-
-_Key = Tuple[Passes, int]  # a layer's, and the id of an array
 
 
 def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
@@ -196,7 +179,8 @@ class Steps:
         self._open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
 
         self._notes_lock = threading.Lock()
-        self._notes: Dict[_Key, _Note] = {}  # while a backward() is under way
+        # While a backward() is under way, by layer and id of the array.
+        self._notes: Dict[Tuple[Passes, int], _Note] = {}
         self._calls = 0  # of backward() that are under way
         self._updates: List[HeldUpdate] = []  # oldest first
 
@@ -339,18 +323,17 @@ class Steps:
             self._calls += 1
             for note in self._notes.values():  # what calls that are still under way have reached
                 note.count()
-            # What these have not reached stays as it is: they may reach it at this moment.
-            taken = {key for key, note in self._notes.items() if not note.is_counted}
-            for passes in self._awaited():
-                for note in passes.take_notes(taken):
-                    key = passes, id(note.array)
-                    note.was_fresh |= key in self._notes and self._notes[key].was_fresh
-                    self._notes[key] = note
-
-    def _awaited(self) -> Set[Passes]:
-        """The layers that a ``backward()`` may reach and somebody wants to know of."""
-        with self._lock:
-            return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
+            with self._lock:  # the layers that it may reach and somebody wants to know of
+                awaited = {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
+            for passes in awaited:
+                for array in passes.arrays():
+                    before = self._notes.get((passes, id(array)))
+                    if before is not None and not before.is_counted:
+                        continue  # it stays as it is: those calls may reach it at this moment
+                    was_fresh = has_fresh_gradient(array) or (before is not None and before.was_fresh)
+                    if not take_fresh_gradient(array):  # a copy
+                        break
+                    self._notes[passes, id(array)] = _Note(passes, array, was_fresh)
 
     def end_backward(self) -> Set[Passes]:
         """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
@@ -365,7 +348,8 @@ class Steps:
 
     def _put_notes_back(self) -> None:
         for note in self._notes.values():
-            note.put_back()
+            if note.was_fresh and not note.is_counted:
+                set_fresh_gradient(note.array, True)
         self._notes.clear()
 
     def note_backward(self, reached: Set[Passes]) -> None:

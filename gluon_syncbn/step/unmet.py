@@ -61,17 +61,10 @@ def note_record(trains: bool) -> None:
 
 
 def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
-    """Raise an error if layers have trained, and met nobody.
+    """SyncBatchNormError if layers have trained, and met nobody.
 
-    Parameters
-    ----------
-    parameters : iterable of Parameter, optional
-        Those that are about to be updated: only their layers are looked at. By default all layers are, if nothing waits
-        for a pass that is yet to begin.
-
-    Raises
-    ------
-    SyncBatchNormError
+    ``parameters`` are those that are about to be updated: only their layers are looked at. By default all layers are,
+    if nothing waits for a pass that is yet to begin.
     """
     global _has_trained
     if not _has_trained:
@@ -99,12 +92,9 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
 
 
 def check_module(module: mx.mod.Module) -> None:
-    """Raise an error if a Module trains a symbol on more devices than it is for.
+    """SyncBatchNormError if a Module trains a symbol on more devices than it is for.
 
-    Raises
-    ------
-    SyncBatchNormError
-        Its symbol is of a net on one device, or made for one, and is plain there.
+    Such a symbol is of a net on one device, or made for one, and is plain there.
     """
     if module in _modules or len(contexts_of_module(module)) < 2:
         return

@@ -10,7 +10,6 @@ error raised, before anything is copied.
 """
 
 import contextlib
-import enum
 import functools
 import warnings
 import weakref
@@ -40,17 +39,6 @@ from gluon_syncbn.step.unmet import check_met, check_module
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
-
-
-class Updated(enum.Enum):
-    """The weights that a failed step has updated, as the log says it."""
-
-    NOTHING = "Weights and optimizer states are as they were before it."
-    A_PART = (
-        "Its backward pass had failed when some weights had their whole gradient: those are updated, on all devices. "
-        "The others, and their optimizer states, are as they were before it."
-    )
-    NOT_CALLED = "No weight has been updated since it failed."
 
 
 @contextlib.contextmanager
@@ -177,19 +165,15 @@ def _guarding(
     probes = [mx.nd.empty(1)] if is_first else []
     gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]])
     if optimizer is not None:
-        _remember(gate, indices, optimizer)
+        numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
+        counts = {device: dict(some) for device, some in _counts(optimizer).items()}
+        steps.hold(HeldUpdate(gate, list(indices), weakref.ref(optimizer), numbers, counts))
     for probe in probes:
         probe.wait_to_read()
     try:
         yield
     finally:
         failures.seal([array for some in gradients for array in some] + written())
-
-
-def _remember(gate: int, indices: Sequence[List[Any]], optimizer: mx.optimizer.Optimizer) -> None:
-    numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
-    counts = {device: dict(some) for device, some in _counts(optimizer).items()}
-    steps.hold(HeldUpdate(gate, list(indices), weakref.ref(optimizer), numbers, counts))
 
 
 def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
@@ -205,8 +189,11 @@ def clear_added_gradients() -> None:
                     parameter.zero_grad()
 
 
-def undo_held_updates() -> Updated:
-    """Take back what optimizers have counted of updates that were held back. The step was given up; nothing runs."""
+def undo_held_updates() -> str:
+    """Take back what optimizers have counted of updates that were held back. The step was given up; nothing runs.
+
+    Returns which weights it has updated, for the log.
+    """
     updates = steps.take_updates()
     for update, opened in reversed(updates):  # so that the oldest of an optimizer's has the last word
         optimizer = update.optimizer()
@@ -224,5 +211,10 @@ def undo_held_updates() -> Updated:
     failures.forget_gates()
     held = [opened for _, opened in updates if not all(opened)]
     if not held:
-        return Updated.NOT_CALLED
-    return Updated.A_PART if any(map(any, held)) else Updated.NOTHING
+        return "No weight has been updated since it failed."
+    if not any(map(any, held)):
+        return "Weights and optimizer states are as they were before it."
+    return (
+        "Its backward pass had failed when some weights had their whole gradient: those are updated, on all devices. "
+        "The others, and their optimizer states, are as they were before it."
+    )

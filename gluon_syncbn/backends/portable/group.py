@@ -46,7 +46,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{self.spec.where}: it runs on the portable back end, which does not synchronize several processes."
             )
-        if profile.is_on():
+        if profile.is_on:
             raise RuntimeError(
                 f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
             )
