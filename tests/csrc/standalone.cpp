@@ -17,7 +17,6 @@
 #include "cuda/launch.h"
 #include "cuda/program.h"
 #include "exported.h"
-#include "find_function.h"
 #include "meeting/rendezvous.h"
 #include "meeting/waiting.h"
 

@@ -16,7 +16,6 @@
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
 // shared by layer, graph and calls, and freed with the last.
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <future>
@@ -38,7 +37,6 @@
 #include "mxnet/engine.h"
 #include "mxnet/groups.h"
 #include "mxnet/operator.h"
-#include "mxnet/off_main_thread.h"
 #include "numbers.h"
 #include "tensor.h"
 

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <exception>
 #include <future>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
