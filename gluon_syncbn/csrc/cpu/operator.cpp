@@ -37,8 +37,6 @@ struct Saved {
         r(saved + 2 * channels, saved + 3 * channels),
         d(saved + 3 * channels, saved + 4 * channels) {}
 
-  static const double* call(const double* saved, size_t channels) { return saved + 4 * channels; }
-
   void save(double* to, const ForwardCall& call) const {
     if (!to) return;
     for (const std::vector<double>* vector : {&mean, &invstd, &r, &d}) {
@@ -50,8 +48,7 @@ struct Saved {
 
 class CpuOperator : public Operator {
  public:
-  explicit CpuOperator(Call call)
-      : Operator(std::move(call)), threads_(omp_get_max_threads()), device_(number_of(call_.device)) {}
+  explicit CpuOperator(Call call) : Operator(std::move(call)), threads_(omp_get_max_threads()) {}
 
   void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
     if (!is_train) return predict(*arrays, requests);
@@ -62,11 +59,12 @@ class CpuOperator : public Operator {
       pass->lose();
       throw;
     }
-    run(pass, device_, arrays->out.handle());
+    run(pass, number_of(call_.device), arrays->out.handle());
   }
 
   void backward(std::shared_ptr<const BackwardArrays> arrays, BackwardRequests requests) override {
-    run(std::make_shared<BackwardPass>(self<CpuOperator>(), arrays, requests), device_, arrays->d_out.handle());
+    run(std::make_shared<BackwardPass>(self<CpuOperator>(), arrays, requests), number_of(call_.device),
+        arrays->d_out.handle());
   }
 
  private:
@@ -138,7 +136,7 @@ class CpuOperator : public Operator {
       const size_t channels = static_cast<size_t>(call_.layout.channels);
       const auto* saved = static_cast<const double*>(arrays_->saved.data());
       op_->begin_backward();
-      forward_call_ = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
+      forward_call_ = ForwardCall::load(*call_.group, call_.device, saved + 4 * channels);
       then_ = Saved(saved, channels);
       parameters_ = op_->parameters_of(arrays_->gamma, arrays_->beta, then_);
       const bool in_place = call_.in_place;
@@ -310,7 +308,6 @@ class CpuOperator : public Operator {
   }
 
   const int threads_;
-  const int device_;
 };
 
 }  // namespace
