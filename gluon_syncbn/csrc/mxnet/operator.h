@@ -76,6 +76,9 @@ class Operator : public std::enable_shared_from_this<Operator> {
   std::shared_ptr<Operator> mxnets_;
 };
 
+// The group that the attribute of a graph's node names (groups.cpp).
+std::shared_ptr<Group> group_of(const std::string& reference);
+
 std::shared_ptr<Operator> make_cpu_operator(Call call);
 
 // Compiles and loads what all GPUs of the group run, at the first call of this kind of layer. Throws
