@@ -67,16 +67,10 @@ class _GroupSpecStruct(ctypes.Structure):
     ]
 
 
-class _Groups:
-    """The data for the callbacks of compiled groups, by id of the group."""
-
-    def __init__(self) -> None:
-        self.specs: Dict[int, LayerSpec] = {}
-        self.links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
-        self.connecting = threading.Lock()
-
-
-_groups = _Groups()
+# For the callbacks of compiled groups, by id of the group.
+_specs: Dict[int, LayerSpec] = {}
+_links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
+_connecting = threading.Lock()
 
 
 @library.MAKE_GROUP
@@ -103,7 +97,7 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
-    _groups.specs[group_id] = spec
+    _specs[group_id] = spec
     schedule = spec.renorm or ()
     struct = _GroupSpecStruct(
         name=spec.name.encode(),
@@ -123,14 +117,11 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
 
 def _connect(group_id: int) -> Optional[Link]:
     """Link the group to other processes, the first time; None if there are none."""
-    with _groups.connecting:
-        if group_id not in _groups.links:
-            _groups.links[group_id] = link_of(_groups.specs[group_id], lambda least: _go_to_step(group_id, least))
-        return _groups.links[group_id]
-
-
-def _go_to_step(group_id: int, least: int) -> int:
-    return library.core.gluon_syncbn_group_step(group_id, least)
+    with _connecting:
+        if group_id not in _links:
+            go_to_step = functools.partial(library.core.gluon_syncbn_group_step, group_id)
+            _links[group_id] = link_of(_specs[group_id], go_to_step)
+        return _links[group_id]
 
 
 @library.CONNECT
@@ -166,7 +157,7 @@ def _fail(group_id: int, text: bytes) -> None:
 
 
 def _linked(group_id: int) -> Link:
-    link = _groups.links[group_id]
+    link = _links[group_id]
     assert link is not None
     return link
 
@@ -180,16 +171,16 @@ def _warn(text: bytes) -> None:
 @library.DROP_LINK
 def _drop_link(group_id: int) -> None:
     """Forget a group. Called when nothing uses it any more."""
-    _groups.links.pop(group_id, None)
-    _groups.specs.pop(group_id, None)
+    _links.pop(group_id, None)
+    _specs.pop(group_id, None)
 
 
 def _register() -> str:
     """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
-    library.core.gluon_syncbn_link_processes(_connect_group, _exchange, _fail, _drop_link)
-    refused = library.core.gluon_syncbn_register(_make_described_group, _warn, cuda_source().encode())
+    library.core.gluon_syncbn_use_groups(_make_described_group, _connect_group, _exchange, _fail, _drop_link)
+    refused = library.core.gluon_syncbn_register(_warn, cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 
 
@@ -235,7 +226,7 @@ class NativeGroup(LayerGroup):
         return self.link
 
     def go_to_step(self, least: int) -> int:
-        return _go_to_step(self.id, least)
+        return library.core.gluon_syncbn_group_step(self.id, least)
 
     def rounds(self, set_id: int) -> int:
         return library.core.gluon_syncbn_rounds(self.id, set_id)

@@ -91,7 +91,6 @@ EQUAL(ours::kCpu, mxnet::Context::kCPU);
 EQUAL(ours::kGpu, mxnet::Context::kGPU);
 EQUAL(ours::kPinned, mxnet::Context::kCPUPinned);
 EQUAL(ours::kInt32, mshadow::kInt32);
-EQUAL(ours::kInt64, mshadow::kInt64);
 EQUAL(ours::Request::kNull, mxnet::kNullOp);
 EQUAL(ours::Request::kWrite, mxnet::kWriteTo);
 EQUAL(ours::Request::kWriteInplace, mxnet::kWriteInplace);

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
+#include "cpu/float16.h"
 #include "cpu/kernels.h"
 
 using namespace gluon_syncbn;
@@ -17,9 +19,17 @@ using namespace gluon_syncbn;
 namespace {
 
 std::vector<char> tensor(DType dtype, int64_t size, double (*value)(double)) {
-  const int64_t width = dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-  std::vector<char> made(static_cast<size_t>(size * width));
-  for (int64_t i = 0; i < size; ++i) fill(dtype, made.data() + i * width, 1, value(static_cast<double>(i)));
+  std::vector<char> made(static_cast<size_t>(size * bytes_of(dtype)));
+  for (int64_t i = 0; i < size; ++i) {
+    const double wide = value(static_cast<double>(i));
+    const float narrow = static_cast<float>(wide);
+    const uint16_t half = dtype == DType::kFloat16 ? float_to_half(narrow) : float_to_bfloat16(narrow);
+    const bool is_wide = dtype == DType::kFloat64, is_half = bytes_of(dtype) == 2;
+    const void* stored = &narrow;
+    if (is_wide) stored = &wide;
+    if (is_half) stored = &half;
+    std::memcpy(made.data() + i * bytes_of(dtype), stored, static_cast<size_t>(bytes_of(dtype)));
+  }
   return made;
 }
 

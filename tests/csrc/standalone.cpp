@@ -17,7 +17,6 @@
 #include "cuda/launch.h"
 #include "cuda/program.h"
 #include "exported.h"
-#include "find_function.h"
 #include "meeting/rendezvous.h"
 #include "meeting/waiting.h"
 
@@ -47,10 +46,17 @@ int or_error(char* error, int64_t error_size, const Action& action) {
 }
 
 Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64_t key) {
-  return wait_for([&](Rendezvous::Then then) {
+  Outcome outcome;
+  wait_until_done([&](const std::function<void()>& done) {
     (*static_cast<std::shared_ptr<Rendezvous>*>(rendezvous))
-        ->arrive(static_cast<size_t>(rank), std::move(contribution), static_cast<uint64_t>(key), std::move(then));
+        ->arrive(static_cast<size_t>(rank), std::move(contribution), static_cast<uint64_t>(key),
+                 [&outcome, done](const Outcome& seen) {
+                   outcome = seen;
+                   done();
+                 });
   });
+  if (!outcome.error.empty()) throw RendezvousError(outcome.error);
+  return outcome;
 }
 
 }  // namespace

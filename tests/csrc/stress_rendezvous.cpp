@@ -23,6 +23,8 @@
 
 using namespace gluon_syncbn;
 
+extern "C" void gluon_syncbn_cut_waits_short(const char* because);
+
 namespace {
 
 constexpr size_t kRanks = 8;
@@ -62,7 +64,15 @@ struct Plan {
 };
 
 Outcome meet(Rendezvous& place, size_t rank, const std::vector<double>& mine, uint64_t key) {
-  return wait_for([&](Rendezvous::Then then) { place.arrive(rank, mine, key, std::move(then)); });
+  Outcome outcome;
+  wait_until_done([&](const std::function<void()>& done) {
+    place.arrive(rank, mine, key, [&outcome, done](const Outcome& seen) {
+      outcome = seen;
+      done();
+    });
+  });
+  if (!outcome.error.empty()) throw RendezvousError(outcome.error);
+  return outcome;
 }
 
 void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& backward, Barrier& barrier) {
@@ -109,11 +119,11 @@ void disturb() {
     std::optional<SignalWatch> watch;
     if (turn % 2) watch.emplace();  // as a wait in Python has, beside the watchdog's
     const auto before = signalled_at();
-    cut_waits_short("of a test");
+    gluon_syncbn_cut_waits_short("of a test");
     kill(getpid(), SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     if (!watch && signalled_at() > before) noticed += 1;
-    cut_waits_short("");
+    gluon_syncbn_cut_waits_short("");
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }

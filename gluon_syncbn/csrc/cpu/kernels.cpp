@@ -1,6 +1,5 @@
 #include "cpu/kernels.h"
 
-#include <omp.h>
 #include <strings.h>
 
 #include <algorithm>
@@ -56,6 +55,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
+constexpr const char* kMaxCpuIsa = "GLUON_SYNCBN_MAX_CPU_ISA";
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 constexpr const char* kInstructionSets[] = {"baseline", "avx2", "avx512"};
 
@@ -181,22 +181,9 @@ void input_gradient(DType dtype, const BackwardInput& input, const Layout& layou
   over_channels(layout, threads, [&](int64_t begin, int64_t end) { pass(input, layout, begin, end, all, dx, add); });
 }
 
-void fill(DType dtype, void* values, int64_t size, double value) {
-  for (int64_t i = 0; i < size; ++i) {
-    switch (dtype) {
-      case DType::kFloat64:
-        static_cast<double*>(values)[i] = value;
-        break;
-      case DType::kFloat16:
-        static_cast<uint16_t*>(values)[i] = float_to_half(static_cast<float>(value));
-        break;
-      case DType::kBFloat16:
-        static_cast<uint16_t*>(values)[i] = float_to_bfloat16(static_cast<float>(value));
-        break;
-      default:
-        static_cast<float*>(values)[i] = static_cast<float>(value);
-    }
-  }
+// In every type of numbers here, all bits set are a NaN.
+void fill_nan(DType dtype, void* values, int64_t size) {
+  std::memset(values, 0xff, static_cast<size_t>(size * bytes_of(dtype)));
 }
 
 const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen())]; }

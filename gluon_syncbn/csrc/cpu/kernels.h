@@ -1,7 +1,6 @@
 // The arithmetic of one CPU device: passes over activations.
 //
-// Nothing here knows of MXNet, of threads that wait, or of other devices. Every tensor is dense and seen as
-// (outer, channels, inner): NCHW is (N, C, H·W), channel-last is (N·H·W, C, 1), plain (N, C) is (N, C, 1).
+// Nothing here knows of MXNet, of threads that wait, or of other devices.
 //
 // Passes over memory: forward reads x once for the moments and once to normalize; backward reads x and dy once for
 // the sums and once for dx. What follows the norm (a residual that is added, an activation) is done in the same
@@ -12,7 +11,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "activation.h"
 #include "meeting/statistics.h"
 #include "tensor.h"
 
@@ -69,14 +67,11 @@ struct InputGradient {
 void input_gradient(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                     const InputGradient& gradient, void* dx, bool add, int threads);
 
-void fill(DType dtype, void* values, int64_t size, double value);
+void fill_nan(DType dtype, void* values, int64_t size);
 
-// The environment variable that holds the passes to an instruction set older than the processor's best, so that one
-// machine can try what others run. Its values are those of `instruction_set`, in either case.
-constexpr const char* kMaxCpuIsa = "GLUON_SYNCBN_MAX_CPU_ISA";
-
-// Which instruction set the passes run on: "avx512", "avx2" or "baseline". Throws std::invalid_argument if the
-// environment variable has another value.
+// Which instruction set the passes run on: "avx512", "avx2" or "baseline". The environment variable
+// GLUON_SYNCBN_MAX_CPU_ISA holds them to one that is older than the processor's best, so that one machine can try what
+// others run. Throws std::invalid_argument if it is none of the three, in either case.
 const char* instruction_set();
 
 }  // namespace gluon_syncbn

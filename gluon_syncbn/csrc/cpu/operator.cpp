@@ -18,31 +18,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-std::vector<double> read_vector(DType dtype, const void* from, size_t size) {
-  std::vector<double> values(size);
-  for (size_t i = 0; i < size; ++i) {
-    values[i] = dtype == DType::kFloat64 ? static_cast<const double*>(from)[i]
-                                         : static_cast<double>(static_cast<const float*>(from)[i]);
-  }
-  return values;
-}
-
-void write_vector(DType dtype, const Array& array, const std::vector<double>& values,
-                  Request request = Request::kWrite) {
-  if (request == Request::kNull) return;  // there may be no memory then
-  void* to = array.data();
-  const bool add = request == Request::kAdd;
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (dtype == DType::kFloat64) {
-      double& place = static_cast<double*>(to)[i];
-      place = add ? place + values[i] : values[i];
-    } else {
-      float& place = static_cast<float*>(to)[i];
-      place = static_cast<float>(add ? static_cast<double>(place) + values[i] : values[i]);
-    }
-  }
-}
-
 // What both passes of a call go by, per channel.
 struct Parameters {
   std::vector<double> gamma;  // of the whole affine map: with r of Batch Renormalization, and as clamp_gamma has it
@@ -62,8 +37,6 @@ struct Saved {
         r(saved + 2 * channels, saved + 3 * channels),
         d(saved + 3 * channels, saved + 4 * channels) {}
 
-  static const double* call(const double* saved, size_t channels) { return saved + 4 * channels; }
-
   void save(double* to, const ForwardCall& call) const {
     if (!to) return;
     for (const std::vector<double>* vector : {&mean, &invstd, &r, &d}) {
@@ -75,10 +48,7 @@ struct Saved {
 
 class CpuOperator : public Operator {
  public:
-  explicit CpuOperator(Call call)
-      : Operator(std::move(call)),
-        threads_(omp_get_max_threads()),
-        device_(std::stoi(call_.device.substr(call_.device.find('(') + 1))) {}
+  explicit CpuOperator(Call call) : Operator(std::move(call)), threads_(omp_get_max_threads()) {}
 
   void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
     if (!is_train) return predict(*arrays, requests);
@@ -89,11 +59,12 @@ class CpuOperator : public Operator {
       pass->lose();
       throw;
     }
-    run(pass, device_, arrays->out.handle());
+    run(pass, number_of(call_.device), arrays->out.handle());
   }
 
   void backward(std::shared_ptr<const BackwardArrays> arrays, BackwardRequests requests) override {
-    run(std::make_shared<BackwardPass>(self<CpuOperator>(), arrays, requests), device_, arrays->d_out.handle());
+    run(std::make_shared<BackwardPass>(self<CpuOperator>(), arrays, requests), number_of(call_.device),
+        arrays->d_out.handle());
   }
 
  private:
@@ -122,13 +93,19 @@ class CpuOperator : public Operator {
     void finish() override {
       const Statistics all = meeting_.statistics();
       Saved now = op_->plain(all.mean, all.variance);
-      if (!all.renorm.is_off()) op_->renormalize(*arrays_, all, now);
+      if (!all.renorm.is_off()) {
+        RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, op_->read(arrays_->running_mean),
+                           op_->read(arrays_->running_var));
+        now.r = std::move(made.r);
+        now.d = std::move(made.d);
+      }
       now.save(saved(), all.call);
-      if (void* y = op_->data_if_requested(arrays_->out, requests_.out)) {
+      if (void* y = data_if(requests_.out, arrays_->out)) {
         const Parameters parameters = op_->parameters_of(arrays_->gamma, arrays_->beta, now);
         const Affine affine =
             Affine::rounded(call_.dtype, now.mean, parameters.scale, parameters.beta, call_.activation);
-        normalize(call_.dtype, arrays_->data.data(), op_->skip(*arrays_), call_.layout, affine, y, op_->threads_);
+        normalize(call_.dtype, arrays_->data.data(), data_if(call_.has.skip, arrays_->skip), call_.layout, affine, y,
+                  op_->threads_);
       }
       op_->average(arrays_->running_mean, all.mean);
       op_->average(arrays_->running_var, all.variance);
@@ -137,14 +114,12 @@ class CpuOperator : public Operator {
     }
 
     void lose() override {
-      if (void* y = op_->data_if_requested(arrays_->out, requests_.out)) {
-        fill(call_.dtype, y, call_.layout.size(), kNaN);
-      }
+      if (void* y = data_if(requests_.out, arrays_->out)) fill_nan(call_.dtype, y, call_.layout.size());
       if (saved()) std::fill_n(saved(), saved_size(call_.layout.channels), kNaN);
     }
 
    private:
-    double* saved() const { return static_cast<double*>(op_->data_if_requested(arrays_->saved, requests_.saved)); }
+    double* saved() const { return static_cast<double*>(data_if(requests_.saved, arrays_->saved)); }
 
     const std::shared_ptr<const ForwardArrays> arrays_;
     const ForwardRequests requests_;
@@ -161,7 +136,7 @@ class CpuOperator : public Operator {
       const size_t channels = static_cast<size_t>(call_.layout.channels);
       const auto* saved = static_cast<const double*>(arrays_->saved.data());
       op_->begin_backward();
-      forward_call_ = ForwardCall::load(*call_.group, call_.device, Saved::call(saved, channels));
+      forward_call_ = ForwardCall::load(*call_.group, call_.device, saved + 4 * channels);
       then_ = Saved(saved, channels);
       parameters_ = op_->parameters_of(arrays_->gamma, arrays_->beta, then_);
       const bool in_place = call_.in_place;
@@ -172,9 +147,9 @@ class CpuOperator : public Operator {
       }
       affine_ = Affine::rounded(call_.dtype, center_, parameters_.scale, parameters_.beta, call_.activation);
       input_ = {in_place ? arrays_->out.data() : arrays_->data.data(), arrays_->d_out.data(),
-                call_.has.skip ? arrays_->out.data() : nullptr, in_place};
+                data_if(call_.has.skip, arrays_->out), in_place};
       const bool add_to_skip = requests_.skip == Request::kAdd;
-      void* d_skip = requests_.skip == Request::kNull ? nullptr : arrays_->d_skip.data();
+      void* d_skip = data_if(requests_.skip, arrays_->d_skip);
       GradientSums sums = gradient_sums(call_.dtype, input_, call_.layout, affine_, d_skip, add_to_skip, op_->threads_);
       s1_ = std::move(sums.dz);
       s2_.resize(channels);
@@ -206,22 +181,21 @@ class CpuOperator : public Operator {
         input_gradient(call_.dtype, input_, call_.layout, affine_, gradient, arrays_->d_data.data(),
                        requests_.data == Request::kAdd, op_->threads_);
       }
-      const DType dtype = call_.group->dtype;
-      write_vector(dtype, arrays_->d_beta, s1_, requests_.beta);
+      op_->write(arrays_->d_beta, s1_, requests_.beta);
       for (size_t c = 0; c < channels; ++c) {
         s2_[c] = call_.group->scale ? then_.r[c] * s2_[c] + then_.d[c] * s1_[c] : 0;
       }
-      write_vector(dtype, arrays_->d_gamma, s2_, requests_.gamma);
+      op_->write(arrays_->d_gamma, s2_, requests_.gamma);
       meeting_.end_pass();
     }
 
     void lose() override {
       const int64_t size = call_.layout.size();
-      if (requests_.data != Request::kNull) fill(call_.dtype, arrays_->d_data.data(), size, kNaN);
-      if (requests_.skip != Request::kNull) fill(call_.dtype, arrays_->d_skip.data(), size, kNaN);
+      if (requests_.data != Request::kNull) fill_nan(call_.dtype, arrays_->d_data.data(), size);
+      if (requests_.skip != Request::kNull) fill_nan(call_.dtype, arrays_->d_skip.data(), size);
       const std::vector<double> lost(static_cast<size_t>(call_.layout.channels), kNaN);
-      write_vector(call_.group->dtype, arrays_->d_gamma, lost, requests_.gamma);
-      write_vector(call_.group->dtype, arrays_->d_beta, lost, requests_.beta);
+      op_->write(arrays_->d_gamma, lost, requests_.gamma);
+      op_->write(arrays_->d_beta, lost, requests_.beta);
     }
 
    private:
@@ -237,47 +211,55 @@ class CpuOperator : public Operator {
   };
 
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {
-    auto* saved = static_cast<double*>(data_if_requested(arrays.saved, requests.saved));
+    auto* saved = static_cast<double*>(data_if(requests.saved, arrays.saved));
     plain(read(arrays.running_mean), read(arrays.running_var)).save(saved, {});
     // Where nobody asks for `saved`, no backward pass can follow, and γ need not be one that in_place.h can undo.
     const bool in_place = call_.in_place && saved;
-    if (void* y = data_if_requested(arrays.out, requests.out)) {
-      normalize(call_.dtype, arrays.data.data(), skip(arrays), call_.layout, prediction_affine(arrays, in_place), y,
-                threads_);
+    if (void* y = data_if(requests.out, arrays.out)) {
+      normalize(call_.dtype, arrays.data.data(), data_if(call_.has.skip, arrays.skip), call_.layout,
+                prediction_affine(arrays, in_place), y, threads_);
     }
     end_forward();
   }
-
-  const void* skip(const ForwardArrays& arrays) const { return call_.has.skip ? arrays.skip.data() : nullptr; }
 
   // Without Batch Renormalization.
   Saved plain(std::vector<double> mean, std::vector<double> variance) const {
     Saved now;
     now.r.assign(mean.size(), 1);
     now.d.assign(mean.size(), 0);
+    for (double& value : variance) value = 1 / std::sqrt(value + call_.group->epsilon);
     now.mean = std::move(mean);
-    now.invstd = inverse_deviation(std::move(variance));
+    now.invstd = std::move(variance);
     return now;
   }
 
-  void renormalize(const ForwardArrays& arrays, const Statistics& all, Saved& now) const {
-    RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, read(arrays.running_mean),
-                       read(arrays.running_var));
-    now.r = std::move(made.r);
-    now.d = std::move(made.d);
+  std::vector<double> read(const Array& vector) const {
+    const bool is_wide = call_.group->dtype == DType::kFloat64;
+    const void* from = vector.data();
+    std::vector<double> values(static_cast<size_t>(call_.layout.channels));
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = is_wide ? static_cast<const double*>(from)[i] : static_cast<const float*>(from)[i];
+    }
+    return values;
   }
 
-  std::vector<double> read(const Array& vector) const {
-    return read_vector(call_.group->dtype, vector.data(), static_cast<size_t>(call_.layout.channels));
+  void write(const Array& vector, const std::vector<double>& values, Request request) const {
+    if (request == Request::kNull) return;  // there may be no memory then
+    void* to = vector.data();
+    const bool add = request == Request::kAdd;
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (call_.group->dtype == DType::kFloat64) {
+        double& place = static_cast<double*>(to)[i];
+        place = add ? place + values[i] : values[i];
+      } else {
+        float& place = static_cast<float*>(to)[i];
+        place = static_cast<float>(add ? static_cast<double>(place) + values[i] : values[i]);
+      }
+    }
   }
 
   std::vector<double> read_gamma(const Array& gamma) const {
     return call_.group->scale ? read(gamma) : std::vector<double>(static_cast<size_t>(call_.layout.channels), 1.0);
-  }
-
-  std::vector<double> inverse_deviation(std::vector<double> variance) const {
-    for (double& value : variance) value = 1 / std::sqrt(value + call_.group->epsilon);
-    return variance;
   }
 
   // Gives the same in both passes of a call.
@@ -322,15 +304,10 @@ class CpuOperator : public Operator {
     for (size_t c = 0; c < values.size(); ++c) {
       values[c] = values[c] * call_.group->momentum + now[c] * (1 - call_.group->momentum);
     }
-    write_vector(call_.group->dtype, running, values);
-  }
-
-  static void* data_if_requested(const Array& array, Request request) {
-    return request == Request::kNull ? nullptr : array.data();
+    write(running, values, Request::kWrite);
   }
 
   const int threads_;
-  const int device_;
 };
 
 }  // namespace

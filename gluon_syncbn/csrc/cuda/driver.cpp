@@ -1,12 +1,8 @@
 #include "cuda/driver.h"
 
-#include <dlfcn.h>
-
 #include <cstdlib>
 #include <map>
 #include <mutex>
-
-#include "find_function.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -2,11 +2,20 @@
 // nothing is linked; both libraries are looked up by name when the first layer is made on a GPU.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstddef>
 #include <stdexcept>
 #include <string>
 
 namespace gluon_syncbn {
+
+// Looks up `name` in `library`, a handle of dlopen, and in what it has loaded; false if it is not there.
+template <typename Function>
+bool find_function(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
 
 // What CUDA could not do. Whoever catches it adds for which layer.
 class CudaFailure : public std::runtime_error {

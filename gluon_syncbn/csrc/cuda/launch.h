@@ -10,8 +10,6 @@
 
 namespace gluon_syncbn {
 
-inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-
 struct Launch {
   bool rows;     // whether the kernels are those for rows or those for columns
   bool aligned;  // whether packs of 16 bytes may be read and written

@@ -33,12 +33,6 @@
 namespace gluon_syncbn {
 namespace {
 
-int number_of(const std::string& device) { return std::stoi(device.substr(4)); }  // "gpu(1)"
-
-// The memory of an array that is asked for, or null.
-void* data_if(bool is_wanted, const Array& array) { return is_wanted ? array.data() : nullptr; }
-void* data_if(Request request, const Array& array) { return data_if(request != Request::kNull, array); }
-
 class GpuOperator : public Operator {
  public:
   explicit GpuOperator(Call call)

@@ -5,7 +5,6 @@
 #include <tuple>
 #include <vector>
 
-#include "activation.h"
 #include "cuda/launch.h"
 #include "tensor.h"
 

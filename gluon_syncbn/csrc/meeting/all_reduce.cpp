@@ -8,23 +8,21 @@ namespace gluon_syncbn {
 void Meeting::bring_moments(Moments local, Done done) {
   active_set_ = active_sets().current;
   if (group_.has_renorm()) local.step = static_cast<double>(group_.step_of(device_));
-  bring(&Subgroup::forward, local.pack(), 0, std::move(done));
+  bring(local.pack(), 0, std::move(done));
 }
 
 void Meeting::bring_sums(std::vector<double> local, const ForwardCall& call, Done done) {
   active_set_ = call.active_set;
-  bring(&Subgroup::backward, std::move(local), call.round_id, std::move(done));
+  bring(std::move(local), call.round_id, std::move(done));
 }
 
-void Meeting::bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key,
-                    Done done) {
+void Meeting::bring(std::vector<double> local, uint64_t key, Done done) {
   profile_->arrive();
-  group_.enter(device_, [this, direction, local = std::move(local), key,
-                         done = std::move(done)](const Outcome& entered) mutable {
+  group_.enter(device_, [this, local = std::move(local), key, done = std::move(done)](const Outcome& entered) mutable {
     try {
       if (!entered.error.empty()) throw RendezvousError(entered.error);
       const Membership member = group_.membership_of(device_, active_set_);
-      const auto& place = (*member.subgroup).*direction;
+      const auto& place = is_forward_ ? member.forward : member.backward;
       place->arrive(member.rank, std::move(local), key, [this, at = place.get(), key, done](const Outcome& outcome) {
         if (outcome.error.empty()) profile_->leave(at, key ? key : outcome.round_id);
         outcome_ = outcome;

@@ -65,8 +65,7 @@ class Meeting {
   std::vector<double> sums() const;
 
  private:
-  void bring(const std::shared_ptr<Rendezvous> Subgroup::*direction, std::vector<double> local, uint64_t key,
-             Done done);
+  void bring(std::vector<double> local, uint64_t key, Done done);
   const Vectors& brought() const;
 
   Group& group_;

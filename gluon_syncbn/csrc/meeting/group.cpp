@@ -68,8 +68,7 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
   if (devices_.size() == num_devices_) return;
   const std::string unknown =
       "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices_);
-  opening_ = std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': forward pass",
-                                          std::vector<std::string>(num_devices_, unknown), timeout_seconds, advice_);
+  opening_ = make_place(true, std::vector<std::string>(num_devices_, unknown), {});
 }
 
 std::vector<std::string> Group::devices() {
@@ -102,15 +101,13 @@ void Group::enter(const std::string& device, Rendezvous::Then then) {
   }
   if (!opening) return then({});
   opening->arrive(place, {}, 0, [self = shared_from_this(), then = std::move(then)](const Outcome& outcome) {
-    if (outcome.error.empty()) self->close();
+    if (outcome.error.empty()) {  // all devices are known now
+      std::lock_guard<std::mutex> lock(self->mutex_);
+      if (self->opening_) std::sort(self->devices_.begin(), self->devices_.end(), comes_before);
+      self->opening_ = nullptr;
+    }
     then(outcome);
   });
-}
-
-void Group::close() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (opening_) std::sort(devices_.begin(), devices_.end(), comes_before);
-  opening_ = nullptr;
 }
 
 Membership Group::membership_of(const std::string& device, int64_t active_set) {
@@ -135,7 +132,7 @@ int64_t Group::rounds(int64_t active_set) {
   const auto found = members_.find(active_set);
   if (found == members_.end()) return sum;
   for (const auto& entry : found->second) {
-    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.subgroup->forward->rounds());
+    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.forward->rounds());
   }
   return sum;
 }
@@ -179,11 +176,16 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
     }
   }
   for (const auto& [number, names] : neighbours) {
-    const auto subgroup =
-        std::make_shared<Subgroup>(name, names, timeout_seconds, advice_, exchange_of(true, number, active_set),
-                                   exchange_of(false, number, active_set));
-    for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, subgroup};
+    const auto forward = make_place(true, names, exchange_of(true, number, active_set));
+    const auto backward = make_place(false, names, exchange_of(false, number, active_set));
+    for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, forward, backward};
   }
+}
+
+std::shared_ptr<Rendezvous> Group::make_place(bool is_forward, std::vector<std::string> names,
+                                              Exchange exchange) const {
+  return std::make_shared<Rendezvous>("SyncBatchNorm '" + name + (is_forward ? "': forward pass" : "': backward pass"),
+                                      std::move(names), timeout_seconds, advice_, std::move(exchange));
 }
 
 Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {

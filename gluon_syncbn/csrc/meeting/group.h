@@ -47,21 +47,10 @@ struct ActiveSets {
 };
 ActiveSets& active_sets();
 
-// Devices of one layer that synchronize among themselves.
-struct Subgroup {
-  Subgroup(const std::string& name, const std::vector<std::string>& members, double timeout, const std::string& advice,
-           Exchange moments, Exchange sums)
-      : forward(std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': forward pass", members, timeout, advice,
-                                             std::move(moments))),
-        backward(std::make_shared<Rendezvous>("SyncBatchNorm '" + name + "': backward pass", members, timeout, advice,
-                                              std::move(sums))) {}
-
-  const std::shared_ptr<Rendezvous> forward, backward;
-};
-
+// Where a device meets those that it synchronizes with: its subgroup.
 struct Membership {
   size_t rank;
-  std::shared_ptr<Subgroup> subgroup;
+  std::shared_ptr<Rendezvous> forward, backward;
 };
 
 // How a group reaches the other processes of a job.
@@ -104,7 +93,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // many as it has are there.
   void enter(const std::string& device, Rendezvous::Then then);
 
-  // Where `device` meets the others of the active set. Subgroups are made when the first of them comes.
+  // Of `device` in the active set. Subgroups are made when the first of them comes.
   Membership membership_of(const std::string& device, int64_t active_set);
 
   // Forward rounds so far with exactly this active set.
@@ -130,9 +119,9 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   int64_t next_step(const std::string& device);  // with the lock held
 
-  void close();  // all devices are known now
-
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
+
+  std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
 
   // Makes the exchange of what the devices of this process brought, merged to one vector.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <mutex>
 #include <vector>
 
@@ -77,10 +76,8 @@ EXPORTED const char* gluon_syncbn_stop_profile() {
   std::lock_guard<std::mutex> lock(records.mutex);
   records.text.clear();
   for (const gluon_syncbn::Record& record : records.all) {
-    char place[40];
-    std::snprintf(place, sizeof place, "%p", record.place);
     records.text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
-                    place + '\t' + std::to_string(record.round_id);
+                    std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
     for (double time : {record.started, record.arrived, record.left, record.ended}) {
       records.text += '\t' + gluon_syncbn::text_of(time, std::fixed, 9);
     }

@@ -201,22 +201,15 @@ std::string Rendezvous::different_lengths_text(const Round& round) const {
   return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
 }
 
-void wait_for_exchanges(Seconds most) {
-  const auto until = Clock::now() + most;
-  while (exchanges > 0 && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-Outcome wait_for(const std::function<void(Rendezvous::Then)>& start) {
+void wait_until_done(const std::function<void(std::function<void()>)>& start) {
   struct Box {
     std::mutex mutex;
     std::condition_variable changed;
     std::atomic<bool> is_full{false};
-    Outcome outcome;
   };
   const auto box = std::make_shared<Box>();  // whoever fills it may still hold it when we have left
-  start([box](const Outcome& outcome) {
+  start([box] {
     std::lock_guard<std::mutex> lock(box->mutex);
-    box->outcome = outcome;
     box->is_full.store(true, std::memory_order_release);
     box->changed.notify_one();
   });
@@ -224,17 +217,14 @@ Outcome wait_for(const std::function<void(Rendezvous::Then)>& start) {
   while (!box->is_full.load(std::memory_order_acquire) && Clock::now() < spin_until) pause();
   std::unique_lock<std::mutex> lock(box->mutex);
   box->changed.wait(lock, [&] { return box->is_full.load(); });
-  if (!box->outcome.error.empty()) throw RendezvousError(box->outcome.error);
-  return box->outcome;
-}
-
-void wait_until_done(const std::function<void(std::function<void()>)>& start) {
-  wait_for([&](const Rendezvous::Then& then) { start([then] { then({}); }); });
 }
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py), without the interpreter lock
+// What Python calls (base/library.py), without the interpreter lock. Waits until no thread of an exchange runs, for so
+// many seconds at most.
 EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
-  gluon_syncbn::wait_for_exchanges(gluon_syncbn::Seconds(most));
+  using namespace gluon_syncbn;
+  const auto until = Clock::now() + Seconds(most);
+  while (exchanges > 0 && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -127,14 +127,8 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   uint64_t opened_ = 0;
 };
 
-// Waits until no thread of an exchange runs, for so long at most.
-void wait_for_exchanges(Seconds most);
-
-// What `start` hands to the callback that it is given, for a thread that has nothing else to do. Throws what `start`
-// throws, and RendezvousError for an outcome with an error.
-Outcome wait_for(const std::function<void(Rendezvous::Then)>& start);
-
-// Waits for a callback that is handed nothing.
+// Waits until the callback that `start` is given has been called, for a thread that has nothing else to do. Throws what
+// `start` throws.
 void wait_until_done(const std::function<void(std::function<void()>)>& start);
 
 }  // namespace gluon_syncbn

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <utility>
 
 #include "exported.h"
@@ -99,12 +98,6 @@ Clock::time_point signalled_at() {
   return Clock::time_point(Clock::duration(signalled.load(std::memory_order_relaxed)));
 }
 
-void cut_waits_short(std::string because) {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().cut_short_at = Clock::now();
-  shared().because = std::move(because);
-}
-
 std::string Waited::text(const std::string& whom) const {
   const std::string duration =
       because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
@@ -137,16 +130,16 @@ EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
   gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll)};
 }
 
-EXPORTED void gluon_syncbn_cut_waits_short(const char* because) { gluon_syncbn::cut_waits_short(because); }
+// Ends waits, from now on, after the grace period, "because" of this; an empty text takes it back.
+EXPORTED void gluon_syncbn_cut_waits_short(const char* because) {
+  gluon_syncbn::Shared& shared = gluon_syncbn::shared();
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.cut_short_at = gluon_syncbn::Clock::now();
+  shared.because = because;
+}
 
 // One watch more, or one less.
-EXPORTED void gluon_syncbn_watch_signals(int begin) {
-  if (begin) {
-    gluon_syncbn::begin_watch();
-  } else {
-    gluon_syncbn::end_watch();
-  }
-}
+EXPORTED void gluon_syncbn_watch_signals(int begin) { begin ? gluon_syncbn::begin_watch() : gluon_syncbn::end_watch(); }
 
 // When the last signal was noticed, in seconds of the steady clock.
 EXPORTED double gluon_syncbn_signalled_at() {

@@ -2,8 +2,8 @@
 //
 // There are three such cases. Every wait ends a grace period after them, or after it has begun, whichever is later:
 //
-//   Python says so (cut_waits_short): the process ends, or a step has been abandoned. It holds for all waits from then
-//   on, until Python takes it back. The grace period is for devices that are on their way and may still arrive.
+//   Python says so: the process ends, or a step has been abandoned. It holds for all waits from then on, until Python
+//   takes it back. The grace period is for devices that are on their way and may still arrive.
 //
 //   Ctrl-C, or a SIGTERM that the program handles. Python runs its handlers on the main thread and between two of its
 //   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: while
@@ -32,9 +32,6 @@ struct WaitingTimes {
   Seconds grace{0}, poll{0};
 };
 WaitingTimes& waiting_times();
-
-// Ends waits, from now on, after the grace period, "because" of this; an empty text takes it back.
-void cut_waits_short(std::string because);
 
 // Between these two, each called equally often, Ctrl-C and SIGTERM are noticed.
 void begin_watch();

@@ -43,6 +43,10 @@ class Array {
   void* handle_;
 };
 
+// The memory of an array that is asked for, or null.
+inline void* data_if(bool is_wanted, const Array& array) { return is_wanted ? array.data() : nullptr; }
+inline void* data_if(Request request, const Array& array) { return data_if(request != Request::kNull, array); }
+
 // Which inputs a graph's node has beside data, gamma and beta.
 struct OptionalInputs {
   bool skip;         // the first: what is added before the activation

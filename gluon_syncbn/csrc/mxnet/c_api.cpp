@@ -1,10 +1,7 @@
 #include "mxnet/c_api.h"
 
-#include <dlfcn.h>
-
 #include "cuda/driver.h"
 #include "exported.h"
-#include "find_function.h"
 
 namespace gluon_syncbn {
 namespace {

@@ -108,7 +108,6 @@ constexpr int kCpu = 1;
 constexpr int kGpu = 2;
 constexpr int kPinned = 3;
 constexpr int kInt32 = 4;
-constexpr int kInt64 = 6;
 
 // FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error; the
 // same, run by the thread that asks for it if there is nothing to wait for; and one that runs all the same.

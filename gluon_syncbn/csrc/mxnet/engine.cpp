@@ -29,9 +29,25 @@ constexpr std::chrono::microseconds kTimeToThrow{500}, kTimeToRunAndThrow{5000};
 void throw_error(const std::string& error) { throw dmlc::Error(error); }
 
 // Written by who looks at a head of a backward pass.
-const Token& heads() {
-  static const auto* token = new Token;  // never destroyed, like the step
+const Array& heads() {
+  static const auto* token = new Array(new_token());  // never destroyed, like the step
   return *token;
+}
+
+// Returns when those who were here before have had the time that they wanted for what they throw.
+void wait_for_turn(std::chrono::microseconds time) {
+  struct Turns {
+    std::mutex mutex;
+    Clock::time_point free;
+  };
+  static auto* turns = new Turns;  // never destroyed, because operators may still fail while the process exits
+  Clock::time_point mine;
+  {
+    std::lock_guard<std::mutex> lock(turns->mutex);
+    mine = std::max(Clock::now(), turns->free);
+    turns->free = mine + time;
+  }
+  std::this_thread::sleep_until(mine);
 }
 
 // How many have counted themselves of those who must.
@@ -49,8 +65,6 @@ struct Watch : Count {
 
   const std::string error;  // of the step, if something was skipped
 };
-
-void wait_for_turn(std::chrono::microseconds time);
 
 void look(Watch& watch) {
   if (!watch.is_complete()) step().fail(watch.error);
@@ -94,22 +108,6 @@ void pass(Gate& gate) {
   gates().closed.erase(gate.number);
 }
 
-// Returns when those who were here before have had the time that they wanted for what they throw.
-void wait_for_turn(std::chrono::microseconds time) {
-  struct Turns {
-    std::mutex mutex;
-    Clock::time_point free;
-  };
-  static auto* turns = new Turns;  // never destroyed, because operators may still fail while the process exits
-  Clock::time_point mine;
-  {
-    std::lock_guard<std::mutex> lock(turns->mutex);
-    mine = std::max(Clock::now(), turns->free);
-    turns->free = mine + time;
-  }
-  std::this_thread::sleep_until(mine);
-}
-
 // The engine drops this when the operation is over, run or skipped.
 struct Reading {
   ~Reading() { is_over.set_value(has_run); }
@@ -126,15 +124,26 @@ void do_nothing(Nothing&) {}
 
 void count(Count& all) { all.present += 1; }
 
-}  // namespace
-
-Token::Token() {
-  const unsigned shape[] = {1};
-  const int delay_alloc = 1, float32 = 0;
-  check_mxnet(mxnet().array_create(shape, 1, kCpu, 0, delay_alloc, float32, &handle_), "no token");
+// Returns 0, or -1 after leaving MXNet's text for MXGetLastError.
+template <typename Body>
+int or_code(const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const MXNetFailure&) {
+    return -1;
+  }
 }
 
-Token::~Token() { mxnet().array_free(handle_); }
+}  // namespace
+
+void* new_token() {
+  const unsigned shape[] = {1};
+  const int delay_alloc = 1, float32 = 0;
+  void* token = nullptr;
+  check_mxnet(mxnet().array_create(shape, 1, kCpu, 0, delay_alloc, float32, &token), "no token");
+  return token;
+}
 
 void throw_in_turn(const std::string& error) {
   wait_for_turn(kTimeToRunAndThrow);
@@ -148,18 +157,13 @@ void poison(void* array, const std::string& error) {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py). These return 0, or -1 after leaving MXNet's text for MXGetLastError.
+// What Python calls (base/library.py)
 
 using namespace gluon_syncbn;
 
 // Whoever reads `array` gets this error.
 EXPORTED int gluon_syncbn_poison(void* array, const char* error) {
-  try {
-    poison(array, error);
-    return 0;
-  } catch (const MXNetFailure&) {
-    return -1;
-  }
+  return or_code([&] { poison(array, error); });
 }
 
 // Watches `arrays` of one device, and protects the running `statistics` that the same call writes, from the device's
@@ -167,11 +171,11 @@ EXPORTED int gluon_syncbn_poison(void* array, const char* error) {
 // backward pass. No handle may stand twice in `statistics`.
 EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics, int num_statistics, int are_heads,
                                 int thread, const char* error) {
-  try {
+  return or_code([&] {
     const auto watch = std::make_shared<Watch>(num_arrays, error);
     // One array alone needs no token: who writes it comes after who reads it.
-    const std::unique_ptr<Token> token(num_arrays + num_statistics > 1 ? new Token : nullptr);
-    const std::vector<void*> tokens(token ? 1 : 0, token ? token->handle() : nullptr);
+    const Array token(num_arrays + num_statistics > 1 ? new_token() : nullptr);
+    const std::vector<void*> tokens(token.handle() ? 1 : 0, token.handle());
     for (int i = 0; i < num_arrays; ++i) {
       push<Count>(count, watch, EngineProperty::kOrdinary, thread, {arrays[i]}, tokens);
     }
@@ -184,14 +188,11 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
       push<Watch>(protect, watch, EngineProperty::kNoSkip, thread, tokens,
                   std::vector<void*>(statistics, statistics + num_statistics));
     }
-    return 0;
-  } catch (const MXNetFailure&) {
-    return -1;
-  }
+  });
 }
 
 // Waits until `array` is computed. Returns 1 if it is, 0 if it has an error instead, which is still to be thrown to who
-// reads it.
+// reads it; -1 as the others.
 EXPORTED int gluon_syncbn_is_readable(void* array) {
   try {
     int device_type = 0, device = 0;
@@ -210,7 +211,7 @@ EXPORTED int gluon_syncbn_is_readable(void* array) {
 // one after the other. Gives the number of the first gate in `first`; those of the others follow.
 EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gates, const char* skipped_text,
                                const char* advice, int64_t* first) {
-  try {
+  return or_code([&] {
     {
       std::lock_guard<std::mutex> lock(gates().mutex);
       *first = gates().last + 1;
@@ -224,37 +225,28 @@ EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gate
       const std::vector<void*> heads_of_step(num_gates > 1, heads().handle());
       push<Gate>(pass, gate, EngineProperty::kNoSkip, kGateThread, heads_of_step, guarded);
     }
-    return 0;
-  } catch (const MXNetFailure&) {
-    return -1;
-  }
+  });
 }
 
 // Whoever reads one of `arrays` from now on comes after all that has been asked for with any of them. No handle may
 // stand twice in it.
 EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays) {
-  try {
+  return or_code([&] {
     push(do_nothing, std::make_shared<Nothing>(), EngineProperty::kNoSkip, kGateThread, {},
          std::vector<void*>(arrays, arrays + num_arrays));
-    return 0;
-  } catch (const MXNetFailure&) {
-    return -1;
-  }
+  });
 }
 
 // Gives the engine's list of exceptions memory for `exceptions`: it doubles it when it is full. Nothing may be running.
 // The exceptions that this takes are still there afterwards.
 EXPORTED int gluon_syncbn_reserve(int exceptions) {
-  try {
-    const Token token;
+  return or_code([&] {
+    const Array token(new_token());
     const auto error = std::make_shared<const std::string>("gluon_syncbn: this error is of no account.");
     for (int i = 0; i < exceptions / 2 + 1; ++i) {
       push(throw_error, error, EngineProperty::kNoSkip, kGateThread, {}, {token.handle()});
     }
-    return 0;
-  } catch (const MXNetFailure&) {
-    return -1;
-  }
+  });
 }
 
 // Whether a gate has opened.

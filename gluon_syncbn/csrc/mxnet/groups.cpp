@@ -1,4 +1,9 @@
-#include "mxnet/groups.h"
+// The groups that graphs name, as Python makes them and connects them with other processes (backends/native.py).
+//
+// A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
+// layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
+// the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
+// many devices there are, and takes in those that come.
 
 #include <mutex>
 #include <set>
@@ -8,20 +13,21 @@
 #include "exported.h"
 #include "mxnet/c_api.h"
 #include "mxnet/off_main_thread.h"
+#include "mxnet/operator.h"
 
 namespace gluon_syncbn {
 namespace {
 
-MakeGroup make_described_group = nullptr;
-
-// Python's functions that connect groups with other processes (backends/native.py).
+// Python's functions that make a group of a description, and connect groups with other processes. Those that return a
+// number leave the text of an error if it is -1; the first returns the group's id.
+using MakeGroup = int64_t (*)(const char* description);
 using ExchangeRows = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* round_id,
                              const double* vector, int64_t size, double* rows);
 using Fail = void (*)(int64_t group, const char* error);
 // Facts: the number of processes, that of this one's first device, and how many seconds processes wait for each other.
-// 0, or -1 after leaving the text of an error.
 using Connect = int (*)(int64_t group, double* facts);
 using Drop = void (*)(int64_t group);
+MakeGroup make_described_group = nullptr;
 Connect connect_group = nullptr;
 ExchangeRows exchange_rows = nullptr;
 Fail fail = nullptr;
@@ -53,8 +59,6 @@ Link connect(int64_t id) {
 
 }  // namespace
 
-void set_group_maker(MakeGroup make) { make_described_group = make; }
-
 std::shared_ptr<Group> group_of(const std::string& reference) {
   if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
   int64_t id = -1;
@@ -72,9 +76,11 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 // What Python calls (base/library.py)
 
-// Hands over what connects groups of several processes.
-EXPORTED void gluon_syncbn_link_processes(gluon_syncbn::Connect connect, gluon_syncbn::ExchangeRows exchange,
-                                          gluon_syncbn::Fail fail, gluon_syncbn::Drop drop) {
+// Hands over what is called there.
+EXPORTED void gluon_syncbn_use_groups(gluon_syncbn::MakeGroup make, gluon_syncbn::Connect connect,
+                                      gluon_syncbn::ExchangeRows exchange, gluon_syncbn::Fail fail,
+                                      gluon_syncbn::Drop drop) {
+  gluon_syncbn::make_described_group = make;
   gluon_syncbn::connect_group = connect;
   gluon_syncbn::exchange_rows = exchange;
   gluon_syncbn::fail = fail;

@@ -1,6 +1,6 @@
 // The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
-// a training step. This file knows MXNet's C interface, and groups.h the groups that Python has made; cpu/operator.cpp
-// and cuda/operator.cpp have the order of things:
+// a training step. This file knows MXNet's C interface, and groups.cpp the groups that Python has made;
+// cpu/operator.cpp and cuda/operator.cpp have the order of things:
 //
 //   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
@@ -16,7 +16,6 @@
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
 // shared by layer, graph and calls, and freed with the last.
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <future>
@@ -36,9 +35,7 @@
 #include "meeting/threads.h"
 #include "mxnet/c_api.h"
 #include "mxnet/engine.h"
-#include "mxnet/groups.h"
 #include "mxnet/operator.h"
-#include "mxnet/off_main_thread.h"
 #include "numbers.h"
 #include "tensor.h"
 
@@ -151,18 +148,10 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
 }
 
 const char* dtype_name(int flag) {
-  switch (flag) {
-    case 0:
-      return "float32";
-    case 1:
-      return "float64";
-    case 2:
-      return "float16";
-    case 12:
-      return "bfloat16";
-    default:
-      return "of a type that is not supported";
-  }
+  if (flag == 0) return "float32";
+  if (flag == 1) return "float64";
+  if (flag == 2) return "float16";
+  return flag == 12 ? "bfloat16" : "of a type that is not supported";
 }
 
 int infer_type(int num, int* dtypes, void* state) {
@@ -208,27 +197,15 @@ int delete_operator(void* state) {
 
 // Runs a pass of an operator. What it throws is not returned to MXNet, which keeps the failures of custom operators in
 // one slot per process, and can lose one of two that come in the same instant. It is given to `array` instead, one of
-// those that MXNet has handed over: MXNet looks at all of them when the call is complete.
+// those that MXNet has handed over: MXNet looks at all of them when the call is complete. In training the step fails.
 template <typename Pass>
-int or_poison(const Array& array, const Pass& pass) {
+int or_poison(const Array& array, bool is_train, const Pass& pass) {
   return or_error([&] {
     try {
       pass();
     } catch (const std::exception& problem) {
+      if (is_train) step().fail(problem.what());
       poison(array.handle(), problem.what());
-    }
-  });
-}
-
-// `or_poison` for passes in training, with which the step fails.
-template <typename Pass>
-int or_fail(const Array& array, const Pass& pass) {
-  return or_poison(array, [&] {
-    try {
-      pass();
-    } catch (const std::exception& problem) {
-      step().fail(problem.what());
-      throw;
     }
   });
 }
@@ -237,15 +214,15 @@ int run_forward(int, void** handles, int*, const int* requests, int is_train, vo
   auto* self = static_cast<Operator*>(state);
   const auto arrays = std::make_shared<const ForwardArrays>(Handles(handles), self->call().has);
   self->forward_generation = 0;
-  const auto pass = [&] { self->forward(arrays, ForwardRequests(requests), is_train != 0); };
-  return is_train ? or_fail(arrays->out, pass) : or_poison(arrays->out, pass);
+  return or_poison(arrays->out, is_train != 0,
+                   [&] { self->forward(arrays, ForwardRequests(requests), is_train != 0); });
 }
 
 int run_backward(int, void** handles, int*, const int* requests, int, void* state) {
   auto* self = static_cast<Operator*>(state);
   const OptionalInputs has = self->call().has;
   const auto arrays = std::make_shared<const BackwardArrays>(Handles(handles), has);
-  return or_fail(arrays->d_out, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
+  return or_poison(arrays->d_out, true, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
 }
 
 // MXNet's leaky ReLU has its slope as float32, and multiplies float16 by one of float16.
@@ -283,8 +260,7 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
 // "relu", "leaky", or none.
 Activation activation_of(std::map<std::string, std::string>& arguments) {
   const std::string& name = arguments["activation"];
-  // Graphs that were saved before activations had names say relu=1.
-  if (name == "relu" || arguments["relu"] == "1") return {Activation::kReLU, 0};
+  if (name == "relu") return {Activation::kReLU, 0};
   if (name == "leaky") return {Activation::kLeakyReLU, number_in(arguments["slope"])};
   return {};
 }
@@ -308,19 +284,15 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
     const Activation activation = activation_of(arguments);
-    auto* property = new Property{group_of(arguments["group"]),
-                                  std::stoi(arguments["axis"]),
-                                  activation,
-                                  // The input cannot be recovered from what a ReLU leaves of it.
-                                  arguments["in_place"] == "1" && activation.kind != Activation::kReLU,
-                                  {arguments["skip"] == "1", arguments["follows"] == "1"},
-                                  {}};
-    if (property->has.skip && activation.kind != Activation::kReLU) {
-      const std::string name = property->group->name;
-      delete property;
-      throw std::invalid_argument("SyncBatchNorm '" + name +
+    // The input cannot be recovered from what a ReLU leaves of it.
+    const bool in_place = arguments["in_place"] == "1" && activation.kind != Activation::kReLU;
+    const OptionalInputs has{arguments["skip"] == "1", arguments["follows"] == "1"};
+    const auto group = group_of(arguments["group"]);
+    if (has.skip && activation.kind != Activation::kReLU) {
+      throw std::invalid_argument("SyncBatchNorm '" + group->name +
                                   "': its graph asks for what cannot be computed in one pass.");
     }
+    auto* property = new Property{group, std::stoi(arguments["axis"]), activation, in_place, has, {}};
     for (void*& context : property->contexts) context = property;
     ret->contexts = property->contexts;
   });
@@ -371,11 +343,9 @@ void warn_user(const std::string& text) {
 // What Python calls (base/library.py)
 
 // Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
-EXPORTED int gluon_syncbn_register(gluon_syncbn::MakeGroup make_described_group, gluon_syncbn::Warn warn,
-                                   const char* kernels) {
+EXPORTED int gluon_syncbn_register(gluon_syncbn::Warn warn, const char* kernels) {
   gluon_syncbn::GpuProgram::set_source(kernels);
   gluon_syncbn::warn = warn;
-  gluon_syncbn::set_group_maker(make_described_group);
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 

@@ -7,7 +7,6 @@
 #include <string>
 #include <utility>
 
-#include "activation.h"
 #include "meeting/all_reduce.h"
 #include "meeting/group.h"
 #include "mxnet/array.h"
@@ -28,6 +27,9 @@ struct Call {
 
 // How many numbers `saved` has: mean, invstd, and r and d of Batch Renormalization per channel, and ForwardCall.
 inline int64_t saved_size(int64_t channels) { return 4 * channels + ForwardCall::kSize; }
+
+// The number of a device: 1 of "gpu(1)".
+inline int number_of(const std::string& device) { return std::stoi(device.substr(device.find('(') + 1)); }
 
 // Warns the user that a layer which works in place has taken another γ than its own (in_place.h).
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used);
@@ -73,6 +75,9 @@ class Operator : public std::enable_shared_from_this<Operator> {
  private:
   std::shared_ptr<Operator> mxnets_;
 };
+
+// The group that the attribute of a graph's node names (groups.cpp).
+std::shared_ptr<Group> group_of(const std::string& reference);
 
 std::shared_ptr<Operator> make_cpu_operator(Call call);
 

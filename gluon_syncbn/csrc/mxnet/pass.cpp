@@ -5,7 +5,6 @@
 #include <atomic>
 #include <exception>
 #include <future>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -87,22 +86,9 @@ void run_here(Pass& pass) {
   }
 }
 
-}  // namespace
-
-void run(std::shared_ptr<Pass> pass, int device, void* token) {
-  if (!engine_completes) return run_here(*pass);
-  const RunPtr run = std::make_shared<Run>(Run{std::move(pass), ""});
-  push_async(bring, new RunPtr(run), device, token);
-  push<Run>(finish, run, EngineProperty::kOrdinary, device, {}, {token});
-}
-
-}  // namespace gluon_syncbn
-
-namespace {
-
 bool is_in_libmxnet(const void* address) {
   Dl_info found{}, known{};
-  return dladdr(address, &found) && dladdr(reinterpret_cast<const void*>(gluon_syncbn::mxnet().engine_push), &known) &&
+  return dladdr(address, &found) && dladdr(reinterpret_cast<const void*>(mxnet().engine_push), &known) &&
          found.dli_fbase == known.dli_fbase;
 }
 
@@ -116,11 +102,20 @@ void try_operation(void*, void* on_complete, void* argument) {
 
 }  // namespace
 
+void run(std::shared_ptr<Pass> pass, int device, void* token) {
+  if (!engine_completes) return run_here(*pass);
+  const RunPtr run = std::make_shared<Run>(Run{std::move(pass), ""});
+  push_async(bring, new RunPtr(run), device, token);
+  push<Run>(finish, run, EngineProperty::kOrdinary, device, {}, {token});
+}
+
+}  // namespace gluon_syncbn
+
 // Tries whether MXNet's engine has operations completed as pass.h would have them, and returns it. To be called before
 // the first pass, on no thread of the engine, and not with the NaiveEngine.
 EXPORTED int gluon_syncbn_try_engine() {
   using namespace gluon_syncbn;
-  const Token token;
+  const Array token(new_token());
   try {
     auto* promise = new std::promise<OnComplete>;
     std::future<OnComplete> future = promise->get_future();

@@ -92,9 +92,6 @@ struct PropertyWrapper : Wrapper {
     callbacks.resize(kPropertyCallbacks);
   }
 
-  // How many names a list has.
-  size_t count(int index) const { return lists[index].size(); }
-
   std::vector<std::string> lists[kPropertyListStates + 1];
   std::vector<char*> pointers[kPropertyListStates + 1];  // to the same, and a null, as MXNet wants them
   std::mutex inferring;                                  // from the question for shapes until they are copied
@@ -146,8 +143,8 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
 // On everything, as CustomOpProp has it.
 int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
                                 void* state) {
-  auto* property = static_cast<PropertyWrapper*>(state);
-  const size_t arguments = property->count(kPropertyListArguments), outputs = property->count(kPropertyListOutputs);
+  const auto& lists = static_cast<PropertyWrapper*>(state)->lists;
+  const size_t arguments = lists[kPropertyListArguments].size(), outputs = lists[kPropertyListOutputs].size();
   thread_local std::vector<int> all;
   all.assign(out_grad, out_grad + outputs);
   all.insert(all.end(), in_data, in_data + arguments);

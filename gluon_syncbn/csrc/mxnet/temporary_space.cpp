@@ -6,11 +6,6 @@
 #include "mxnet/c_api.h"
 
 namespace gluon_syncbn {
-namespace {
-
-constexpr uint64_t kAlone = 0, kClosed = ~uint64_t{0};
-
-}  // namespace
 
 std::optional<Resource> Stock::take(size_t taken) {
   const size_t size = buffers_.size();

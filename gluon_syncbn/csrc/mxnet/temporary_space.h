@@ -103,6 +103,7 @@ class DeviceBuffers {
   static constexpr size_t kFew = 2;       // so operators keep roughly to the order of the program, as they do in MXNet
   static constexpr size_t kTries = 32;    // how many it looks at before it gets one more
   static constexpr size_t kUnpushed = 8;  // an operator asks for fewer before it is pushed
+  static constexpr uint64_t kAlone = 0, kClosed = ~uint64_t{0};  // in place of a call's number
 
   struct Buffer {
     Resource resource;
