@@ -11,6 +11,9 @@ WORKERS ?= 4
 # An idle worker takes tests from one that has many left.
 SPREAD := -n $(WORKERS) --dist worksteal
 
+# No rules of Make's own: it would make the folder csrc/cpu/kernels of kernels.cpp.
+.SUFFIXES:
+
 .PHONY: train train-processes test processes long hosts check older-cpus docs lint wheels gpu rehearsal
 train: .venv/training .venv/library
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1

@@ -72,7 +72,11 @@ FOR_GPUS = re.compile(r"csrc/cuda/(driver|operator|program|scratch)\.")
 EQUIVALENT = {
     ("mxnet_engine/cpu_resources.py", "before = 0", "number_one_more"),  # it is set before it is read
     ("meeting/processes.py", "if not agree(theirs, expected):", "swapped_arguments"),  # either way round
-    ("graphs/bind.py", "if MARK not in text:", "condition_never_true"),  # what has no mark is lowered to a copy of itself
+    (
+        "graphs/bind.py",
+        "if MARK not in text:",
+        "condition_never_true",
+    ),  # it is lowered to a copy of itself
     ("__main__.py", "values = np.random.RandomState(0).standard_normal((4 * size, 64, 2, 2))", "number_one_more"),
     ("csrc/meeting/group.cpp", "std::lock_guard<std::mutex> lock(mutex);", "forgotten_lock"),  # of what is only read
 }
