@@ -15,7 +15,7 @@ import testing
 from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from reference import UNIT, Sized, check
+from reference import UNIT, Sized, check, check_all
 from testing import check_step, cpus, options_of, random_affine, reference_of, sequential, set_mode, shards_and_heads
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, devices, freeze_statistics
@@ -324,3 +324,18 @@ def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode)
         outputs = [net(x) for x in testing.on_devices(shards)]
     check_statistics()
     assert len(outputs) == 2
+
+
+def test_calls_that_nobody_records_keep_their_modes(mode):
+    """Also if others follow before they have run. MXNet gives those of a static graph the mode of the last one."""
+    layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
+    net = testing.initialized(sequential(Late(lambda device: 0.05), layer), 2, mode)
+    random_affine(layer, CHANNELS)
+    norm, (shards, _) = reference_of(layer), shards_and_heads(SHAPES)
+    found = []
+    for is_training in (True, False, True, True, False, False):
+        with autograd.train_mode() if is_training else autograd.predict_mode():
+            outputs = [net(x) for x in testing.on_devices(shards)]
+        found.append((outputs, norm.step(shards, training=is_training).outputs))
+    for outputs, expected in found:
+        check_all("output", [out.asnumpy() for out in outputs], expected, **testing.precision(layer))

@@ -80,6 +80,8 @@ class _Graph:
         self._contexts = weakref.WeakKeyDictionary({layer: context_list(layer.running_mean) for layer in layers})
         self._states = _states(net)
         self._is_placed = False
+        self._is_static = is_static(net)
+        self._modes: Dict[mx.Context, bool] = {}  # of the last call that was not recorded: training or prediction
 
     def _layers(self) -> List[Block]:
         """The layers that have not been converted back since."""
@@ -92,11 +94,22 @@ class _Graph:
                 layer._sync.take_place()
             self._is_placed = True
         first = next(iter(self._layers()), None)
+        if device is not None and first is not None and self._is_static and not mx.autograd.is_recording():
+            self._end_other_mode(device)
         if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None and is_followed():
             learns = (layer for layer in self._layers() if layer._sync.passes.arrays())
             steps.note_forward(next(learns, first)._sync.passes)
+
+    def _end_other_mode(self, device: mx.Context) -> None:
+        """Let the calls before run first if they were in the other mode: MXNet gives the mode of a call of a static
+        graph to all that are pending, where nobody records. Their operators read or write running statistics."""
+        is_training = mx.autograd.is_training()
+        if self._modes.setdefault(device, is_training) != is_training:
+            self._modes[device] = is_training
+            for array in self.statistics(device):
+                failures.wait_to_write(array)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

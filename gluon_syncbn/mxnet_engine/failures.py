@@ -178,6 +178,11 @@ def watch(
     )
 
 
+def wait_to_write(array: mx.nd.NDArray) -> None:
+    """Wait until all that reads or writes this array has run."""
+    check_call(LIBMXNET.MXNDArrayWaitToWrite(array.handle))
+
+
 def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     """Skip updates that read these gradients if the step has failed. Those in a list are updated together or not.
 
