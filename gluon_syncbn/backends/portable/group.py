@@ -139,7 +139,7 @@ def find_group(reference: str) -> Group:
     group = _groups.get(int(reference))
     if group is None:
         raise KeyError(
-            f"no SyncBatchNorm layer number {reference} in this process. Its layer was dropped, or this graph was "
-            f"exported from a synchronized net: call convert_batchnorm(net) before you export."
+            f"no SyncBatchNorm layer number {reference} in this process. Its layer was dropped, or this is a graph "
+            f"that another process has run: save the net, or the symbol that it is of."
         )
     return group

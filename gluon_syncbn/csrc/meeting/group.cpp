@@ -215,8 +215,8 @@ std::shared_ptr<Group> find_group(int64_t id) {
   if (found == groups().end()) {
     throw std::invalid_argument(
         "no SyncBatchNorm layer number " + std::to_string(id) +
-        " in this process. Its layer was dropped, or this graph was exported from a synchronized net: call "
-        "convert_batchnorm(net) before you export.");
+        " in this process. Its layer was dropped, or this is a graph that another process has run: save the net, or the "
+        "symbol that it is of.");
   }
   return found->second;
 }
