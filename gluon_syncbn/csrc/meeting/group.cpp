@@ -213,10 +213,10 @@ std::shared_ptr<Group> find_group(int64_t id) {
   std::lock_guard<std::mutex> lock(groups_mutex());
   const auto found = groups().find(id);
   if (found == groups().end()) {
-    throw std::invalid_argument(
-        "no SyncBatchNorm layer number " + std::to_string(id) +
-        " in this process. Its layer was dropped, or this is a graph that another process has run: save the net, or the "
-        "symbol that it is of.");
+    throw std::invalid_argument("no SyncBatchNorm layer number " + std::to_string(id) +
+                                " in this process. Its layer was dropped, or this is a graph that another process has "
+                                "run: save the net, or the "
+                                "symbol that it is of.");
   }
   return found->second;
 }
