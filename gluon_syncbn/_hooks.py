@@ -56,9 +56,14 @@ _EXTENSIONS = [
     (HybridBlock, "export", exporting_plain_graphs),
     (SymbolBlock, "__init__", synchronizing_what_is_marked),
 ]
+_are_installed = False
 
 
 def install_hooks() -> None:
-    """Extend the methods; called once, when the package is imported."""
+    """Extend the methods, when the package is imported; again does nothing (``importlib.reload``)."""
+    global _are_installed
+    if _are_installed:
+        return
+    _are_installed = True
     for owner, name, extended in _EXTENSIONS:
         setattr(owner, name, extended(getattr(owner, name)))

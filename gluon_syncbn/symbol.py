@@ -15,7 +15,7 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.base.mxnet_private import set_attributes, unique_name
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.graphs.graph import Entry, Graph
-from gluon_syncbn.graphs.norms import Norm, count_others, mark, replace_norms
+from gluon_syncbn.graphs.norms import Norm, count_others, mark, refuse_what_runs, replace_norms
 from gluon_syncbn.layer.decision import check_groups, symbol_synchronizes
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
@@ -167,6 +167,7 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
         raise TypeError(f"expected a Symbol, not {type(sym).__name__}; for a block use convert_sync_batchnorm.")
     if num_devices is None:
         raise ValueError("convert_symbol: num_devices must be given, since a symbol does not know its devices.")
+    refuse_what_runs(sym, "convert_symbol")
     graph = Graph(sym)
     if count_others(graph):
         raise ValueError(
@@ -187,7 +188,14 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
 
 
 def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
-    """Return a copy of a symbol with plain ``BatchNorm`` nodes that do not synchronize."""
+    """Return a copy of a symbol with plain ``BatchNorm`` nodes that do not synchronize.
+
+    Raises
+    ------
+    ValueError
+        ``Symbol.optimize_for`` has taken the symbol apart.
+    """
+    refuse_what_runs(sym, "plain_symbol")
     graph = Graph(sym)
 
     def change(norm: Norm) -> Optional[Entry]:

@@ -3,9 +3,10 @@
 `gluon_syncbn._hooks` lists the methods of MXNet's that are extended.
 """
 
+import contextlib
 import ctypes
 import inspect
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -48,6 +49,20 @@ def graph_of(block: HybridBlock) -> Tuple:
 def set_graph(block: HybridBlock, graph: Tuple) -> None:
     """Set what `graph_of` returns."""
     block._cached_graph = graph
+
+
+@contextlib.contextmanager
+def exporting(block: HybridBlock, graph: Tuple) -> Iterator[None]:
+    """Let ``export`` write this graph, with all of its parameters: those of a partitioned one may be others."""
+    inputs = graph[1].list_inputs()
+    kept = block._cached_graph, block._cached_op_args
+    block._cached_graph = graph
+    parameters = block.collect_params().items()
+    block._cached_op_args = [(False, parameter) for name, parameter in parameters if name in inputs]
+    try:
+        yield
+    finally:
+        block._cached_graph, block._cached_op_args = kept
 
 
 def drop_graph(block: HybridBlock) -> None:

@@ -3,14 +3,13 @@
 import functools
 import threading
 from collections import OrderedDict
-from typing import Optional
 
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import json_of
 from gluon_syncbn.graphs.graph import Kind
 from gluon_syncbn.graphs.lower import Lowering, say
-from gluon_syncbn.graphs.norms import MARK
+from gluon_syncbn.graphs.norms import MARK, has_what_runs
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
@@ -29,11 +28,11 @@ class _BoundSymbols:
         self._kept = OrderedDict()  # the symbol, and what it has become
         self._lock = threading.Lock()
 
-    def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> Optional[mx.sym.Symbol]:
-        """Return the lowered copy, with arguments and states in their order; None if no node synchronizes."""
+    def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
+        """Return the lowered copy, with arguments and states in their order; the symbol itself if it has no marks."""
         text = json_of(symbol)
         if MARK not in text:
-            return None
+            return symbol
         key = symbol.handle.value, text, kind
         with self._lock:
             if key not in self._kept:
@@ -57,7 +56,7 @@ def lowering_bind(bind):
     @functools.wraps(bind)
     def lowered_bind(self, *args, **kwargs):
         lowered = _bound_symbols.lowered(self, Kind())
-        return _bind(bind, self if lowered is None else lowered, lowered is not None, args, kwargs)
+        return _bind(bind, lowered, has_what_runs(lowered), args, kwargs)
 
     return lowered_bind
 
@@ -71,7 +70,7 @@ def lowering_partition(optimize_for):
     @functools.wraps(optimize_for)
     def lowered_optimize_for(self, *args, **kwargs):
         lowered = _bound_symbols.lowered(self, Kind(is_partitioned=True, fuses=False))
-        return optimize_for(self if lowered is None else lowered, *args, **kwargs)
+        return optimize_for(lowered, *args, **kwargs)
 
     return lowered_optimize_for
 

@@ -122,7 +122,7 @@ def say(name: str, fused: Counter) -> None:
 def _in_float32(norm: Norm) -> Entry:
     """Between two casts. Not ``cast``, which truncates, and so do the gradients that come back through it."""
     data = Entry(Node("amp_cast", f"{norm.name}_widened", {"dtype": "float32"}, [norm.inputs[0]]))
-    inside = Node(norm.node.op, f"{norm.name}_float32", norm.node.attrs, [data, *norm.inputs[1:]])
+    inside = Node(norm.node.op, f"{norm.name}_float32", norm.own_attributes(), [data, *norm.inputs[1:]])
     return Entry(Node("amp_cast", norm.name, {"dtype": dtype_name(BFLOAT16), **norm.hidden}, [Entry(inside)]))
 
 

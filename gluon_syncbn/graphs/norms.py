@@ -38,6 +38,20 @@ def is_marked(symbol: mx.sym.Symbol) -> bool:
     return MARK in json_of(symbol)
 
 
+def has_what_runs(symbol: mx.sym.Symbol) -> bool:
+    """Whether it has nodes that synchronize: it is a lowered copy, or such a copy that a partitioner took apart."""
+    return '"op_type": "gluon_syncbn_' in json_of(symbol)
+
+
+def refuse_what_runs(symbol: mx.sym.Symbol, where: str) -> None:
+    """ValueError if the symbol is a lowered copy, whose nodes cannot be made plain, or be given other options."""
+    if has_what_runs(symbol):
+        raise ValueError(
+            f"{where}: Symbol.optimize_for has made this symbol the graph that runs, which has no BatchNorm any more. "
+            f"Take the symbol from before, and call optimize_for last."
+        )
+
+
 class Norm(NamedTuple):
     """One Batch Normalization of a graph.
 
@@ -75,15 +89,15 @@ class Norm(NamedTuple):
     @property
     def hidden(self) -> Dict[str, str]:
         """The attributes that MXNet keeps for others."""
-        return {key: value for key, value in self._others().items() if key.startswith("__")}
+        return {key: value for key, value in self.own_attributes().items() if key.startswith("__")}
 
-    def _others(self) -> Dict[str, str]:
+    def own_attributes(self) -> Dict[str, str]:
         """The attributes that are not this package's."""
         return {key: value for key, value in self.node.attrs.items() if key not in (MARK, CALL)}
 
     def unmark(self) -> None:
         """Take what is this package's from the node."""
-        self.node.attrs = self._others()
+        self.node.attrs = self.own_attributes()
 
     @property
     def data(self) -> str:
@@ -102,7 +116,7 @@ class Norm(NamedTuple):
 
     def plain(self, **marks: str) -> Entry:
         """A plain BatchNorm in its place, with a ReLU if it has one, and with these marks."""
-        attrs = self._others()
+        attrs = self.own_attributes()
         if self.node.op != "BatchNorm":
             spec = self.spec
             options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}

@@ -7,7 +7,7 @@ writes the whole: the parts have nodes that only this package can load.
 
 import functools
 
-from gluon_syncbn.base.mxnet_private import graph_of, set_graph
+from gluon_syncbn.base.mxnet_private import exporting
 from gluon_syncbn.graphs.calls import plain_graph_of, unmarked_graph_of
 from gluon_syncbn.graphs.norms import is_marked
 
@@ -17,13 +17,10 @@ def exporting_plain_graphs(export):
 
     @functools.wraps(export)
     def plain_export(self, *args, **kwargs):
-        graph, kept = graph_of(self), plain_graph_of(self)
+        kept = plain_graph_of(self)
         if not kept or not is_marked(kept[1]):
             return export(self, *args, **kwargs)
-        set_graph(self, unmarked_graph_of(self))
-        try:
+        with exporting(self, unmarked_graph_of(self)):
             return export(self, *args, **kwargs)
-        finally:
-            set_graph(self, graph)
 
     return plain_export

@@ -6,7 +6,7 @@ in `step.steps`.
 
 import functools
 import logging
-from typing import List
+from typing import Iterable, List, Optional
 
 import mxnet as mx
 
@@ -163,13 +163,21 @@ def noticing_forward_of_symbols(forward):
                 cpu_resources.open_step()
             steps.begin_executor(self)
         outputs = forward(self, is_train, **kwargs)
-        if is_train and self in steps.executors and failures.is_in_use():
-            device = outputs[0].context
-            error = f"an operator of a symbol, or one before it, had failed on {device}."
-            failures.watch([out for out in outputs if out.context == device], error, self.aux_arrays)
+        if is_train:
+            _watch_statistics(self, outputs)
         return outputs
 
     return noticed_forward
+
+
+def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optional[mx.nd.NDArray]]) -> None:
+    """The call that computes these arrays writes running statistics, MXNet's own BatchNorm in the backward pass."""
+    arrays = [array for array in computed if array is not None]
+    if arrays and executor in steps.executors and failures.is_in_use():
+        device = arrays[0].context
+        error = f"an operator of a symbol, or one before it, had failed on {device}."
+        # A user may have bound views of one array, which `statistics` of a watch must not be.
+        failures.watch([array for array in [*arrays, *executor.aux_arrays] if array.context == device], error)
 
 
 def noticing_backward_of_symbols(backward):
@@ -178,6 +186,7 @@ def noticing_backward_of_symbols(backward):
     @functools.wraps(backward)
     def noticed_backward(self, *args, **kwargs):
         done = backward(self, *args, **kwargs)
+        _watch_statistics(self, self.grad_arrays or ())
         steps.end_executor(self)
         return done
 

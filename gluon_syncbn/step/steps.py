@@ -307,7 +307,7 @@ class Steps:
 
     def begin_executor(self, executor: mx.executor.Executor) -> None:
         """Note that ``Executor.forward`` is called in training."""
-        if executor in self.executors and any(array is not None for array in executor.grad_arrays):
+        if executor in self.executors and any(array is not None for array in executor.grad_arrays or ()):
             self._open_executors.add(executor)
 
     # Backward passes
