@@ -14,7 +14,17 @@ from gluoncv import model_zoo
 from gluoncv.nn.feature import FeatureExpander
 from mxnet.gluon import SymbolBlock, nn
 from reference import Sized, check, check_all, total
-from testing import MODES, check_steps, cpus, layers_of, options_of, random_shards, set_mode, shards_and_heads
+from testing import (
+    MODES,
+    check_steps,
+    cpus,
+    layers_of,
+    options_of,
+    random_shards,
+    run_python,
+    set_mode,
+    shards_and_heads,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, plain_symbol
@@ -199,21 +209,65 @@ def test_fit_and_checkpoints(tmp_path):
         check_net(trained[-1], trained[0])
 
 
-def test_statistics_that_are_read_right_after_an_update(backend):
-    """`Module.get_params`, and so a checkpoint, has what this step has written."""
-    module = mx.mod.Module(convert_symbol(network(), 2, timeout=60), context=cpus(2))
+def mixed():
+    """The second node stays plain, each device for itself."""
+    x = SYNCHRONIZED(mx.sym.tanh(DATA), num_devices=2, timeout=60, name="bn0")
+    return classifier(mx.sym.BatchNorm(x, name="bn1"))
+
+
+def taken_apart():
+    symbol = convert_symbol(network(), 2, timeout=60)
+    return symbol.optimize_for("MKLDNN") if hasattr(symbol, "optimize_for") else symbol
+
+
+@pytest.mark.parametrize("make", [lambda: convert_symbol(network(), 2, timeout=60), mixed, taken_apart])
+def test_statistics_that_are_read_right_after_an_update(make, backend):
+    """`Module.get_params`, and so a checkpoint, has what this step has written; then a prediction writes nothing."""
+    module = mx.mod.Module(make(), context=cpus(2))
     module.bind([("data", BATCH)], [("softmax_label", BATCH[:1])])
     module.init_params(mx.init.Xavier())
     module.init_optimizer()
-    for seed in range(30):
-        data, labels = mx.nd.array(random_shards([BATCH], seed=seed)[0]), mx.nd.zeros(BATCH[0])
-        module.forward_backward(mx.io.DataBatch([data], [labels]))
+    for seed in range(20):
+        batch = mx.io.DataBatch([mx.nd.array(random_shards([BATCH], seed=seed)[0])], [mx.nd.zeros(BATCH[0])])
+        module.forward_backward(batch)
+        if seed % 2:
+            module.forward(batch, is_train=False)
         module.update()
         seen = {name: item.asnumpy() for name, item in module.get_params()[1].items()}
         mx.nd.waitall()
-        for execution in module._exec_group.execs:
-            for name, array in execution.aux_dict.items():
-                np.testing.assert_allclose(seen[name], array.asnumpy(), rtol=1e-6, atol=1e-7)
+        for name, value in seen.items():
+            arrays = [execution.aux_dict[name].asnumpy() for execution in module._exec_group.execs]
+            np.testing.assert_allclose(value, np.mean(arrays, axis=0), rtol=1e-6, atol=1e-7)
+            assert seed or value.min() not in (0, 1)
+
+
+@pytest.mark.skipif(not hasattr(mx.sym.Symbol, "optimize_for"), reason="MXNet has it since 1.6")
+def test_a_symbol_that_was_taken_apart_is_not_changed_any_more(backend):
+    for change in (plain_symbol, lambda symbol: convert_symbol(symbol, 2), lambda symbol: SymbolBlock(symbol, DATA)):
+        with pytest.raises(ValueError, match="Take the symbol from before, and call optimize_for last"):
+            change(taken_apart())
+
+
+BOUND = """
+import mxnet as mx, numpy as np, gluon_syncbn
+symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var('data'), num_devices=2, name='bn', timeout=60)
+arguments, pools = {'data': (2, 3), 'bn_gamma': (3,), 'bn_beta': (3,)}, []
+executors = []
+for i in range(2):
+    pools.append(mx.nd.zeros((2, 3), ctx=mx.cpu(i)))
+    states = {'bn_moving_mean': pools[i][0], 'bn_moving_var': pools[i][1]}
+    arrays = {name: mx.nd.ones(shape, ctx=mx.cpu(i)) for name, shape in arguments.items()}
+    executors.append(symbol.bind(mx.cpu(i), arrays, aux_states=states))
+for i, executor in enumerate(executors):
+    executor.forward(is_train=True, data=mx.nd.array([[0, 2, 4]] * 2) + i)
+for pool in pools:
+    np.testing.assert_allclose(pool.asnumpy(), [[0.05, 0.25, 0.45], [0.025] * 3], rtol=1e-6)
+"""
+
+
+def test_executors_with_views_of_one_array_and_without_gradients():
+    """MXNet's engine never runs what is to write an array twice."""
+    run_python(BOUND)
 
 
 # What cannot work, and files that were damaged
