@@ -403,6 +403,9 @@ def run_case(case, is_strict=False):
         step(net, trainer, 2, fault, case.read)
     except (mx.MXNetError, RuntimeError, ValueError, KeyboardInterrupt) as problem:
         error = problem
+    if isinstance(error, KeyboardInterrupt):  # between two instructions of record() it leaves autograd recording
+        autograd.set_recording(False)
+        autograd.set_training(False)
     if fault.interrupt and not isinstance(error, KeyboardInterrupt):  # it may come late
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(1)
