@@ -236,3 +236,12 @@ def test_files_load_where_only_the_package_was_imported(tmp_path):
     found = re.findall(r"REFUSED (\w+)\d (.*)", done.stdout)
     assert len(found) == 2 * 6 and "TRAINED" in done.stdout, done.stdout
     assert all(OTHERS[name][1] in text and "SyncBatchNorm 'norm'" in text for name, text in found), done.stdout
+
+
+def test_an_export_before_the_first_call(tmp_path):
+    """Of a graph that `infer_shape` has made; as MXNet does it, without Parameters, which may have no shapes yet."""
+    net = initialized(make_net(), 2, "hybridize")
+    net.infer_shape(mx.nd.array(X))
+    net.export(str(tmp_path / "net"))
+    assert PLAIN >= {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
+    assert len(mx.nd.load(str(tmp_path / "net-0000.params"))) == 0

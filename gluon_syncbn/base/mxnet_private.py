@@ -57,8 +57,9 @@ def exporting(block: HybridBlock, graph: Tuple) -> Iterator[None]:
     inputs = graph[1].list_inputs()
     kept = block._cached_graph, block._cached_op_args
     block._cached_graph = graph
-    parameters = block.collect_params().items()
-    block._cached_op_args = [(False, parameter) for name, parameter in parameters if name in inputs]
+    if block._cached_op_args:  # else nothing has run, and they may have no shapes yet
+        parameters = block.collect_params().items()
+        block._cached_op_args = [(False, parameter) for name, parameter in parameters if name in inputs]
     try:
         yield
     finally:
