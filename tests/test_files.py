@@ -243,5 +243,6 @@ def test_an_export_before_the_first_call(tmp_path):
     net = initialized(make_net(), 2, "hybridize")
     net.infer_shape(mx.nd.array(X))
     net.export(str(tmp_path / "net"))
-    assert PLAIN >= {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
+    nodes = json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]
+    assert {node["op"] for node in nodes} <= PLAIN
     assert len(mx.nd.load(str(tmp_path / "net-0000.params"))) == 0
