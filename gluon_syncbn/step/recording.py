@@ -176,8 +176,7 @@ def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optiona
     if arrays and executor in steps.executors and failures.is_in_use():
         device = arrays[0].context
         error = f"an operator of a symbol, or one before it, had failed on {device}."
-        # A user may have bound views of one array, which `statistics` of a watch must not be.
-        failures.watch([array for array in [*arrays, *executor.aux_arrays] if array.context == device], error)
+        failures.watch([array for array in arrays if array.context == device], error, executor.aux_arrays)
 
 
 def noticing_backward_of_symbols(backward):
