@@ -9,8 +9,8 @@ be an output. A sum must be one of equal shapes (``elemwise_add``), since the op
 
 It is done to the graph that runs (`gluon_syncbn.graphs.lower`). The node that computes all takes over the name of the
 last one, and so the names of outputs stay. Blocks with an operator hook, which wants to see every node, are left alone,
-and those with a partitioner (``optimize_for``), whose result MXNet keeps and exports. Results are the same: the
-operator rounds after each step, as the nodes would.
+and those with a partitioner (``optimize_for``), which fuses in its own way. Results are the same: the operator rounds
+after each step, as the nodes would.
 
 A norm that is fused with a sum runs after the other summand. Where that depends on another call with the same running
 statistics (a shared head), the two calls would change places; or, with order tokens, form a circle. So such a norm is

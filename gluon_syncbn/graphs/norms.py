@@ -152,7 +152,7 @@ def replace_norms(graph: Graph, change: Callable[[Norm], Optional[Entry]]) -> No
 def take_frozen(norm: Norm, layer) -> None:
     """Bring the attribute up to date that `freeze_statistics` changes."""
     is_frozen = bool(operator_options(layer)["use_global_stats"])
-    if (norm.node.attrs.get("use_global_stats", "False") in ("True", "1")) != is_frozen:
+    if _is_true(norm.node, "use_global_stats", False) != is_frozen:
         norm.node.attrs["use_global_stats"] = str(is_frozen)
 
 
@@ -171,16 +171,17 @@ def _read_mark(node: Node) -> Tuple[LayerSpec, Optional[int]]:
     return LayerSpec.from_json(json.dumps({**values, "name": node.name})), bound_for
 
 
-def _spec_of_plain(node: Node) -> LayerSpec:
-    def is_true(name: str, default: bool) -> bool:
-        return node.attrs.get(name, str(default)) in ("True", "true", "1")
+def _is_true(node: Node, name: str, default: bool) -> bool:
+    return node.attrs.get(name, str(default)) in ("True", "true", "1")
 
+
+def _spec_of_plain(node: Node) -> LayerSpec:
     return LayerSpec(
         node.name,
         axis=int(node.attrs.get("axis", 1)),
         epsilon=float(node.attrs.get("eps", 1e-3)),
         momentum=float(node.attrs.get("momentum", 0.9)),
-        scale=not is_true("fix_gamma", True),
-        use_global_stats=is_true("use_global_stats", False),
+        scale=not _is_true(node, "fix_gamma", True),
+        use_global_stats=_is_true(node, "use_global_stats", False),
         activation=_PLAIN[node.op],
     )

@@ -10,7 +10,7 @@ the running statistics of its layers. The engine orders operators by the arrays 
 ``save_parameters``, or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an
 update was lost. And while the outputs of one call are in use, the next call of the net runs in memory of its own, and
 nothing would order the two: a layer would meet the second call of one device with the first of another. So the watch
-writes them. (`graphs.calls.order_tokens` puts several calls of a layer within one graph in order.)
+writes them. (`graphs.lower` puts several calls of a layer within one graph in order.)
 
 Where nothing is compiled, nothing is watched, and a gate waits until all gradients are there.
 """
