@@ -5,13 +5,14 @@ what runs is what the operator runs.
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import os
 from types import SimpleNamespace
 from typing import Dict, Optional, Tuple
 
 import numpy as np
-from gpu_kernels import KERNELS, KernelKind, Passes, Tuning, address_of, compile_ptx, load, options, standalone
+from gpu_kernels import KERNELS, KernelKind, Passes, address_of, compile_ptx, load, options, standalone
 
 # CUfunction_attribute
 _ATTRIBUTES = {"shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
@@ -28,7 +29,7 @@ def open_gpu() -> Optional["CupyGpu"]:
     except Exception as problem:
         print(f"NOT RUN: this needs CuPy and a GPU ({problem})")
         return None
-    return CupyGpu(cupy, cupyx, properties["name"].decode())
+    return CupyGpu(cupy, cupyx, properties["name"].decode(), properties["multiProcessorCount"])
 
 
 class Placed:
@@ -51,11 +52,10 @@ class Placed:
 
 
 class CupyGpu:
-    def __init__(self, cupy, cupyx, name: str):
-        self.cupy, self._cupyx = cupy, cupyx
+    def __init__(self, cupy, cupyx, name: str, multiprocessors: int):
+        self.cupy, self._cupyx, self.multiprocessors = cupy, cupyx, multiprocessors
         self._functions: Dict[Tuple[str, ...], Dict[str, int]] = {}
         self.ptx: Dict[Tuple[str, ...], bytes] = {}  # by the options of the compiler
-        self.tuning: Optional[Tuning] = None
         runtime = cupy.cuda.runtime.runtimeGetVersion()
         self.description = f"{name}, CuPy {cupy.__version__}, CUDA {runtime}, NumPy {np.__version__}"
 
@@ -71,11 +71,11 @@ class CupyGpu:
     def synchronize(self):
         self.cupy.cuda.Device().synchronize()
 
-    def launch(self, kernel: str, kind: KernelKind, tuning, grid, block, arguments: ctypes.Structure) -> None:
-        shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
+    def launch(self, kernel: str, kind: KernelKind, blocks, arguments: ctypes.Structure) -> None:
+        shape = (ctypes.c_uint * 3)(*blocks)
         stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
-        function = ctypes.c_void_p(self.functions(kind, tuning)[kernel])
-        standalone.checked("gluon_syncbn_launch", function, *shape, ctypes.byref(arguments), stream, fails=bool)
+        function = ctypes.c_void_p(self.functions(kind)[kernel])
+        standalone.checked("gluon_syncbn_launch", function, shape, ctypes.byref(arguments), stream, fails=bool)
 
     def attributes(self, kind: KernelKind) -> Dict[str, Dict[str, int]]:
         """Registers, memory and versions of each kernel, as the driver has compiled it."""
@@ -86,13 +86,18 @@ class CupyGpu:
         }
 
     def compile(self, kinds) -> None:
-        """Compile and load, several at a time, before the clock of a check runs."""
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.functions, kinds))
+        """Compile and load, several at a time. What cannot be is tried, and told, again where it is used."""
 
-    def functions(self, kind: KernelKind, tuning: Optional[Tuning] = None) -> Dict[str, int]:
+        def make(kind):
+            with contextlib.suppress(RuntimeError):
+                self.functions(kind)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(make, kinds))
+
+    def functions(self, kind: KernelKind) -> Dict[str, int]:
         """Handles of the kernels by name, compiled and loaded at first use."""
-        words = options(kind, tuning)
+        words = options(kind)
         if words not in self._functions:
             self.ptx[words] = ptx = compile_ptx(words)
             module = load(ptx)
@@ -113,13 +118,20 @@ def measure_latencies(gpu: CupyGpu, kind: KernelKind, layout, rounds: int) -> Di
     passes = Passes(gpu, kind.dtype, layout, x, x)
     vectors = [gpu.cupy.ones(layout[1], real) for _ in range(4)]
     launches = []
-    recorded = SimpleNamespace(tuning=None, launch=lambda *told: launches.append(told))
+    recorded = SimpleNamespace(launch=lambda *told: launches.append(told))
     passes.device = recorded
     passes.moments(x)
     passes.normalize(x, y, *vectors, count=layout[0] * layout[2])
-    (first, *_, moments), (second, *_, normalize) = launches
-    names = ("launch", "to the ticket", "to the stream's end", "put and launch", "to the first value", "to the end")
-    shapes = [(ctypes.c_uint * 2)(*pair) for told in launches for pair in told[3:5]]
+    (first, _, some, moments), (second, _, others, normalize) = launches
+    names = (
+        "launch",
+        "to the last number",
+        "to the stream's end",
+        "put and launch",
+        "to the first value",
+        "to the end",
+    )
+    shapes = [(ctypes.c_uint * 3)(*blocks) for blocks in (some, others)]
     handles = [ctypes.c_void_p(gpu.functions(kind)[name]) for name in (first, second)]
     times = np.zeros((rounds, len(names)))
     message = ctypes.c_void_p(address_of(passes.message))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gpu_kernels import KernelKind, compile_ptx, options
 
-UNROLL = 4
+PACKS = {"moments": 8, "normalize": 8, "gradient_sums": 4, "input_gradient": 4}  # of a tensor, in a turn of the loop
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?\s*([A-Z0-9_.]+)\s*(.*?) ;")
 
 
@@ -68,7 +68,7 @@ def loop_over_packs(text: str) -> int:
         if not name.startswith("BRA") or not target or labels.get(target[1], end) >= end:
             continue
         body = lines[labels[target[1]] : end + 1]
-        if sum(item[1].startswith("LDG") and "128" in item[1] for item in body) >= UNROLL:
+        if sum(item[1].startswith("LDG") and "128" in item[1] for item in body) >= 4:
             sizes.append(len(body))
     return min(sizes, default=0)
 
@@ -85,13 +85,14 @@ def main() -> int:
             (Path(folder) / f"{dtype}.ptx").write_bytes(compile_ptx(options(KernelKind(dtype, "relu"))))
             files = sorted(Path(folder).iterdir(), reverse=True)
         for file in files:
-            values = UNROLL * (8 if "float16" in file.name else 4)
+            pack = 8 if "float16" in file.name else 4
             print(f"\n{file.stem}, for " + ", ".join(f"sm_{number}" for number in arguments.architectures))
             print("| kernel | loads under way | registers | spilled | barriers | instructions per value |")
             print("|" + " --- |" * 6)
             by_architecture = [read_kernels(file, number, arguments.bin) for number in arguments.architectures]
             for kernel in by_architecture[0]:
                 columns = list(zip(*(found[kernel] for found in by_architecture)))
+                values = pack * PACKS[kernel.rsplit("_", 1)[0]]
                 columns[-1] = [f"{size / values:.1f}" for size in columns[-1]]
                 print(f"| {kernel} | {' | '.join(', '.join(map(str, column)) for column in columns)} |")
     return 0

@@ -9,7 +9,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Tuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ FLAGS = {"float32": 0, "float64": 1, "float16": 2}
 ACTIVATIONS = ("none", "relu", "leaky")  # as the kernels number them
 PASSES = ("moments", "normalize", "gradient_sums", "input_gradient")
 KERNELS = [f"{kernel}_{layout}" for kernel in PASSES for layout in ("rows", "columns")]
+H200 = 132  # multiprocessors
 REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
 
 
@@ -47,16 +48,6 @@ _LAYERS = (("none",), ("relu",), ("leaky",), ("relu", True), ("none", False, Tru
 KINDS = [KernelKind(dtype, *layer) for dtype in FLAGS for layer in _LAYERS]
 
 
-class Tuning(NamedTuple):
-    """Other numbers than the operator's; see launch.h. ``defines`` are further options of kernels.cu."""
-
-    threads: int = 256
-    unroll: int = 4
-    blocks: int = 1024
-    reducing_blocks: int = 396
-    defines: Tuple[str, ...] = ()
-
-
 def _read_structs() -> Dict[str, type]:
     """The structs of arguments.h, by name."""
     text = (CSRC / "cuda" / "kernels" / "arguments.h").read_text(encoding="utf-8")
@@ -74,13 +65,11 @@ def _read_structs() -> Dict[str, type]:
 STRUCTS = _read_structs()
 
 
-def options(kind: KernelKind, tuning: Optional[Tuning] = None) -> Tuple[str, ...]:
+def options(kind: KernelKind) -> Tuple[str, ...]:
     """For NVRTC, as the operator passes them."""
-    tuning = tuning or Tuning()
     text = ctypes.create_string_buffer(1000)
-    numbers = (ctypes.c_int64 * 4)(*tuning[:4])
-    standalone.library().gluon_syncbn_kernel_options((ctypes.c_int * 4)(*kind.numbers()), numbers, text, len(text))
-    return (*text.value.decode().split(), *tuning.defines)
+    standalone.library().gluon_syncbn_kernel_options((ctypes.c_int * 4)(*kind.numbers()), text, len(text))
+    return tuple(text.value.decode().split())
 
 
 def compile_ptx(words: Tuple[str, ...]) -> bytes:
@@ -96,33 +85,27 @@ def load(ptx: bytes) -> ctypes.c_void_p:
 
 
 class Launch(NamedTuple):
+    """As launch.h has it; ``blocks`` is tiles, parts, threads."""
+
     rows: bool
     aligned: bool
-    images: int
-    grid: Tuple[int, int]
-    block: Tuple[int, int]
+    tile: int
+    width: int
+    thread_rows: int
+    blocks: Tuple[int, int, int]
     partials: int
     counters: int
-    tickets: int
 
 
-def launch_for(
-    dtype: str,
-    layout: Tuple[int, int, int],
-    *addresses: int,
-    reduces: bool = True,
-    tuning: Optional[Tuning] = None,
-) -> Launch:
+def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, multiprocessors=H200) -> Launch:
     """What the operator would choose for tensors (outer, channels, inner) at these addresses."""
     numbers = (ctypes.c_int64 * 10)()
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    tuned = (ctypes.c_int64 * 4)(*tuning[:4]) if tuning else None
-    standalone.library().gluon_syncbn_launch_for(
-        FLAGS[dtype], *sizes, pointers, len(addresses), reduces, tuned, numbers
-    )
-    rows, aligned, images, *rest = numbers
-    return Launch(bool(rows), bool(aligned), images, tuple(rest[:2]), tuple(rest[2:4]), *rest[4:])
+    told = FLAGS[dtype], *sizes, pointers, len(addresses), ctypes.c_int64(multiprocessors), numbers
+    standalone.checked("gluon_syncbn_launch_for", *told, fails=bool)
+    rows, aligned, tile, width, thread_rows, tiles, parts, threads, *sizes = numbers
+    return Launch(bool(rows), bool(aligned), tile, width, thread_rows, (tiles, parts, threads), *sizes)
 
 
 def address_of(array) -> int:
@@ -136,15 +119,12 @@ class Passes:
     Parameters
     ----------
     device
-        Has ``tuning``, by default None, ``zeros(size, dtype)`` for memory of the device, ``pinned(size)`` for float64
-        numbers that device and host share, ``launch(kernel, kind, tuning, grid, block, arguments)`` and
-        ``synchronize()``.
+        Has ``multiprocessors``, ``zeros(size, dtype)`` for memory of the device, ``pinned(size)`` for float64 numbers
+        that device and host share, ``launch(kernel, kind, blocks, arguments)`` and ``synchronize()``.
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
     activation, slope, has_residual, in_place
         What stands after the norm, and whether the backward passes are given y in place of x.
-    tuning
-        In place of the device's.
     """
 
     def __init__(
@@ -160,25 +140,17 @@ class Passes:
         has_scale=True,
         epsilon=1e-5,
         momentum=0.9,
-        tuning=None,
     ):
-        self.device, self.layout, self._tuning = device, layout, tuning or device.tuning
+        self.device, self.layout = device, layout
         self.kind, self.slope = KernelKind(dtype, activation, has_residual, in_place), slope
         self.has_scale, self.epsilon, self.momentum = has_scale, epsilon, momentum
-        addresses = [address_of(tensor) for tensor in tensors]
-        self.launches = {
-            reduces: launch_for(dtype, layout, *addresses, reduces=reduces, tuning=self._tuning)
-            for reduces in (True, False)
-        }
+        self.blocks = launch_for(dtype, layout, *map(address_of, tensors), multiprocessors=device.multiprocessors)
         self.real = "float64" if dtype == "float64" else "float32"
-        self._partials, self._counters, self._tickets = (
-            device.zeros(max(getattr(launch, name) for launch in self.launches.values()), number)
-            for name, number in (("partials", "float64"), ("counters", "int32"), ("tickets", "float64"))
-        )
+        self._partials = device.zeros(max(1, self.blocks.partials), "float64")
         self._partials[:] = np.nan  # as the operator has them: with anything in them
-        self.message = device.pinned(4 + 4 * layout[1])
+        self._counters = device.zeros(max(1, self.blocks.counters), "int32")
+        self.message = device.pinned(3 + 4 * layout[1])
         self.saved = device.zeros(4 * layout[1] + 3, "float64")
-        self._ticket = 0.0
 
     def moments(self, x, running=None) -> None:
         """Leave mean and M2 of this device in ``received``, and the ``running`` mean and variance, if there are any."""
@@ -234,26 +206,23 @@ class Passes:
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The two vectors that a pass has left for the host, and what comes after them."""
         self.device.synchronize()
-        if self.message[0] != self._ticket:
-            raise AssertionError(f"the kernel left ticket {self.message[0]}, not {self._ticket}")
         channels = self.layout[1]
-        first, second, rest = np.split(np.array(self.message[1:]), [channels, 2 * channels])
+        first, second, rest = np.split(np.array(self.message), [channels, 2 * channels])
         return first, second, rest[: max(3 + channels, 2 * channels)]
 
     def send(self, *vectors) -> None:
         """Vectors of all devices, for the pass that comes next."""
         channels = self.layout[1]
         for number, vector in enumerate(vectors):
-            self.message[1 + number * channels : 1 + (number + 1) * channels] = vector
+            self.message[number * channels : (number + 1) * channels] = vector
 
     def _run(self, kernel: str, **arguments) -> None:
-        launch = self.launches[kernel in ("moments", "gradient_sums")]
-        self._ticket += 1
-        memory = (self._partials, self._counters, self._tickets, self.message)
+        blocks = self.blocks
+        memory = map(address_of, (self._partials, self._counters, self.message))
         known = {
             **{name: value for name, value in arguments.items() if name != "gamma" or self.has_scale},
-            "shape": STRUCTS["Shape"](*self.layout, launch.aligned, launch.images),
-            "memory": STRUCTS["BlockMemory"](*map(address_of, memory), self._ticket),
+            "shape": STRUCTS["Shape"](*self.layout, blocks.aligned, blocks.tile, blocks.width, blocks.thread_rows),
+            "memory": STRUCTS["BlockMemory"](*memory),
             "slope": self.slope,
         }
         struct = STRUCTS[f"{kernel.title().replace('_', '')}Arguments"]
@@ -263,5 +232,5 @@ class Passes:
             for name, value in known.items()
             if name in fields and value is not None
         }
-        name = f"{kernel}_{'rows' if launch.rows else 'columns'}"
-        self.device.launch(name, self.kind, self._tuning, launch.grid, launch.block, struct(**values))
+        name = f"{kernel}_{'rows' if blocks.rows else 'columns'}"
+        self.device.launch(name, self.kind, blocks.blocks, struct(**values))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 BEGIN, END = "<!-- numbers -->", "<!-- end of numbers -->"
 DIRECTIONS = ("forward", "backward")
+KERNELS = ("moments", "normalize", "gradient_sums", "input_gradient")
 
 
 def describe(results: dict) -> list:
@@ -57,12 +58,12 @@ def describe_steps(results: dict) -> list:
 
 def describe_speed(speed: dict) -> list:
     """The kernels' table; benchmarks/gpu.py says what is counted."""
-    names = ("copy", "moments", "normalize", *(f"{way} | of copy | × PyTorch" for way in DIRECTIONS), "goals missed")
-    lines = [f"| | {' | '.join(names)} |", "|" + " --- |" * 11]
+    names = ("copy", *KERNELS, *(f"{way} | of copy | × PyTorch" for way in DIRECTIONS), "goals missed")
+    lines = [f"| | {' | '.join(names)} |", "|" + " --- |" * 13]
     for result in speed["results"]:
         shape = "×".join(map(str, result["shape"]))
         row = [f"{result['dtype']} {result['layout']} {shape}", f"{result['copy_TB_per_s']:.2f} TB/s"]
-        row += [f"{result['microseconds'][name]:.1f} µs" for name in ("moments", "normalize")]
+        row += [f"{result['microseconds'][f'ours, {name}']:.1f} µs" for name in KERNELS]
         for direction in DIRECTIONS:
             key = f"ours, {direction}"
             ratio = result.get("times_as_fast_as_pytorch", {}).get(direction)

@@ -12,7 +12,6 @@ import textwrap
 import zipfile
 from pathlib import Path
 
-import gpu as benchmark
 import gpu_table
 import pytest
 from stand_in import FLAGS, HERE, build_kernels, standalone
@@ -47,7 +46,8 @@ def results(stand_in, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     words = ["--rounds", 2, "--shapes", "2,8,5,5", "1,16,3,3"]
     speed = measured_by("benchmarks/gpu.py", stand_in, folder / "speed", *words)
-    kernels = measured_by("tests/check_kernels.py", stand_in, folder / "kernels", "--cases", 3, "--values", 999)
+    drawn = ["--cases", 3, "--values", 999, "--seconds", HANG, "--jobs", 2]  # what compiles them counts
+    kernels = measured_by("tests/check_kernels.py", stand_in, folder / "kernels", *drawn)
     took = {"training": 61.4, "prediction": 40.2, "more": 21.2}
     return {
         "machine": {
@@ -71,7 +71,7 @@ def results(stand_in, tmp_path_factory):
 
 
 def test_what_is_measured(results):
-    assert results["kernels"]["cases"] == 3
+    assert results["kernels"]["cases"] == 6
     measured = results["speed"]["results"]
     names = [(item["dtype"], item["layout"], item["shape"]) for item in measured]
     assert names[:2] == [("float32", "NCHW", [2, 8, 5, 5]), ("float32", "NHWC", [2, 5, 5, 8])]
@@ -97,15 +97,6 @@ def unpacked(file):
         return {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
 
 
-@pytest.mark.long
-def test_why_a_kernel_is_as_fast_as_it_is(stand_in, tmp_path):
-    """What else benchmarks/gpu.py measures (--latency, --code), the rehearsal runs in CI."""
-    words = ["--variants", "--rounds", 1, "--shapes", "2,8,5,5"]
-    shares = measured_by("benchmarks/gpu.py", stand_in, tmp_path / "found", *words)["results"][0]["of_copy"]
-    expected = {f"{name}, forward" for name in ("ours", *benchmark.VARIANTS)}
-    assert {name for name in shares if name.endswith(", forward")} == expected
-
-
 def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     file, page = tmp_path / "results-1.tar.gz", tmp_path / "page.md"
     packed(results, file)
@@ -118,7 +109,7 @@ def test_the_page_gets_its_numbers_and_keeps_the_rest(results, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# GPUs\n\n<!-- numbers -->\n") and text.endswith("<!-- end of numbers -->\n\nmore\n")
     assert "old" not in text and text.count("### NVIDIA H200") == 1
-    assert "| kernels | ok: right on 3 of 3 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
+    assert "| kernels | ok: right on 6 of 6 random cases | 12 |" in text and "| speed | OUT OF TIME | 130 |" in text
     assert "| operator | ok: 39 passed in 27.87s | 30 |" in text
     assert "| float32 NHWC 2×5×5×8 |" in text and "| cpu:0,gpu:0 | forward | 61 µs | 40 µs | 21 µs |" in text
     assert "gpu(1) is the same once more" in text

@@ -10,11 +10,10 @@ import gpu as benchmark
 import kernel_cases
 import numpy as np
 import pytest
-from gpu_kernels import REQUEST_NULL, Passes, Tuning
-from kernel_cases import DTYPES, LAYOUTS, SLOPE, UNITS, check_moments, dealt, draw, what_is_wrong
+from gpu_kernels import REQUEST_NULL, Passes
+from kernel_cases import DTYPES, LAYOUTS, SLOPE, UNITS, Case, check_moments, dealt, draw, what_is_wrong
 from reference import Norm, check
 from stand_in import Fenced, StandInGpu
-from testing import LONG
 
 COUNT = 60
 GPU = StandInGpu()
@@ -34,8 +33,7 @@ def test_two_devices_give_what_the_reference_says(number, seed):
 
 @pytest.mark.parametrize("layout", [(4, 300, 4100), (5, 300, 4100), (7, 300, 4100), (2700, 2048, 1)], ids=str)
 def test_blocks_that_have_more_than_one_turn(layout):
-    """Rows: 4 blocks per channel, 3 pieces per run, so that a block steps over the ends of runs in all ways. Columns: 8
-    blocks share 2,700 rows, of which they take 1,024 at a time."""
+    """Rows and columns, with several blocks to a tile, each of which has more than it takes at a time."""
     x = draw(layout, "float64")
     passes = Passes(GPU, "float64", layout, x)
     passes.moments(x)
@@ -47,7 +45,7 @@ def test_blocks_that_share_a_channel_leave_their_counters_as_they_were(layout):
     """The operator uses them again for the next pass."""
     x = Fenced(draw(layout, "float32"))
     passes = Passes(GPU, "float32", layout, x.array)
-    assert passes.launches[True].grid[1] > 1
+    assert passes.blocks.blocks[1] > 1
     results = []
     for _ in range(3):
         passes.moments(x.array)
@@ -69,6 +67,19 @@ def test_what_is_not_a_number_stays_so_and_in_its_channel(layout, value):
     passes.normalize(x, y, *vectors(layout[1]), 1)
     assert np.isnan(y[-1, 1, -1]) if np.isnan(value) else y[-1, 1, -1] == np.inf
     assert np.isfinite(y).sum() == y.size - 1
+
+
+def test_every_number_for_the_host_arrives():
+    """Also one that has the bits of a number that is not there; whatever it is, it is a NaN."""
+    x = draw((3, 5, 49), "float64")
+    not_there = np.array([0xFFF4C0DEC0DEC0DE], "uint64").view("float64")
+    running = np.ones(5), np.ones(5)
+    running[1][2:3] = not_there
+    passes = Passes(GPU, "float64", x.shape, x)
+    passes.moments(x, running)
+    told = passes.received()[2][5:10]
+    assert np.isnan(told).tolist() == [False, False, True, False, False]
+    assert told[2:3].tobytes() != not_there.tobytes()
 
 
 @pytest.mark.parametrize("layout", [(3, 5, 49), (70, 64, 1)], ids=str)
@@ -108,24 +119,25 @@ def test_outputs_that_nobody_wants_are_not_written():
 
 def test_what_runs_on_a_gpu_first(monkeypatch, seed):
     """check_kernels.py draws cases that the kernels do right, and sees when they do not."""
-    assert check_kernels.check(GPU, 15, 20_000, LONG, seed) == (15, [])
+    assert check_kernels.check(GPU, 15, 20_000, np.inf, seed) == (15, [])
     monkeypatch.setattr(kernel_cases, "UNITS", {"float32": 1e-3, "float64": 1e-3})
     monkeypatch.setattr(check_kernels, "MOST_FAILURES", 3)
-    done, failures = check_kernels.check(GPU, 15, 20_000, LONG, seed)
+    done, failures = check_kernels.check(GPU, 15, 20_000, np.inf, seed)
     assert done < 15 and len(failures) == 3
-    said = rf"case [0-9]+ of seed {seed}: .* is off by .*, not .* \(Case\(layout=.*"
+    said = rf"case [0-9]+ of --seed {seed} --share 0/1: .* is off by .*, not .* \(Case\(layout=.*"
     assert all(re.fullmatch(said, failure) for failure in failures)
 
 
-OTHER_NUMBERS = Tuning(threads=512, unroll=2, blocks=256, reducing_blocks=64)
-WITHOUT = Tuning(defines=("-DSHARE=0", "-DBACKWARDS=0", "-DPREFETCH=0"))
-
-
-@pytest.mark.parametrize("tuning", [OTHER_NUMBERS, WITHOUT], ids=["other numbers", "without"])
-def test_what_a_benchmark_compares_is_right_too(tuning, seed):
-    """What benchmarks/gpu.py tries on a GPU."""
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+def test_a_small_gpu(multiprocessors, seed):
+    """It takes larger parts, more of them one after the other."""
     for case in dealt(seed, len(LAYOUTS)):
-        assert what_is_wrong(case, StandInGpu(tuning)) == ""
+        assert what_is_wrong(case, StandInGpu(multiprocessors)) == ""
+
+
+def test_a_channel_that_hundreds_of_blocks_share():
+    """What they have left does not fit into the registers of those that add it up."""
+    assert what_is_wrong(Case((1, 1, 280_001), "float32"), GPU) == ""
 
 
 @pytest.mark.parametrize("program", [check_kernels, benchmark])

@@ -286,7 +286,8 @@ def measured(run: Run, name: str) -> List[str]:
 def kernels(run: Run, seconds: float) -> List[str]:
     values = 20_000 if STANDS_IN else 4_000_000
     cases = 12 if STANDS_IN else 1000
-    told = ["--cases", cases, "--values", values, "--seconds", int(seconds * 0.7)]
+    jobs = 1 if is_exclusive(run) else 2 if STANDS_IN else min(9, os.cpu_count() or 1)
+    told = ["--cases", cases, "--values", values, "--seconds", int(seconds * 0.7), "--jobs", jobs]
     return [sys.executable, "tests/check_kernels.py", *told, *measured(run, "kernels")]
 
 
@@ -308,13 +309,6 @@ def code(run: Run, seconds: float) -> List[str]:
 def latency(run: Run, seconds: float) -> List[str]:
     told = ["--rounds", 2] if STANDS_IN else []
     return [sys.executable, "benchmarks/gpu.py", "--latency", *told, *measured(run, "latency")]
-
-
-def variants(run: Run, seconds: float) -> List[str]:
-    sizes = ["--shapes", "2,8,5,5", "--rounds", 1]
-    if not STANDS_IN:
-        sizes = ["--rounds", 8, "--shapes", "32,256,56,56", "32,512,28,28", "32,2048,7,7", "2,64,800,1333"]
-    return [sys.executable, "benchmarks/gpu.py", "--variants", *sizes, *measured(run, "variants")]
 
 
 def pytest(run: Run, name: str, *words) -> List[str]:
@@ -375,16 +369,15 @@ def soak(run: Run, seconds: float) -> List[str]:
 
 STEPS = [
     # Is it right, and how fast is it?
-    Step(1, "smoke", "the whole chain once", 50, 40, True, smoke),
-    Step(1, "kernels", "the kernels against the reference on random shapes, through CuPy", 60, 30, False, kernels),
+    Step(1, "smoke", "the whole chain once", 60, 50, True, smoke),
+    Step(1, "kernels", "the kernels against the reference on random shapes, through CuPy", 90, 50, False, kernels),
     Step(1, "operator", "the operator inside MXNet, on a GPU and a CPU", 90, 50, True, operator),
-    Step(1, "groups", "the operator inside MXNet, on two GPUs (or one as two)", 130, 60, True, groups),
-    Step(1, "code", "registers and memory of each kernel, and what was compiled", 80, 40, False, code),
+    Step(1, "groups", "the operator inside MXNet, on two GPUs (or one as two)", 200, 180, True, groups),
+    Step(1, "code", "registers and memory of each kernel, and what was compiled", 80, 70, False, code),
     Step(1, "speed", "the kernels beside a copy and PyTorch's", 140, 60, False, speed),
     # Why?
     Step(2, "latency", "from a launch to what the host sees of it", 40, 20, False, latency),
     Step(2, "meeting", "what it costs to meet", 60, 30, True, meeting),
-    Step(2, "variants", "the kernels without one of their choices each", 440, 200, False, variants),
     # Is it right for long, and in places where nobody looks?
     Step(3, "memcheck", "the kernels under compute-sanitizer", 60, 30, False, sanitizer("memcheck")),
     Step(3, "racecheck", "the kernels under compute-sanitizer", 70, 40, False, sanitizer("racecheck")),

@@ -6,10 +6,9 @@ import mmap
 import os
 import shutil
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
-from gpu_kernels import KINDS, KernelKind, Tuning, options, standalone
+from gpu_kernels import H200, KINDS, KernelKind, options, standalone
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-pthread"]
@@ -20,9 +19,9 @@ _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefine
 _CHECKED += ["-fno-gnu-unique"]
 
 
-def library_of(kind: KernelKind, tuning: Optional[Tuning] = None) -> Path:
+def library_of(kind: KernelKind) -> Path:
     """kernels.cu as a library for the CPU."""
-    words = [*FLAGS, *_CHECKED, *options(kind, tuning)[1:]]
+    words = [*FLAGS, *_CHECKED, *options(kind)[1:]]
     return standalone.compiled("kernels.so", [HERE / "kernels_on_cpu.cpp"], words)
 
 
@@ -36,8 +35,8 @@ def build_kernels(folder: Path) -> None:
 class StandInGpu:
     """A device for `gpu_kernels.Passes`."""
 
-    def __init__(self, tuning: Optional[Tuning] = None):
-        self.tuning = tuning
+    def __init__(self, multiprocessors: int = H200):
+        self.multiprocessors = multiprocessors
         self._libraries = {}
 
     def zeros(self, size: int, dtype: str) -> np.ndarray:
@@ -52,11 +51,11 @@ class StandInGpu:
     def synchronize(self) -> None:
         pass
 
-    def launch(self, kernel: str, kind: KernelKind, tuning, grid, block, arguments: ctypes.Structure) -> None:
-        if (kind, tuning) not in self._libraries:
-            self._libraries[kind, tuning] = ctypes.CDLL(str(library_of(kind, tuning)))
-        shape = [(ctypes.c_uint * 2)(*pair) for pair in (grid, block)]
-        if self._libraries[kind, tuning].launch_on_cpu(kernel.encode(), *shape, ctypes.byref(arguments)) != 0:
+    def launch(self, kernel: str, kind: KernelKind, blocks, arguments: ctypes.Structure) -> None:
+        if kind not in self._libraries:
+            self._libraries[kind] = ctypes.CDLL(str(library_of(kind)))
+        shape = (ctypes.c_uint * 3)(*blocks)
+        if self._libraries[kind].launch_on_cpu(kernel.encode(), shape, ctypes.byref(arguments)) != 0:
             raise ValueError(f"there is no kernel {kernel}")
 
 

@@ -169,7 +169,7 @@ Stream* stream_of(void* stream) {
   return found;
 }
 
-using LaunchOnCpu = int (*)(const char*, const unsigned*, const unsigned*, const void*);
+using LaunchOnCpu = int (*)(const char*, const unsigned*, const void*);
 
 struct Function {
   Context* context;
@@ -267,6 +267,10 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  return unless(stand_in_begin(), [&] { *value = attribute == 16 ? 4 : 0; });  // multiprocessors
+}
+
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return unless(stand_in_begin(), [&] { *context = contexts + device; });
 }
@@ -334,8 +338,8 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
   const bool hangs = launches == std::stoi(setting("STAND_IN_HANGS", "0"));
   stream_of(stream)->push([=, &function, words = seen_arguments(arguments[0], function.size)] {
     while (hangs) std::this_thread::sleep_for(std::chrono::seconds(1));
-    const unsigned grid[] = {grid_x, grid_y}, block[] = {block_x, block_y};
-    if (function.launch(function.name.c_str(), grid, block, words.data()) != 0) std::abort();
+    const unsigned blocks[] = {grid_x, grid_y, block_x};
+    if (function.launch(function.name.c_str(), blocks, words.data()) != 0) std::abort();
   });
   if (!stream) stream_of(stream)->wait();  // arrays of the stand-in for CuPy, which uses it, are the host's
   return 0;

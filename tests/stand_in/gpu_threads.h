@@ -35,10 +35,10 @@ inline thread_local uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
 using std::sqrt;
 
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline void __threadfence() {}
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST); }
 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -52,6 +52,7 @@ To bits_as(From value) {
 }
 inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
+inline long long __double_as_longlong(double value) { return bits_as<long long>(value); }
 inline int __double2loint(double value) { return static_cast<int>(bits_as<unsigned long>(value)); }
 inline int __double2hiint(double value) { return static_cast<int>(bits_as<unsigned long>(value) >> 32); }
 inline double __hiloint2double(int high, int low) {
@@ -61,23 +62,19 @@ inline double __hiloint2double(int high, int low) {
 inline float half_to_float(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
 inline unsigned short float_to_half(float value) { return bits_as<unsigned short>(static_cast<_Float16>(value)); }
 
-inline void prefetch(const void*) {}
-// Blocks run one after the other, so whoever would have to wait would wait for ever.
-inline void wait_for_block() { std::abort(); }
-
 inline uint4 load_pack(const void* from) { return *static_cast<const uint4*>(from); }
 inline void store_pack(void* to, const uint4& bits) { *static_cast<uint4*>(to) = bits; }
 
-class Block {
+class Fibers {
  public:
-  static Block& get() {
-    static thread_local Block block;
+  static Fibers& get() {
+    static thread_local Fibers block;
     return block;
   }
 
   void run(const std::function<void()>& kernel, std::mt19937& random) {
     kernel_ = &kernel;
-    const size_t size = blockDim.x * blockDim.y;
+    const size_t size = blockDim.x;
     while (fibers_.size() < size) fibers_.emplace_back();
     for (size_t i = 0; i < size; ++i) fibers_[i].state = kNew;
     std::vector<size_t> order(size);
@@ -115,7 +112,7 @@ class Block {
 
   void resume(size_t i) {
     current_ = i;
-    threadIdx = {static_cast<unsigned>(i % blockDim.x), static_cast<unsigned>(i / blockDim.x), 0};
+    threadIdx = {static_cast<unsigned>(i), 0, 0};
     if (_setjmp(scheduler_) != 0) return;  // back from the fiber
     Fiber& fiber = fibers_[i];
     if (fiber.state == kRunning) _longjmp(fiber.place, 1);
@@ -124,12 +121,12 @@ class Block {
     fiber.start.uc_stack.ss_sp = fiber.stack.data();
     fiber.start.uc_stack.ss_size = fiber.stack.size();
     fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, &Block::body, 0);
+    makecontext(&fiber.start, &Fibers::body, 0);
     setcontext(&fiber.start);
   }
 
   static void body() {
-    Block& block = get();
+    Fibers& block = get();
     (*block.kernel_)();
     block.fibers_[block.current_].state = kEnded;
     _longjmp(block.scheduler_, 1);
@@ -141,30 +138,30 @@ class Block {
   jmp_buf scheduler_;
 };
 
-inline void __syncthreads() { Block::get().wait(); }
+inline void __syncthreads() { Fibers::get().wait(); }
 
 // All threads of the block must call it, not only those of the warp, and wait for each other: stricter than a GPU.
-template <typename T, int S>
-void add_across(T* values, int apart) {
-  static thread_local T all[2][1024][S];
+template <typename T>
+T from_thread(T value, int apart) {
+  static thread_local T all[2][1024];
   static thread_local unsigned turns[1024];
-  const unsigned me = threadIdx.y * blockDim.x + threadIdx.x;
-  T(*const shared)[S] = all[turns[me]++ % 2];  // what the others read may be overwritten after their next turn
-  std::copy(values, values + S, shared[me]);
+  const unsigned me = threadIdx.x;
+  T* const shared = all[turns[me]++ % 2];  // what the others read may be overwritten after their next turn
+  shared[me] = value;
   __syncthreads();
-  for (int s = 0; s < S; ++s) values[s] += shared[me ^ static_cast<unsigned>(apart)][s];
+  return shared[me ^ static_cast<unsigned>(apart)];
 }
 
 // Runs a kernel on a grid, as cuLaunchKernel would.
-inline void launch_grid(const std::function<void()>& kernel, const unsigned* grid, const unsigned* block) {
+inline void launch_grid(const std::function<void()>& kernel, const unsigned* blocks) {
   static thread_local std::mt19937 random(12345);
-  gridDim = {grid[0], grid[1], 1};
-  blockDim = {block[0], block[1], 1};
-  std::vector<size_t> order(static_cast<size_t>(grid[0]) * grid[1]);
+  gridDim = {blocks[0], blocks[1], 1};
+  blockDim = {blocks[2], 1, 1};
+  std::vector<size_t> order(static_cast<size_t>(blocks[0]) * blocks[1]);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (const size_t number : order) {
-    blockIdx = {static_cast<unsigned>(number % grid[0]), static_cast<unsigned>(number / grid[0]), 0};
-    Block::get().run(kernel, random);
+    blockIdx = {static_cast<unsigned>(number % blocks[0]), static_cast<unsigned>(number / blocks[0]), 0};
+    Fibers::get().run(kernel, random);
   }
 }

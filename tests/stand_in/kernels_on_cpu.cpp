@@ -29,10 +29,10 @@ const std::map<std::string, Launcher> kernels{
 
 }  // namespace
 
-// `arguments` is the kernel's struct; 0, or 1 if there is no such kernel.
-extern "C" int launch_on_cpu(const char* name, const unsigned* grid, const unsigned* block, const void* arguments) {
+// `blocks` is tiles, parts, threads, and `arguments` the kernel's struct; 0, or 1 if there is no such kernel.
+extern "C" int launch_on_cpu(const char* name, const unsigned* blocks, const void* arguments) {
   const auto found = kernels.find(name);
   if (found == kernels.end()) return 1;
-  launch_grid([&] { found->second(arguments); }, grid, block);
+  launch_grid([&] { found->second(arguments); }, blocks);
   return 0;
 }

@@ -23,6 +23,7 @@ struct Driver {
     CudaFunctions& f = functions;
     const bool found =
         find_function(library, "cuInit", f.init) && find_function(library, "cuDeviceGet", f.get_device) &&
+        find_function(library, "cuDeviceGetAttribute", f.get_attribute) &&
         find_function(library, "cuDevicePrimaryCtxRetain", f.retain_context) &&
         find_function(library, "cuCtxGetCurrent", f.get_current) &&
         find_function(library, "cuCtxSetCurrent", f.set_current) &&
@@ -72,6 +73,14 @@ struct Compiler {
   }
 };
 
+// CUDA's handle of a GPU.
+int handle_of(int device) {
+  int handle = 0;
+  check_cuda(cuda().init(0), "CUDA could not be initialized");
+  check_cuda(cuda().get_device(&handle, device), "there is no gpu(" + std::to_string(device) + ")");
+  return handle;
+}
+
 // Contexts are retained once per device, for good: MXNet keeps them as long.
 void* context_of(int device) {
   static auto* mutex = new std::mutex;
@@ -79,11 +88,9 @@ void* context_of(int device) {
   std::lock_guard<std::mutex> lock(*mutex);
   void*& context = (*contexts)[device];
   if (!context) {
-    int number = 0;
-    check_cuda(cuda().init(0), "CUDA could not be initialized");
-    check_cuda(cuda().get_device(&number, device), "there is no gpu(" + std::to_string(device) + ")");
     void* retained = nullptr;
-    check_cuda(cuda().retain_context(&retained, number), "gpu(" + std::to_string(device) + ") gave no context");
+    check_cuda(cuda().retain_context(&retained, handle_of(device)),
+               "gpu(" + std::to_string(device) + ") gave no context");
     context = retained;
   }
   return context;
@@ -104,6 +111,14 @@ void check_cuda(int code, const std::string& what) {
   const char* text = nullptr;
   cuda().get_error_string(code, &text);
   throw CudaFailure(what + ": CUDA error " + std::to_string(code) + (text ? std::string(", ") + text : ""));
+}
+
+int multiprocessors_of(int device) {
+  constexpr int kMultiprocessors = 16;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+  int count = 0;
+  check_cuda(cuda().get_attribute(&count, kMultiprocessors, handle_of(device)),
+             "a GPU gave no number of multiprocessors");
+  return count > 0 ? count : 1;
 }
 
 std::string compile_cuda(const std::string& source, const char* const* options, int num_options) {

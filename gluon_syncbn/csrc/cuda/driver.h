@@ -27,6 +27,7 @@ class CudaFailure : public std::runtime_error {
 struct CudaFunctions {
   int (*init)(unsigned flags);
   int (*get_device)(int* device, int ordinal);
+  int (*get_attribute)(int* value, int attribute, int device);
   int (*retain_context)(void** context, int device);
   int (*get_current)(void** context);
   int (*set_current)(void* context);
@@ -45,6 +46,9 @@ const CudaFunctions& cuda();
 
 // Throws CudaFailure with the error's number and the driver's text if `code` is not 0.
 void check_cuda(int code, const std::string& what);
+
+// Of a GPU. Throws CudaFailure if there is none.
+int multiprocessors_of(int device);
 
 // Compiles to PTX, which a driver compiles for its GPU. Throws CudaFailure with the compiler's log.
 std::string compile_cuda(const std::string& source, const char* const* options, int num_options);

@@ -1,19 +1,27 @@
 #include "cuda/launch.h"
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
 namespace gluon_syncbn {
 namespace {
 
-constexpr int64_t kPackBytes = 16;  // as in kernels.cu
+// As in values.cuh and sums.cuh: bytes of a pack; packs that a thread has under way; channels of a tile, and threads of
+// a block, at most.
+constexpr int64_t kPackBytes = 16, kUnroll = 8, kMostChannels = 64, kMostThreads = 512;
 
-// Bytes of neighbouring channels that a block reads at a time in columns: a cache line.
+// Of a block, where it need not be as large as can be.
+constexpr int64_t kUsualThreads = 256, kLeastThreads = 64;
+
+// What a block costs, counted in packs that each of its threads takes: by itself, and if it shares its tile. Measured
+// on an H200, on which a multiprocessor takes a pack for each of 512 threads in 0.3 microseconds.
+constexpr int64_t kBlock = 12, kShare = 6;
+
+// Bytes of neighbouring values that a block reads at a time at least: a cache line.
 constexpr int64_t kLine = 128;
-
-// Fewer blocks leave multiprocessors idle.
-constexpr int64_t kFewBlocks = 264;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -25,70 +33,99 @@ int64_t power_of_two_for(int64_t size, int64_t most) {
 
 uintptr_t offset_of(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes; }
 
-// Threads on a channel, and into how many parts its tensor can be cut.
-struct Cut {
-  int64_t threads, most_parts;
-};
+// The cheapest of the launches that it is shown.
+class Cheapest {
+ public:
+  Launch launch{};
 
-// A thread has `unroll` packs under way: of one run, if it has as many for each thread, or else of so many images.
-Cut cut_rows(const Layout& layout, int64_t pack, bool is_whole, const Tuning& tuning, Launch& launch) {
-  const int64_t width = launch.aligned ? pack : 1, packs = divide_up(layout.inner, width);
-  // Packs lie in the same places of each image.
-  const bool alike = !launch.aligned || layout.channels * layout.inner % pack == 0;
-  // A run that does not begin and end with whole packs has up to pack - 1 single values at either end, one per thread.
-  const int64_t singles = is_whole ? 1 : 2 * (pack - 1);
-  const bool is_short = packs <= tuning.threads && (packs < tuning.unroll || !is_whole);
-  if (is_short && alike && layout.outer > 1) {
-    launch.images = static_cast<int>(tuning.unroll);
-    return {power_of_two_for(std::max(packs, singles), tuning.threads), divide_up(layout.outer, tuning.unroll)};
+  explicit Cheapest(int64_t multiprocessors) : multiprocessors_(multiprocessors) {}
+
+  // Blocks that lie over a tensor as `lying` does: `takers` of their threads take the `packs` of a tile. It is shared
+  // by so few blocks that a thread has half of the packs that it can have under way, at least.
+  void look(Launch lying, int64_t tiles, int64_t packs, int64_t takers) {
+    const int64_t places = places_for(lying.threads);
+    const int64_t most = divide_up(2 * packs, takers * kUnroll);
+    for (int64_t turns = 1; turns <= kTurns; ++turns) {
+      const int64_t parts = std::max<int64_t>(1, std::min(turns * places / tiles, most));
+      const int64_t block = kBlock + (parts > 1 ? kShare : 0) + divide_up(packs, parts * takers);
+      const int64_t cost = divide_up(tiles * parts, places) * block;
+      if (cost >= cost_) continue;
+      cost_ = cost;
+      launch = lying;
+      launch.tiles = static_cast<unsigned>(tiles);
+      launch.parts = static_cast<unsigned>(parts);
+    }
   }
-  Cut cut{};
-  cut.threads = power_of_two_for(std::max(divide_up(packs, tuning.unroll), singles), tuning.threads);
-  while (true) {
-    cut.most_parts = layout.outer * divide_up(packs, cut.threads * tuning.unroll);
-    const bool are_few = divide_up(layout.channels * cut.threads, tuning.threads) * cut.most_parts < kFewBlocks;
-    if (!are_few || cut.threads >= std::min(packs, tuning.threads)) return cut;
-    cut.threads *= 2;
+
+  // `tile` channels fill `width` threads side by side.
+  void look_at_columns(const Layout& layout, bool aligned, int64_t tile, int64_t width, int64_t threads) {
+    Launch lying{};
+    lying.aligned = aligned;
+    lying.tile = static_cast<int>(tile);
+    lying.width = static_cast<int>(width);
+    lying.threads = static_cast<unsigned>(threads);
+    lying.thread_rows = static_cast<int>(threads / width);
+    look(lying, divide_up(layout.channels, tile), layout.outer * width, lying.thread_rows * width);
   }
-}
+
+  // Blocks of so many threads that run at a time, as the kernels need registers. (On GPUs with 64 KiB of shared memory,
+  // half as many of some kernels do.)
+  int64_t places_for(int64_t threads) const { return multiprocessors_ * kMostThreads / threads; }
+
+  static constexpr int64_t kTurns = 4;  // in which blocks run one after the other, if they are many
+
+ private:
+  const int64_t multiprocessors_;
+  int64_t cost_ = std::numeric_limits<int64_t>::max();
+};
 
 }  // namespace
 
-Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses, bool reduces,
-                  const Tuning& tuning) {
+Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
+                  int64_t multiprocessors) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  if (layout.channels > kMost || layout.inner > kMost || (layout.inner > 1 && layout.outer > kMost)) {
+    throw std::invalid_argument(std::to_string(layout.outer) + " times " + std::to_string(layout.channels) +
+                                " channels of " + std::to_string(layout.inner) + " values are too many for a GPU");
+  }
   const int64_t bytes = bytes_of(dtype), pack = kPackBytes / bytes;
   const bool alike = std::all_of(addresses.begin(), addresses.end(), [&](const void* address) {
     return offset_of(address) == offset_of(addresses.front());
   });
-  const bool begins_whole = offset_of(addresses.front()) == 0;
-  Launch launch{};
-  launch.rows = layout.inner > 1;
-  launch.images = 1;
-  int64_t tiles, most_parts, blocks = tuning.blocks;
-  if (launch.rows) {
-    // Single values in front of the first whole pack make up for any offset that all tensors share.
-    launch.aligned = alike && layout.inner >= pack;
-    const bool is_whole = !launch.aligned || (layout.inner % pack == 0 && begins_whole);
-    const Cut cut = cut_rows(layout, pack, is_whole, tuning, launch);
-    launch.block_x = static_cast<unsigned>(cut.threads);
-    tiles = divide_up(layout.channels, tuning.threads / cut.threads);
-    most_parts = cut.most_parts;
-  } else {
-    launch.aligned = alike && begins_whole && layout.channels % pack == 0;
-    const int64_t width = launch.aligned ? pack : 1;
-    const int64_t x = power_of_two_for(divide_up(layout.channels, width), kLine / (width * bytes));
-    launch.block_x = static_cast<unsigned>(x);
-    tiles = divide_up(layout.channels, x * width);
-    most_parts = divide_up(layout.outer, tuning.threads / x * tuning.unroll);
-    if (reduces) blocks = tuning.reducing_blocks;
+  const bool packs_of_images = layout.channels * layout.inner % pack == 0;
+  const bool whole_packs = alike && offset_of(addresses.front()) == 0 && packs_of_images;
+  Cheapest cheapest(multiprocessors);
+  if (layout.inner == 1) {
+    const int64_t values = whole_packs ? pack : 1;
+    const int64_t width = power_of_two_for(divide_up(layout.channels, values), kLine / (values * bytes));
+    // All blocks may share one tile, and the last of them adds up what each has left: so these are few and large.
+    cheapest.look_at_columns(layout, whole_packs, width * values, width, width >= 8 ? kMostThreads : kUsualThreads);
+    return cheapest.launch;
   }
-  if (tiles > std::numeric_limits<int>::max()) {
-    throw std::invalid_argument(std::to_string(layout.channels) + " channels are too many for a GPU");
+  // So many channels are whole packs.
+  const int64_t together = pack / std::gcd(pack, layout.inner), packs = together * layout.inner / pack;
+  if (whole_packs && packs <= (together == 1 ? kUsualThreads / 2 : kUsualThreads)) {
+    const int64_t all = layout.channels / together;
+    const int64_t most = std::min({kUsualThreads / packs, kMostChannels / together, all});
+    const int64_t least = std::min(most, divide_up(kLine / kPackBytes, packs));
+    for (int64_t turns = 1; turns <= Cheapest::kTurns; ++turns) {
+      const int64_t times = std::clamp(divide_up(all, turns * cheapest.places_for(kUsualThreads)), least, most);
+      cheapest.look_at_columns(layout, true, times * together, times * packs, kUsualThreads);
+    }
+    if (together > 1 || packs <= kUsualThreads / 4) return cheapest.launch;
   }
-  launch.grid_x = static_cast<unsigned>(tiles);
-  launch.grid_y = static_cast<unsigned>(std::max<int64_t>(1, std::min(divide_up(blocks, tiles), most_parts)));
-  launch.block_y = static_cast<unsigned>(tuning.threads) / launch.block_x;
-  return launch;
+  // Single values in front of the first whole pack make up for any offset that all tensors and images share. Images
+  // whose packs lie otherwise than those of the one before are rare: all their values are read singly.
+  Launch rows{};
+  rows.rows = true;
+  rows.tile = 1;
+  rows.aligned = alike && layout.inner >= pack && (packs_of_images || layout.outer == 1);
+  const int64_t items = layout.outer * divide_up(layout.inner, rows.aligned ? pack : 1);
+  for (int64_t own = kUsualThreads; own >= kLeastThreads; own /= 2) {
+    rows.threads = static_cast<unsigned>(own);
+    cheapest.look(rows, layout.channels, items, own);
+  }
+  return cheapest.launch;
 }
 
 }  // namespace gluon_syncbn

@@ -2,7 +2,6 @@
 // the addresses: no GPU is needed to test them.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -13,31 +12,21 @@ namespace gluon_syncbn {
 struct Launch {
   bool rows;     // whether the kernels are those for rows or those for columns
   bool aligned;  // whether packs of 16 bytes may be read and written
-  int images;    // rows: of how many images in a row a thread takes its packs
-  // x: the tiles of channels, or threads on them; y: the parts that share a tile; for blocks see kernels.cu.
-  unsigned grid_x, grid_y;
-  unsigned block_x, block_y;
+  int tile;      // channels of a block
+  // Columns: threads side by side, and rows of them. A block may have more threads, which then only help to add up.
+  int width, thread_rows;
+  unsigned threads;       // in a block
+  unsigned tiles, parts;  // blocks: `parts` of them share a tile
 
-  // What the blocks leave for each other: float64 and int32 numbers, and float64 tickets.
-  int64_t partials(const Layout& layout) const { return std::max<int64_t>(3 * grid_y, 5) * layout.channels; }
-  int64_t counters() const { return 2 * static_cast<int64_t>(grid_x) + 1; }
-  int64_t tickets() const { return grid_x; }
+  // What the blocks leave for each other: numbers (sums.cuh), and int32 counters.
+  int64_t partials(const Layout& layout) const { return parts > 1 ? 3 * parts * layout.channels : 0; }
+  int64_t counters() const { return parts > 1 ? tiles : 0; }
 };
 
-// What may be tuned; only measurements on a GPU show what is best.
-struct Tuning {
-  int64_t threads = 256;  // in a block
-  int64_t unroll = 4;     // packs of 16 bytes that a thread has under way
-  // Enough for every GPU: 8 blocks for each of 128 multiprocessors, of which 2 to 4 run at a time.
-  int64_t blocks = 1024;
-  // Where channels are last, all blocks of a kernel that reduces may share one tile, and the last of them adds up what
-  // each has left. So these are as many as run at a time.
-  int64_t reducing_blocks = 396;
-};
-
-// Chooses the launch for activations of `dtype` at these addresses, of a kernel that `reduces` or one that does not.
-// Throws std::invalid_argument where the grid would be larger than CUDA allows, which takes 2^31 channels.
-Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses, bool reduces,
-                  const Tuning& tuning = {});
+// Chooses the launch for activations of `dtype` at these addresses, on a GPU with so many multiprocessors. Throws
+// std::invalid_argument where there are more than CUDA or the kernels can count, which takes 2^31 channels, or images,
+// or values of a channel in one.
+Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
+                  int64_t multiprocessors);
 
 }  // namespace gluon_syncbn

@@ -7,11 +7,11 @@
 //
 //   1. To the GPU: this thread launches the first kernel, on a stream of its own; inputs are ready when MXNet calls
 //      (scratch.h says why).
-//   2. Back: the kernel's last block writes 2C numbers and a ticket over the bus into pinned memory, where this thread
-//      sees it.
+//   2. Back: the last block of each tile of channels writes its numbers over the bus into pinned memory, where this
+//      thread sees them.
 //   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else it is waiting for
 //      the slower device, which every synchronized layer must. The merge in float64 is some ns per channel and device.
-//   4. To the GPU again, as 1. One block of each tile of channels reads the numbers over the bus, for all.
+//   4. To the GPU again, as 1. Each block reads the numbers of its channels over the bus, while it reads the tensor.
 //   5. The end: this thread watches the stream, and returns when the second kernel has ended; MXNet's engine goes on.
 //
 // All waits end with the layer's timeout, and an error that names the kernel or the devices that are missing.
@@ -87,10 +87,10 @@ class GpuOperator : public Operator {
     Meeting meeting(*call_.group, call_.device, true);
     meeting.begin_pass();
     const bool has_renorm = call_.group->has_renorm();
-    const Launch reducing = launch_forward(arrays, requests, true), launch = launch_forward(arrays, requests, false);
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {reducing, launch});
+    const Launch launch = launch_forward(arrays, requests);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
     const double* numbers =
-        find_moments(program_, reducing, call_.layout, arrays.data.data(), data_if(has_renorm, arrays.running_mean),
+        find_moments(program_, launch, call_.layout, arrays.data.data(), data_if(has_renorm, arrays.running_mean),
                      data_if(has_renorm, arrays.running_var), *scratch, timeout());
     const Moments local{call_.layout.count(), vector_at(numbers, 0), vector_at(numbers, 1)};
     std::vector<double> running_mean, running_var;
@@ -111,16 +111,16 @@ class GpuOperator : public Operator {
   }
 
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {
-    const Launch launch = launch_forward(arrays, requests, false);
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {launch});
+    const Launch launch = launch_forward(arrays, requests);
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
     normalize(arrays, requests, launch, *scratch, {}, false);
   }
 
-  Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests, bool reduces) const {
+  Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests) const {
     std::vector<const void*> tensors{arrays.data.data()};
     if (requests.out != Request::kNull) tensors.push_back(arrays.out.data());
     if (call_.has.skip) tensors.push_back(arrays.skip.data());
-    return launch_for(call_.dtype, call_.layout, tensors, reduces);
+    return launch_for(call_.dtype, call_.layout, tensors, program_.multiprocessors());
   }
 
   void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, Scratch& scratch,
@@ -168,12 +168,11 @@ class GpuOperator : public Operator {
     for (const void* tensor : {input.y, static_cast<const void*>(input.dx), static_cast<const void*>(d_residual)}) {
       if (tensor) tensors.push_back(tensor);
     }
-    const Launch reducing = launch_for(call_.dtype, call_.layout, tensors, true);
-    const Launch launch = launch_for(call_.dtype, call_.layout, tensors, false);
-    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {reducing, launch});
+    const Launch launch = launch_for(call_.dtype, call_.layout, tensors, program_.multiprocessors());
+    const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
 
     GradientSumsArguments sums{};
-    sums.shape = shape_of(call_.layout, reducing);
+    sums.shape = shape_of(call_.layout, launch);
     sums.x = input.x;
     sums.dy = input.dy;
     sums.y = input.y;
@@ -188,7 +187,8 @@ class GpuOperator : public Operator {
     sums.residual_request = static_cast<int>(requests.skip);
     sums.gamma_request = static_cast<int>(requests.gamma);
     sums.beta_request = static_cast<int>(requests.beta);
-    scratch->launch(program_, Kernel::kGradientSums, reducing, &sums);
+    const int64_t told = 2 * channels() + ForwardCall::kSize + (call_.in_place ? channels() : 0);
+    scratch->launch(program_, Kernel::kGradientSums, launch, &sums, told);
     const double* numbers = scratch->wait_for_message(timeout());
     const double* rest = numbers + 2 * channels();
     const ForwardCall forward_call = ForwardCall::load(*call_.group, call_.device, rest);
@@ -227,7 +227,7 @@ class GpuOperator : public Operator {
   // Runs while another exception propagates; its own failure is ignored.
   void fill_nan(std::initializer_list<std::pair<void*, int64_t>> arrays) const {
     try {
-      const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, {});
+      const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout);
       for (const auto& [values, bytes] : arrays) {
         if (values) scratch->fill_nan(values, static_cast<size_t>(bytes));
       }

@@ -38,15 +38,10 @@ struct Programs {
 
 void GpuProgram::set_source(const char* source) { Programs::get().source = source; }
 
-std::vector<std::string> GpuProgram::options(const KernelKind& kind, const Tuning& tuning) {
+std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
   const auto define = [](const std::string& name, int64_t value) { return "-D" + name + "=" + std::to_string(value); };
-  return {"--std=c++11",
-          define("VALUE_TYPE", static_cast<int>(kind.dtype)),
-          define("ACTIVATION", kind.activation),
-          define("RESIDUAL", kind.has_residual),
-          define("IN_PLACE", kind.in_place),
-          define("THREADS", tuning.threads),
-          define("UNROLL", tuning.unroll)};
+  return {"--std=c++11", define("VALUE_TYPE", static_cast<int>(kind.dtype)), define("ACTIVATION", kind.activation),
+          define("RESIDUAL", kind.has_residual), define("IN_PLACE", kind.in_place)};
 }
 
 const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {
@@ -64,6 +59,7 @@ const char* GpuProgram::name(Kernel kernel) {
 
 GpuProgram::GpuProgram(const std::string& ptx, int device) {
   const GpuContext context(device);
+  multiprocessors_ = multiprocessors_of(device);
   const std::string where = " on gpu(" + std::to_string(device) + ")";
   void* module = nullptr;
   check_cuda(cuda().load_module(&module, ptx.c_str(), 0, nullptr, nullptr),
@@ -78,13 +74,13 @@ GpuProgram::GpuProgram(const std::string& ptx, int device) {
 void GpuProgram::launch(Kernel kernel, const Launch& launch, const void* arguments, void* stream) const {
   const Functions& functions = functions_[static_cast<int>(kernel)];
   void* addresses[] = {const_cast<void*>(arguments)};
-  check_cuda(cuda().launch(launch.rows ? functions.rows : functions.columns, launch.grid_x, launch.grid_y, 1,
-                           launch.block_x, launch.block_y, 1, 0, stream, addresses, nullptr),
+  check_cuda(cuda().launch(launch.rows ? functions.rows : functions.columns, launch.tiles, launch.parts, 1,
+                           launch.threads, 1, 1, 0, stream, addresses, nullptr),
              std::string("CUDA kernel ") + name(kernel) + " could not be launched");
 }
 
 Shape shape_of(const Layout& layout, const Launch& launch) {
-  return {layout.outer, layout.channels, layout.inner, launch.aligned, launch.images};
+  return {layout.outer, layout.channels, layout.inner, launch.aligned, launch.tile, launch.width, launch.thread_rows};
 }
 
 }  // namespace gluon_syncbn

@@ -37,12 +37,15 @@ class GpuProgram {
   static void set_source(const char* source);
 
   // The options that NVRTC is given.
-  static std::vector<std::string> options(const KernelKind& kind, const Tuning& tuning = {});
+  static std::vector<std::string> options(const KernelKind& kind);
 
   // Compiles and loads at the first call, which takes some seconds, and keeps it for good. Throws CudaFailure.
   static const GpuProgram& of(const KernelKind& kind, int device);
 
   static const char* name(Kernel kernel);
+
+  // Of the GPU.
+  int64_t multiprocessors() const { return multiprocessors_; }
 
   // Launches on `stream` of the thread's current context, which must be that of this GPU. `arguments` is the kernel's
   // struct, which is copied. Throws CudaFailure.
@@ -55,6 +58,7 @@ class GpuProgram {
     void *rows, *columns;
   };
   Functions functions_[4];
+  int64_t multiprocessors_;
 };
 
 // The shape as the kernels take it.

@@ -57,6 +57,7 @@ int64_t rounded(int64_t size) {
 struct Scratch::Pool {
   std::mutex mutex;
   std::map<Sizes, std::vector<Scratch*>> free;
+  std::vector<Scratch*> stuck;  // a wait for them has timed out
 };
 
 Scratch::Pool& Scratch::pool() {
@@ -65,41 +66,30 @@ Scratch::Pool& Scratch::pool() {
 }
 
 bool Scratch::Sizes::operator<(const Sizes& other) const {
-  return std::tie(device, partials, counters, tickets, message) <
-         std::tie(other.device, other.partials, other.counters, other.tickets, other.message);
+  return std::tie(device, partials, counters, message) <
+         std::tie(other.device, other.partials, other.counters, other.message);
 }
 
 Scratch::Scratch(const Sizes& sizes)
     : sizes_(sizes),
       partials_(new_array(kGpu, sizes.device, kFloat64, sizes.partials)),
       counters_(new_zeros<int32_t>(sizes.device, kInt32, sizes.counters)),
-      tickets_(new_zeros<double>(sizes.device, kFloat64, sizes.tickets)),
       message_(new_array(kPinned, sizes.device, kFloat64, sizes.message)),
       numbers_(static_cast<double*>(message_.data())) {
   check_cuda(cuda().create_stream(&stream_, kNonBlocking), "a stream could not be created");
-  numbers_[0] = 0;
 }
 
-std::atomic<Scratch*>& Scratch::stuck() {
-  static std::atomic<Scratch*> scratch{nullptr};
-  return scratch;
-}
-
-std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, std::initializer_list<Launch> launches) {
-  if (Scratch* const before = stuck()) {
-    if (!before->has_ended()) throw CudaFailure(before->running_ + " of an earlier call still runs");
-    stuck() = nullptr;
-  }
-  Sizes sizes{device, rounded(1), rounded(1), rounded(1), rounded(4 + 4 * layout.channels)};
-  for (const Launch& launch : launches) {
-    sizes.partials = std::max(sizes.partials, rounded(launch.partials(layout)));
-    sizes.counters = std::max(sizes.counters, rounded(launch.counters()));
-    sizes.tickets = std::max(sizes.tickets, rounded(launch.tickets()));
-  }
+std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, const Launch& launch) {
+  const Sizes sizes{device, rounded(launch.partials(layout)), rounded(launch.counters()),
+                    rounded(3 + 4 * layout.channels)};
   Scratch* found = nullptr;
   {
     Pool& all = pool();
     std::lock_guard<std::mutex> lock(all.mutex);
+    for (; !all.stuck.empty(); all.stuck.pop_back()) {
+      Scratch* const before = all.stuck.back();
+      if (!before->has_ended()) throw CudaFailure(before->running_ + " of an earlier call still runs");
+    }
     std::vector<Scratch*>& free = all.free[sizes];
     if (!free.empty()) {
       found = free.back();
@@ -110,21 +100,25 @@ std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, std::i
 }
 
 void Scratch::give_back(Scratch* scratch) {
-  if (!scratch->running_.empty()) return;
+  constexpr double kSeconds = 1;  // for the end of a kernel whose numbers are there
+  if (scratch->is_lost_) return;
+  try {
+    if (!scratch->running_.empty()) scratch->wait(kSeconds);
+  } catch (const std::exception&) {
+    return;
+  }
   Pool& all = pool();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.free[scratch->sizes_].push_back(scratch);
 }
 
-BlockMemory Scratch::memory() {
-  static std::atomic<int64_t> last{0};  // different for every launch of the process
-  ticket_ = static_cast<double>(++last);
-  return {static_cast<double*>(partials_.data()), static_cast<int*>(counters_.data()),
-          static_cast<double*>(tickets_.data()), numbers_, ticket_};
-}
+BlockMemory Scratch::memory() const { return {partials_.data(), static_cast<int*>(counters_.data()), numbers_}; }
 
-void Scratch::launch(const GpuProgram& program, Kernel kernel, const Launch& launch, const void* arguments) {
+void Scratch::launch(const GpuProgram& program, Kernel kernel, const Launch& launch, const void* arguments,
+                     int64_t told) {
   running_ = std::string("CUDA kernel ") + GpuProgram::name(kernel);
+  told_ = told;
+  std::fill_n(reinterpret_cast<uint64_t*>(numbers_), told, kNotThere);
   program.launch(kernel, launch, arguments, stream_);
 }
 
@@ -140,39 +134,49 @@ void Scratch::poll(double timeout_seconds, const IsDone& is_done) {
   while (!is_done()) {
     const auto waited = std::chrono::steady_clock::now() - began;
     if (std::chrono::duration<double>(waited).count() > timeout_seconds) {
-      stuck() = this;
+      is_lost_ = true;
+      std::lock_guard<std::mutex> lock(pool().mutex);
+      pool().stuck.push_back(this);
       throw CudaFailure(running_ + " has not ended within " + text_of(timeout_seconds, std::defaultfloat, 6) + " s");
     }
     waited < kWatch ? std::this_thread::yield() : std::this_thread::sleep_for(kNap);
   }
-  running_.clear();
 }
 
-bool Scratch::has_ended() const {
+bool Scratch::has_ended() {
   const int code = cuda().query_stream(stream_);
-  if (code != kNotReady) check_cuda(code, running_ + " failed");
-  return code == 0;
+  if (code == kNotReady) return false;
+  is_lost_ = is_lost_ || code != 0;
+  check_cuda(code, running_ + " failed");
+  return true;
 }
 
 const double* Scratch::wait_for_message(double timeout_seconds) {
-  const auto is_there = [&] { return *static_cast<const volatile double*>(numbers_) == ticket_; };
+  const auto* const bits = reinterpret_cast<const volatile uint64_t*>(numbers_);
+  int64_t there = 0;
+  const auto all_are_there = [&] {
+    while (there < told_ && bits[there] != kNotThere) ++there;
+    return there == told_;
+  };
   int looks = 0;
   poll(timeout_seconds, [&] {
-    if (is_there()) return true;
+    if (all_are_there()) return true;
     if (++looks % kLooks != 0 || !has_ended()) return false;
-    if (!is_there()) throw CudaFailure(running_ + " ended without a result");
+    is_lost_ = !all_are_there();
+    if (is_lost_) throw CudaFailure(running_ + " ended without a result");
     return true;
   });
   std::atomic_thread_fence(std::memory_order_acquire);
-  return numbers_ + 1;
+  return numbers_;
 }
 
 void Scratch::wait(double timeout_seconds) {
   poll(timeout_seconds, [&] { return has_ended(); });
+  running_.clear();
 }
 
 void Scratch::put(std::initializer_list<const std::vector<double>*> vectors) const {
-  double* to = numbers_ + 1;
+  double* to = numbers_;
   for (const std::vector<double>* vector : vectors) to = std::copy(vector->begin(), vector->end(), to);
 }
 
@@ -180,7 +184,7 @@ const double* find_moments(const GpuProgram& program, const Launch& launch, cons
                            const void* running_mean, const void* running_var, Scratch& scratch,
                            double timeout_seconds) {
   const MomentsArguments arguments{shape_of(layout, launch), x, running_mean, running_var, scratch.memory()};
-  scratch.launch(program, Kernel::kMoments, launch, &arguments);
+  scratch.launch(program, Kernel::kMoments, launch, &arguments, (running_mean ? 4 : 2) * layout.channels);
   return scratch.wait_for_message(timeout_seconds);
 }
 
@@ -192,8 +196,8 @@ void check_gpu(int device) {
   check_mxnet(mxnet().array_copy_from_cpu(x.handle(), values, 4), "numbers could not be copied to a GPU");
   const GpuProgram& program = GpuProgram::of({DType::kFloat32, Activation::kNone, false, false}, device);
   const GpuContext context(device);
-  const Launch launch = launch_for(DType::kFloat32, layout, {x.data()}, true);
-  const auto scratch = Scratch::lease(device, layout, {launch});
+  const Launch launch = launch_for(DType::kFloat32, layout, {x.data()}, program.multiprocessors());
+  const auto scratch = Scratch::lease(device, layout, launch);
   constexpr double kSeconds = 60;
   const double* numbers = find_moments(program, launch, layout, x.data(), nullptr, nullptr, *scratch, kSeconds);
   if (numbers[0] != 3 || numbers[1] != 14) {

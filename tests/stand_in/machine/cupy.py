@@ -36,6 +36,9 @@ cuda = SimpleNamespace(
     Event=_Event,
     get_current_stream=lambda: SimpleNamespace(ptr=0),
     get_elapsed_time=lambda start, end: 1e3 * (end.time - start.time),
-    runtime=SimpleNamespace(getDeviceProperties=lambda _: {"name": b"stand-in for a GPU"}, runtimeGetVersion=lambda: 0),
+    runtime=SimpleNamespace(
+        getDeviceProperties=lambda _: {"name": b"stand-in for a GPU", "multiProcessorCount": 4},
+        runtimeGetVersion=lambda: 0,
+    ),
     set_allocator=lambda _: None,
 )

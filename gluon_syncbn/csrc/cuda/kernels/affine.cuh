@@ -38,7 +38,7 @@ struct Affine {
   real_t shift[S], scale[S], bias[S];
 
   // All shifts, then all scales, then all biases.
-  __device__ void take(const real_t* known) {
+  __device__ explicit Affine(const real_t* known) {
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       shift[s] = known[s];
@@ -87,6 +87,8 @@ struct Saved {
     center = kInPlace ? beta : saved[c];
     xhat_scale = kInPlace ? 1 / gamma : invstd;
   }
+
+  __device__ void affine(real_t* out) const { set_affine(center, gamma * invstd, beta, out); }
 };
 
 // The affine map of a channel in the backward passes.
@@ -94,10 +96,7 @@ template <typename Arguments>
 struct SavedChannel {
   const Arguments& arguments;
 
-  __device__ void operator()(int64 c, bool, real_t* out) const {
-    const Saved then(arguments, c);
-    set_affine(then.center, then.gamma * then.invstd, then.beta, out);
-  }
+  __device__ void operator()(int64 c, bool, real_t* out) const { Saved(arguments, c).affine(out); }
 };
 
 // After the four vectors of `saved`: count, round_id, active_set.

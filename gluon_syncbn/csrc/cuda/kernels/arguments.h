@@ -4,24 +4,27 @@
 //
 //   saved              what the forward pass leaves for the backward pass: mean[C], invstd[C], r[C], d[C], and count,
 //                      round_id and active_set of the call
-//   message, ticket    what GPU and host leave for each other, see scratch.h
-//   partials, counters, tickets   what blocks leave for each other, see sums.cuh and prepare.cuh
+//   message            what GPU and host leave for each other, see scratch.h
+//   partials, counters what blocks leave for each other, see sums.cuh
 //   ..._request        MXNet's OpReqType of a gradient: 0 nothing, 3 add, else write
 
 // A dense tensor (outer, channels, inner), and how threads take it (launch.h).
 struct Shape {
   int64 outer, channels, inner;
   int aligned;  // whether packs of 16 bytes may be read and written
-  int images;   // rows: of how many images in a row a thread takes its packs; 1: all from one
+  int tile;     // channels of a block
+  int width;    // columns: threads side by side
+  int rows;     // columns: rows of threads
 };
 
 struct BlockMemory {
-  double* partials;
+  real_t* partials;
   int* counters;
-  double* tickets;
   double* message;
-  double ticket;
 };
+
+// The bits of a number of the message that is not there yet: a NaN, but none that arithmetic makes.
+constexpr unsigned long long kNotThere = 0xfff4c0dec0dec0deULL;
 
 struct MomentsArguments {
   Shape shape;

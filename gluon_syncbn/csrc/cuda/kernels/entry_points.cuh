@@ -1,6 +1,5 @@
-// The kernels themselves. At least two blocks run at a time on a multiprocessor, so that one reads while another adds
-// up.
-#define BOUNDS __launch_bounds__(kThreads, 512 / kThreads)
+// The kernels themselves. A thread may have 128 registers.
+#define BOUNDS __launch_bounds__(kThreads, 1)
 
 #define KERNEL(name, Arguments)                                                                \
   extern "C" __global__ void BOUNDS name##_rows(Arguments arguments) { run<Rows>(arguments); } \

@@ -1,31 +1,28 @@
 // dx = factor·dz + by·(v − shift) + constant, with dz as in gradient_sums.cuh. `message` holds ΣS1[C] and ΣS2[C] of all
-// devices, from place 1 on; they count only if `saved` says that the statistics depended on x.
+// devices; they count only if `saved` says that the statistics depended on x.
 
 template <int S>
-struct InputGradientPass {
-  const value_t *x, *dy, *y;
+struct InputGradientPass : Tensors<kUnroll / 2, 2 + kResidual> {
   value_t* dx;
   int add;
   real_t slope;
-  Affine<S> affine;  // its scale is also the factor of dz
-  real_t by[S], constant[S];
+  const real_t* known;  // an affine map, whose scale is also the factor of dz; `by`; `constant`
 
-  template <int V>
-  __device__ void take(int64 offset, int64 stride, int packs) {
-    const Packs<V> loaded(x + offset, stride, packs);
-    const Packs<V> incoming(dy + offset, stride, packs);
-    const bool masks = kResidual && y;
-    const Packs<V> outputs(y + offset, stride, masks ? packs : 0);
+  template <typename Loaded, typename Places>
+  __device__ void take(const Loaded& loaded, const Places& at, int packs) const {
+    constexpr int V = Loaded::kValues;
+    const Affine<S> affine(known);
+    const bool masks = kResidual && this->tensors[1 + kResidual];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u >= packs) continue;
-      value_t* const to = dx + offset + u * stride;
+    for (int n = 0; n < this->kAtOnce; ++n) {
+      if (n >= packs) continue;
+      value_t* const to = dx + at(n);
       real_t values[V], gradients[V], outs[V];
       Raw<V> before;
       if (add) before.load(to);
-      loaded.raw[u].unpack(values);
-      incoming.raw[u].unpack(gradients);
-      if (masks) outputs.raw[u].unpack(outs);
+      loaded.of[0].raw[n].unpack(values);
+      loaded.of[1].raw[n].unpack(gradients);
+      if (masks) loaded.of[1 + kResidual].raw[n].unpack(outs);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const int s = S == 1 ? 0 : i;
@@ -36,7 +33,7 @@ struct InputGradientPass {
         } else {
           gradient = affine.passed(s, value, gradient, slope);
         }
-        const real_t own = multiply_add(by[s], value - affine.shift[s], constant[s]);
+        const real_t own = multiply_add(known[3 * S + s], value - affine.shift[s], known[4 * S + s]);
         values[i] = multiply_add(affine.scale[s], gradient, own);
       }
       if (add) {
@@ -52,44 +49,32 @@ struct InputGradientPass {
 struct InputGradientChannel {
   const InputGradientArguments& arguments;
 
-  __device__ void operator()(int64 c, bool is_first, real_t* out) const {
+  __device__ void operator()(int64 c, bool, real_t* out) const {
     const int64 channels = arguments.shape.channels;
     const double* const message = arguments.memory.message;
     const double count = *call_of(arguments);
     const Saved then(arguments, c);
-    SavedChannel<InputGradientArguments> affine = {arguments};
-    affine(c, is_first, out);
+    then.affine(out);
     out[3] = out[4] = 0;
     if (!(count > 0)) return;
     const double factor = out[1];
-    const double by = -factor * then.xhat_scale * (message[1 + channels + c] / count);
+    const double by = -factor * then.xhat_scale * (message[channels + c] / count);
     out[3] = static_cast<real_t>(by);
-    out[4] = static_cast<real_t>(-factor * (message[1 + c] / count) - by * (then.center - static_cast<double>(out[0])));
+    out[4] = static_cast<real_t>(-factor * (message[c] / count) - by * (then.center - static_cast<double>(out[0])));
   }
 };
 
 template <typename Threads>
 __device__ inline void run(const InputGradientArguments& arguments) {
-  constexpr int S = Threads::kChannels;
-  const Shape& shape = arguments.shape;
-  const Place place = Threads::place();
-  const value_t* const masking = kResidual ? arguments.y : nullptr;
-  prefetch_first<Threads, kBackwards>(shape, place, arguments.x, arguments.dy, masking);
-  InputGradientChannel compute = {arguments};
-  real_t known[5 * S];
-  prepare<S, 5, true>(shape, arguments.memory, place, compute, known);
-  InputGradientPass<S> pass;
-  pass.x = arguments.x;
-  pass.dy = arguments.dy;
-  pass.y = masking;
+  const InputGradientChannel channel = {arguments};
+  Prepare<Threads, 5, InputGradientChannel> prepare(arguments.shape, channel);
+  InputGradientPass<Threads::kColumns> pass;
+  pass.tensors[1 + kResidual] = arguments.y;  // without a residual this is the place of dy
+  pass.tensors[0] = arguments.x;
+  pass.tensors[1] = arguments.dy;
   pass.dx = arguments.dx;
   pass.add = arguments.add;
   pass.slope = static_cast<real_t>(arguments.slope);
-  pass.affine.take(known);
-#pragma unroll
-  for (int s = 0; s < S; ++s) {
-    pass.by[s] = known[3 * S + s];
-    pass.constant[s] = known[4 * S + s];
-  }
-  Threads::template walk<kBackwards, false>(shape, pass.x, place, pass);
+  pass.known = prepare.values;
+  Whole<Threads, true>::walk(arguments.shape, arguments.x, pass, prepare);
 }

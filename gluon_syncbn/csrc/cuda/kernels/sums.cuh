@@ -1,87 +1,147 @@
-// Sums over the threads of a block, and over blocks.
+// Sums over the threads of a block, and over blocks. What is added up (Moments, Sums) is a count and two numbers, a and
+// b, of type T, has merge(other), and says whether it uses the count (kCounts). A channel is added up by a group of
+// threads, always in the same order.
 
-// Every thread gets, for each of S sums, the sum over the threads that share its channels: first by shuffles over those
-// of its warp, then over warps, always in the same order. `shared` has S * kThreads places. Called by all threads of a
-// block.
-template <typename T, int S>
-__device__ inline void add_up(T* shared, const Place& place, T* values) {
-  constexpr int kWarp = 32;
-  const int span = place.size * place.stride, me = thread_number();
-  for (int apart = place.stride; apart < kWarp && apart < span; apart *= 2) add_across<T, S>(values, apart);
-  if (span <= kWarp) return;
-  const int first = me - place.position * place.stride;
-  const int apart = place.stride > kWarp ? place.stride : kWarp;
-  __syncthreads();
-#pragma unroll
-  for (int s = 0; s < S; ++s) shared[s * kThreads + me] = values[s];
-  __syncthreads();
-#pragma unroll
-  for (int s = 0; s < S; ++s) values[s] = 0;
-  for (int from = 0; from < span; from += apart) {
-#pragma unroll
-    for (int s = 0; s < S; ++s) values[s] += shared[s * kThreads + first + from];
+constexpr int kMostChannels = 64;  // of a tile
+
+// The group of this thread: `lanes` neighbours of a warp, for one channel. There may be more groups than channels.
+struct Group {
+  int channel, lane, lanes;  // of the tile
+  bool is_used;              // there is such a channel
+
+  __device__ explicit Group(const Shape& shape) : lanes(32) {
+    while (lanes * shape.tile > thread_count()) lanes /= 2;
+    channel = thread_number() / lanes;
+    lane = thread_number() - channel * lanes;
+    is_used = has_channel(shape, channel);
   }
-}
+
+  // Called by all threads of the block.
+  template <typename Sum>
+  __device__ Sum merge(Sum sum) const {
+    for (int apart = 1; apart < lanes; apart *= 2) {
+      const Sum other = {from_thread(sum.count, apart), from_thread(sum.a, apart), from_thread(sum.b, apart)};
+      sum.merge(other);
+    }
+    return sum;
+  }
+};
 
 // After the blocks of a tile have left their sums in global memory: true on all threads of the last block of this tile.
+// Its counter is back at 0 then, for the next launch.
 __device__ inline bool is_last_of_tile(int* counters) {
   __shared__ int last;
-  __threadfence();
   __syncthreads();
   if (thread_number() == 0) {
     __threadfence();
     last = atomicAdd(counters + blockIdx.x, 1) == static_cast<int>(gridDim.y) - 1;
+    if (last) counters[blockIdx.x] = 0;
     __threadfence();
   }
   __syncthreads();
   return last != 0;
 }
 
-// Called by the last block of each tile, after its part of the message: the last of all leaves `ticket` before the
-// message, for the host to see. Counters are back at 0 then, for the next launch.
-__device__ inline void finish_tile(const BlockMemory& memory) {
-  __threadfence_system();
-  __syncthreads();
-  if (thread_number() == 0) {
-    memory.counters[blockIdx.x] = 0;
-    __threadfence_system();
-    if (atomicAdd(memory.counters + gridDim.x, 1) == static_cast<int>(gridDim.x) - 1) {
-      memory.counters[gridDim.x] = 0;
-      __threadfence_system();
-      *static_cast<volatile double*>(memory.message) = memory.ticket;
-    }
-  }
+// Leaves a number for the host, which sees from its bits that it is there.
+__device__ inline void tell(double* to, double value) {
+  if (__double_as_longlong(value) == static_cast<long long>(kNotThere)) value = value + 1;  // another NaN
+  *static_cast<volatile double*>(to) = value;
 }
 
-// Number `which` of what block (tile, part) leaves for a channel.
-__device__ inline int64 partial_at(const Shape& shape, int which, int part, int64 channel) {
-  return (static_cast<int64>(which) * gridDim.y + part) * shape.channels + channel;
-}
-
-// Those that N parts of a tile, `step` apart, have left for the S channels of a thread.
-template <int N, int S>
-__device__ inline void load_parts(const double* partials, const Shape& shape, int which, int part, int step,
-                                  int64 channel, double (&to)[N][S]) {
-  const volatile double* const left = partials;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
+// What the threads of the block have of a channel of the tile: a[s] and b[s] of each of their columns.
+template <typename Sum, typename Threads>
+__device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_t count, const real_t* a,
+                                   const real_t* b) {
+  constexpr int S = Threads::kColumns, kSize = S * (kThreads + kThreads / 8);
+  __shared__ real_t all_a[kSize], all_b[kSize], counts[Sum::kCounts ? kThreads : 1];
+  const Block block = Threads::block(shape);
+  // One place more than threads in each row, against conflicts of banks.
+  const auto place = [&](int row, int column) { return (row * S + column % S) * (block.width + 1) + column / S; };
+  const int row = Threads::row(shape), column = Threads::column(shape);
+  if (row < block.rows) {
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const int64 c = channel + s;
-      to[n][s] = c < shape.channels ? left[partial_at(shape, which, part + n * step, c)] : 0;
+      all_a[place(row, column + s)] = a[s];
+      all_b[place(row, column + s)] = b[s];
+    }
+    if (Sum::kCounts) counts[row * block.width + column / S] = count;
+  }
+  __syncthreads();
+  Sum sum = {0, 0, 0};
+  if (!group.is_used) return sum;
+  // From this thread's lane on.
+  int from_row = group.lane / block.run, from = group.lane - from_row * block.run;
+  const int rows_on = group.lanes / block.run, on = group.lanes - rows_on * block.run;
+  while (from_row < block.rows) {
+    const int here = group.channel * block.run + from, there = place(from_row, here);
+    const Sum other = {Sum::kCounts ? counts[from_row * block.width + here / S] : 0, all_a[there], all_b[there]};
+    sum.merge(other);
+    from_row += rows_on;
+    from += on;
+    if (from >= block.run) {
+      from -= block.run;
+      ++from_row;
     }
   }
+  return sum;
 }
 
-// Calls add.take for the parts of a tile that are this thread's, several at a time, so that their loads are under way
-// together; of many channels fewer, which already are many loads.
-template <int S, typename Add>
-__device__ inline void over_parts(const Place& place, Add& add) {
-  constexpr int kAtOnce = S > 1 ? 2 : 4;
+// What a block leaves of a channel for the last of its tile.
+struct Left {
+  real_t count, a, b;
+};
+
+// Of the channel with that number in the tile: a and b.
+__device__ inline double& total(int which, int channel) {
+  __shared__ double totals[2][kMostChannels];  // here, so that all kernels' are the same
+  return totals[which][channel];
+}
+
+// Adds up each channel in all blocks. True on the first threads of the last block of a tile, a thread for each channel,
+// so that neighbours write what the host reads: the thread's channel is in its totals.
+template <template <typename> class Sum, typename Threads>
+__device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, real_t count, const real_t* a,
+                              const real_t* b) {
+  const Group group(shape);
+  const Sum<real_t> own = group.merge(sum_of_block<Sum<real_t>, Threads>(shape, group, count, a, b));
+  const bool is_first = group.is_used && group.lane == 0;
+  Sum<double> sum = {own.count, own.a, own.b};
   const int parts = static_cast<int>(gridDim.y);
-  int part = place.position;
-  for (; part + (kAtOnce - 1) * place.size < parts; part += kAtOnce * place.size) {
-    add.template take<kAtOnce>(part, place.size);
+  if (parts > 1) {
+    // Volatile: an L1 cache may have what was there before.
+    volatile Left* const left = reinterpret_cast<Left*>(memory.partials) + first_channel(shape) + group.channel;
+    if (is_first) {
+      volatile Left& place = left[blockIdx.y * shape.channels];
+      place.count = own.count;
+      place.a = own.a;
+      place.b = own.b;
+    }
+    if (!is_last_of_tile(memory.counters)) return false;
+    constexpr int kParts = 4;  // whose loads are under way together
+    sum.count = sum.a = sum.b = 0;
+    for (int part = group.lane; group.is_used && part < parts; part += kParts * group.lanes) {
+      real_t found[kParts][3];
+#pragma unroll
+      for (int n = 0; n < kParts; ++n) {
+        const int one = part + n * group.lanes;
+        const bool is_there = one < parts;
+        const volatile Left& place = left[(is_there ? one : part) * shape.channels];
+        found[n][0] = is_there ? place.count : 0;
+        found[n][1] = is_there ? place.a : 0;
+        found[n][2] = is_there ? place.b : 0;
+      }
+#pragma unroll
+      for (int n = 0; n < kParts; ++n) {
+        const Sum<double> other = {found[n][0], found[n][1], found[n][2]};
+        sum.merge(other);
+      }
+    }
+    sum = group.merge(sum);
   }
-  for (; part < parts; part += place.size) add.template take<1>(part, place.size);
+  if (is_first) {
+    total(0, group.channel) = sum.a;
+    total(1, group.channel) = sum.b;
+  }
+  __syncthreads();
+  return has_channel(shape, thread_number());
 }

@@ -1,134 +1,214 @@
 // How threads lie over a tensor, and which of its values each of them takes.
+//
+// A walk gives out up to N packs of V values at a time: `next(at)` returns how many, and at(n) is where number n
+// begins. Backwards it begins with the last image: what the kernel before has read last is in the cache then.
 
-// Where a thread stands: among those that share its channels (position of size), which lie `stride` threads apart.
-struct Place {
-  int position, size, stride;
-  int lead;       // number of its channels, or first channel, in the tile; a tile has at most kThreads channels
-  int64 channel;  // the first of its channels
+__device__ inline int thread_number() { return static_cast<int>(threadIdx.x); }
+__device__ inline int thread_count() { return static_cast<int>(blockDim.x); }
+
+__device__ inline int64 first_channel(const Shape& shape) { return static_cast<int64>(blockIdx.x) * shape.tile; }
+
+// Whether the tile has a channel of that number.
+__device__ inline bool has_channel(const Shape& shape, int number) {
+  return number < shape.tile && first_channel(shape) + number < shape.channels;
+}
+
+struct Strided {
+  int64 first, step;
+  __device__ int64 operator()(int n) const { return first + n * step; }
 };
 
-__device__ inline int thread_number() { return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); }
+template <int N>
+struct Listed {
+  int64 places[N];
+  __device__ int64 operator()(int n) const { return places[n]; }
+};
 
-// The two ways to lay threads over a tensor. `walk` calls pass.take<V>(offset, stride, packs) for everything that is
-// this thread's: up to kUnroll packs of V values, the first at `offset`, each `stride` values after the last. `address`
-// is that of a tensor, for its alignment; all tensors of a call are aligned alike, or `aligned` is 0. Backwards it
-// begins with the last image: what the kernel before has read last is in the cache then. With kOnce it takes only what
-// comes first.
+// Where the sums of a block come from: its threads are so wide, in so many rows, and each has sums of so many
+// neighbours (kColumns of Rows and Columns); `run` neighbours are one channel.
+struct Block {
+  int width, rows, run;
+};
+
+// One channel per block.
 struct Rows {
-  static constexpr int kChannels = 1;  // of a thread
+  static constexpr int kColumns = 1;
 
-  __device__ static Place place() {
-    Place place = {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), 1, static_cast<int>(threadIdx.y),
-                   static_cast<int64>(blockIdx.x) * blockDim.y + threadIdx.y};
-    return place;
+  __device__ static Block block(const Shape&) {
+    const Block block = {thread_count(), 1, thread_count()};
+    return block;
   }
 
-  template <bool kBackwards, bool kOnce, typename Pass>
-  __device__ static void walk(const Shape& shape, const value_t* address, const Place& place, Pass& pass) {
-    if (place.channel >= shape.channels) return;
-    const int width = shape.aligned ? kPack : 1;
-    const int piece = width * place.size * (shape.images > 1 ? 1 : kUnroll);
-    // Of a run; 1 if a thread takes several images at a time.
-    const int pieces = static_cast<int>((shape.inner + piece - 1) / piece);
-    const int64 image = shape.channels * shape.inner;
-    // Piece number blockIdx.y, then every gridDim.y-th, without a division (of 64 bits, dear on a GPU) for each.
-    const int blocks = static_cast<int>(gridDim.y), block = static_cast<int>(blockIdx.y);
-    const int runs_on = blocks / pieces, pieces_on = blocks - runs_on * pieces;
-    int64 run = block / pieces;
-    int number = block % pieces;
-    while (run * shape.images < shape.outer) {
-      const int64 first = kBackwards ? shape.outer - 1 - run * shape.images : run * shape.images;
-      const int64 begin = static_cast<int64>(kBackwards ? pieces - 1 - number : number) * piece;
-      const int64 offset = first * image + place.channel * shape.inner + begin;
-      const int size = shape.inner - begin < piece ? static_cast<int>(shape.inner - begin) : piece;
-      const int64 left = shape.outer - run * shape.images;
-      const int images = static_cast<int>(left < shape.images ? left : shape.images);
-      take(shape, address, offset, size, kBackwards ? -image : image, images, place, pass);
-      if (kOnce) return;
-      run += runs_on;
-      number += pieces_on;
-      if (number >= pieces) {
-        number -= pieces;
-        ++run;
+  // Of the first value of a thread: its column among those of the block, and the thread's row. In the tile, the channel
+  // of its column number s.
+  __device__ static int column(const Shape&) { return thread_number(); }
+  __device__ static int row(const Shape&) { return 0; }
+  __device__ static int channel(const Shape&, int) { return 0; }
+
+  // The packs of a channel, or its single values.
+  template <int V, int N, bool kBackwards>
+  class Walk {
+   public:
+    typedef Listed<N> Places;
+
+    __device__ Walk(const Shape& shape, const value_t* address)
+        : stride_(shape.channels * shape.inner), last_(static_cast<int>(shape.outer) - 1), head_(0), hole_(0) {
+      begin_ = blockIdx.x * shape.inner;
+      // Values before the first whole pack; all images are alike in that, or `aligned` is 0.
+      int head = 0, whole = 0;
+      if (shape.aligned) {
+        const int from_pack = static_cast<int>(reinterpret_cast<unsigned long long>(address + begin_) & 15) /
+                              static_cast<int>(sizeof(value_t));
+        head = from_pack ? kPack - from_pack : 0;
+        whole = static_cast<int>((shape.inner - head) / kPack);
       }
+      if (V > 1) {
+        count_ = whole;
+        begin_ += head;
+      } else {
+        count_ = static_cast<int>(shape.inner) - whole * kPack;
+        head_ = head;
+        hole_ = whole * kPack;
+      }
+      image_ = last_ + 1;
+      if (count_ == 0) return;
+      const int step = thread_count() * static_cast<int>(gridDim.y);
+      const int start = thread_count() * static_cast<int>(blockIdx.y) + thread_number();
+      images_on_ = step / count_;
+      items_on_ = step - images_on_ * count_;
+      image_ = start / count_;
+      item_ = start - image_ * count_;
     }
-  }
 
- private:
-  // One piece of a run, or the same run of several images, whose packs then lie in the same places.
-  template <typename Pass>
-  __device__ static void take(const Shape& shape, const value_t* address, int64 offset, int size, int64 image,
-                              int images, const Place& place, Pass& pass) {
-    // Values before the first whole pack; every piece of a run begins as far from one.
-    int head = 0, whole = size, tail = 0;
-    if (shape.aligned) {
-      const int from_pack = static_cast<int>(reinterpret_cast<unsigned long long>(address + offset) & 15) /
-                            static_cast<int>(sizeof(value_t));
-      head = from_pack ? kPack - from_pack : 0;
-      if (head > size) head = size;
-      whole = (size - head) / kPack;
-      tail = size - head - whole * kPack;
+    __device__ int next(Places& at) {
+      int packs = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        if (image_ > last_) continue;
+        const int image = kBackwards ? last_ - image_ : image_, item = kBackwards ? count_ - 1 - item_ : item_;
+        at.places[n] = begin_ + image * stride_ + item * V + (V == 1 && item >= head_ ? hole_ : 0);
+        packs = n + 1;
+        image_ += images_on_;
+        item_ += items_on_;
+        if (item_ >= count_) {
+          item_ -= count_;
+          ++image_;
+        }
+      }
+      return packs;
     }
-    int packs = 0;
-    while (packs < kUnroll && place.position + packs * place.size < whole) ++packs;
-    if (shape.images > 1 && packs > 0) packs = images;
-    int64 step = shape.images > 1 ? image : place.size * (shape.aligned ? kPack : 1);
-    int64 single = place.position;
-    if (shape.aligned) {
-      if (packs > 0) pass.template take<kPack>(offset + head + place.position * kPack, step, packs);
-      // The values before and after the packs, each by a thread of its own.
-      if (place.position >= head) single += whole * kPack;
-      step = image;
-      packs = place.position < head + tail ? images : 0;
-    }
-    if (packs > 0) pass.template take<1>(offset + single, step, packs);
-  }
+
+   private:
+    const int64 stride_;
+    const int last_;
+    int64 begin_;
+    int count_, head_, hole_;  // of an image; where the packs lie that have been taken
+    int image_, item_, images_on_, items_on_;
+  };
 };
 
-template <int V>
+// Whole channels of neighbouring values, V to a thread.
+template <int V_>
 struct Columns {
-  static constexpr int kChannels = V;
+  static constexpr int kColumns = V_;
 
-  __device__ static Place place() {
-    Place place = {static_cast<int>(threadIdx.y), static_cast<int>(blockDim.y), static_cast<int>(blockDim.x),
-                   static_cast<int>(threadIdx.x) * V, (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * V};
-    return place;
+  __device__ static Block block(const Shape& shape) {
+    const Block block = {shape.width, shape.rows, static_cast<int>(shape.inner)};
+    return block;
   }
 
-  template <bool kBackwards, bool kOnce, typename Pass>
-  __device__ static void walk(const Shape& shape, const value_t*, const Place& place, Pass& pass) {
-    if (place.channel >= shape.channels) return;
-    const int64 step = static_cast<int64>(place.size) * gridDim.y;
-    for (int64 row = static_cast<int64>(blockIdx.y) * place.size + place.position; row < shape.outer;
-         row += step * kUnroll) {
-      int packs = 1;
-      while (packs < kUnroll && row + packs * step < shape.outer) ++packs;
-      const int64 first = kBackwards ? shape.outer - 1 - row : row;
-      pass.template take<V>(first * shape.channels + place.channel, (kBackwards ? -step : step) * shape.channels,
-                            packs);
-      if (kOnce) return;
+  __device__ static int column(const Shape& shape) { return thread_number() % shape.width * V_; }
+  __device__ static int row(const Shape& shape) { return thread_number() / shape.width; }
+  __device__ static int channel(const Shape& shape, int s) {
+    return (column(shape) + s) / static_cast<int>(shape.inner);
+  }
+
+  template <int V, int N, bool kBackwards>
+  class Walk {
+   public:
+    typedef Strided Places;
+
+    __device__ Walk(const Shape& shape, const value_t*)
+        : line_(shape.channels * shape.inner),
+          outer_(shape.outer),
+          step_(static_cast<int64>(shape.rows) * gridDim.y),
+          column_(first_channel(shape) * shape.inner + Columns::column(shape)) {
+      const int row = Columns::row(shape);
+      row_ = static_cast<int64>(blockIdx.y) * shape.rows + row;
+      if (row >= shape.rows || column_ >= line_) row_ = outer_;
     }
-  }
+
+    __device__ int next(Places& at) {
+      if (row_ >= outer_) return 0;
+      int packs = 1;
+      while (packs < N && row_ + packs * step_ < outer_) ++packs;
+      at.first = (kBackwards ? outer_ - 1 - row_ : row_) * line_ + column_;
+      at.step = (kBackwards ? -step_ : step_) * line_;
+      row_ += step_ * N;
+      return packs;
+    }
+
+   private:
+    const int64 line_, outer_, step_, column_;
+    int64 row_;
+  };
 };
 
-// Asks for what a thread takes first of up to three tensors, before it waits for something else.
-struct PrefetchPass {
-  const value_t *first, *second, *third;  // those that are not there are null
+// What a pass reads: kCount tensors, N packs of each at a time. The third may be null, which is then left out.
+template <int N, int kCount>
+struct Tensors {
+  enum { kAtOnce = N };
+  const value_t* tensors[kCount];
 
   template <int V>
-  __device__ void take(int64 offset, int64 stride, int packs) {
-    for (int u = 0; u < packs; ++u) {
-      prefetch(first + offset + u * stride);
-      if (second) prefetch(second + offset + u * stride);
-      if (third) prefetch(third + offset + u * stride);
+  struct Loaded {
+    static constexpr int kValues = V;
+    Packs<V, N> of[kCount];
+  };
+
+  template <int V, typename Places>
+  __device__ void load(Loaded<V>& loaded, const Places& at, int packs) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < 2 || tensors[i]) loaded.of[i].load(tensors[i], at, packs);
     }
   }
+};
+
+// Takes all that is this thread's. `prepare` is called when the first loads are under way, by all threads of the block.
+template <int V, bool kBackwards, typename Threads, typename Pass, typename Prepare>
+__device__ inline void walk(const Shape& shape, const value_t* address, Pass& pass, Prepare& prepare) {
+  typedef typename Threads::template Walk<V, Pass::kAtOnce, kBackwards> Walk;
+  Walk walk(shape, address);
+  typename Walk::Places at;
+  typename Pass::template Loaded<V> loaded;
+  int packs = walk.next(at);
+  pass.load(loaded, at, packs);
+  prepare();
+  while (packs > 0) {
+    pass.take(loaded, at, packs);
+    packs = walk.next(at);
+    pass.load(loaded, at, packs);
+  }
+}
+
+struct Nothing {
+  __device__ void operator()() const {}
 };
 
 template <typename Threads, bool kBackwards>
-__device__ inline void prefetch_first(const Shape& shape, const Place& place, const value_t* first,
-                                      const value_t* second, const value_t* third) {
-  if (!PREFETCH) return;
-  PrefetchPass pass = {first, second, third};
-  Threads::template walk<kBackwards, true>(shape, first, place, pass);
-}
+struct Whole {
+  template <typename Pass, typename Prepare>
+  __device__ static void walk(const Shape& shape, const value_t* address, Pass& pass, Prepare& prepare) {
+    ::walk<Threads::kColumns, kBackwards, Threads>(shape, address, pass, prepare);
+  }
+};
+template <bool kBackwards>
+struct Whole<Rows, kBackwards> {
+  template <typename Pass, typename Prepare>
+  __device__ static void walk(const Shape& shape, const value_t* address, Pass& pass, Prepare& prepare) {
+    ::walk<kPack, kBackwards, Rows>(shape, address, pass, prepare);
+    Nothing nothing;
+    ::walk<1, kBackwards, Rows>(shape, address, pass, nothing);
+  }
+};

@@ -12,8 +12,8 @@ typedef float real_t;
 #endif
 typedef long long int64;
 
-constexpr int kThreads = THREADS;  // in a block
-constexpr int kUnroll = UNROLL;
+constexpr int kThreads = 512;  // in a block, at most
+constexpr int kUnroll = 8;     // packs that a thread has under way, of all tensors that it reads together
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
 #ifdef __CUDACC__
@@ -44,16 +44,11 @@ __device__ inline void store_pack(void* to, const uint4& bits) {
                : "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
                : "memory");
 }
-__device__ inline void prefetch(const void* from) {
-  asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %0; prefetch.global.L2 [at]; }" : : "l"(from));
-}
-__device__ inline void wait_for_block() {}  // which runs beside this one
 
-// Adds to each of S values that of the thread of the warp whose number differs in the bit `apart`.
-template <typename T, int S>
-__device__ inline void add_across(T* values, int apart) {
-#pragma unroll
-  for (int s = 0; s < S; ++s) values[s] += __shfl_xor_sync(0xffffffff, values[s], apart);
+// That of the thread of the warp whose number differs in the bit `apart`. Called by all threads of the block.
+template <typename T>
+__device__ inline T from_thread(T value, int apart) {
+  return __shfl_xor_sync(0xffffffff, value, apart);
 }
 #endif
 
@@ -72,6 +67,10 @@ __device__ inline value_t narrow(real_t value) {
   return value;
 #endif
 }
+
+// To two units of rounding, without the steps that a division takes to round right.
+__device__ inline float quotient(float a, float b) { return __fdividef(a, b); }
+__device__ inline double quotient(double a, double b) { return a / b; }
 
 // One rounding, here and there the same: whether an output was positive must not depend on the pass that asks.
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -122,20 +121,21 @@ struct Raw<1> {
   __device__ static void store(value_t* to, const real_t* values) { *to = narrow(*values); }
 };
 
-// Up to kUnroll packs of a thread, as they are in memory: all loads are under way before the first value is unpacked.
-template <int V>
+// Up to N packs of a thread, as they are in memory: all loads are under way before the first value is unpacked.
+template <int V, int N>
 struct Packs {
-  Raw<V> raw[kUnroll];
+  Raw<V> raw[N];
 
-  __device__ Packs(const value_t* from, int64 stride, int packs) {
-    if (packs == kUnroll) {  // mostly; without conditions in between
+  template <typename Places>
+  __device__ void load(const value_t* from, const Places& at, int packs) {
+    if (packs == N) {  // mostly; without conditions in between
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) raw[u].load(from + u * stride);
+      for (int n = 0; n < N; ++n) raw[n].load(from + at(n));
       return;
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (u < packs) raw[u].load(from + u * stride);
+    for (int n = 0; n < N; ++n) {
+      if (n < packs) raw[n].load(from + at(n));
     }
   }
 };
