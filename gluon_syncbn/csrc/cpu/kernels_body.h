@@ -2,8 +2,8 @@
 // with the compiler's target switched. No standard templates are used here, since an instance that was compiled for a
 // newer processor could be linked into code that runs on an older one.
 //
-// Sums run over 16 or more lanes in the tensor's own precision for at most a tile of values, and from tile to tile in
-// float64. The order depends on shapes alone, never on the number of threads.
+// Sums run over many lanes (over as many as a short row has values) in the tensor's own precision for at most a tile of
+// values, and from tile to tile in float64. The order depends on shapes alone, never on the number of threads.
 
 // What a value is stored as (T) and computed in (A).
 template <typename T>
@@ -28,7 +28,10 @@ struct Storage<BFloat16> {
 };
 
 constexpr int kLanes = 64;
-constexpr int64_t kBlock = 4096;        // values of one row between two additions in float64
+constexpr int64_t kBlock = 4096;        // values of one channel between two additions in float64
+constexpr int64_t kShort = 128;         // a row of fewer values is added up together with those of other images
+constexpr int64_t kImages = 64;         // of so many at most: each lies in another page of memory
+constexpr int64_t kFirstImages = 8;     // and at first of so many, or as many as before, if later ones may be far away
 constexpr int64_t kChannelBlock = 256;  // channel-last: channels at a time, so that their sums stay in the L1 cache
 constexpr int64_t kRowBlock = 128;      // channel-last: rows between two additions in float64
 
@@ -59,8 +62,8 @@ struct Channels {
 };
 
 // A piece of a tensor: `rows` rows of `width` neighbours, `stride` values apart, from `start` on. They are of one
-// channel, `first`, in a single row; or, where kWidth is more, of channels that lie side by side.
-template <int64_t kWidth>
+// channel, `first`: a single row, or short ones; or, where kWidth is more, of channels that lie side by side.
+template <int64_t kWidth, bool kIsShort = false>
 struct Tile {
   static constexpr bool kIsColumns = kWidth > 1;
   static constexpr int64_t kChannels = kWidth;
@@ -68,7 +71,7 @@ struct Tile {
   int64_t first, start, rows, width, stride;
 
   inline int64_t channels() const { return kIsColumns ? width : 1; }
-  inline int64_t per_channel() const { return kIsColumns ? rows : width; }
+  inline int64_t per_channel() const { return kIsColumns ? rows : kIsShort ? rows * width : width; }
 
   // Calls each(at, i) for all values: `at` counts from `start`, `i` within a row.
   template <typename Each>
@@ -87,6 +90,17 @@ struct Tile {
       for (int64_t c = 0; c < width; ++c) a[c] = b[c] = 0;
       for_each([&](int64_t at, int64_t i) __attribute__((always_inline)) { term(at, i, a[i], b[i]); });
       for (int64_t c = 0; c < width; ++c) add(c, static_cast<double>(a[c]), static_cast<double>(b[c]));
+    } else if constexpr (kIsShort) {
+      A a[kShort] = {}, b[kShort] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = 0; i < width; ++i) term(r * stride + i, 0, a[i], b[i]);
+      }
+      double sum_a = 0, sum_b = 0;
+      for (int64_t i = 0; i < width; ++i) {
+        sum_a += a[i];
+        sum_b += b[i];
+      }
+      add(0, sum_a, sum_b);
     } else {
       A a[kLanes] = {}, b[kLanes] = {};
       int64_t i = 0;
@@ -104,10 +118,34 @@ struct Tile {
   }
 };
 
+enum class Rows { kOneByOne, kTogether, kGrowing };  // how a pass takes short rows
+
+// The short rows of a channel, of several images together. Not inlined: the compiler made worse code of long rows.
+template <typename A, int kUsed, Rows kRows, typename Pass>
+__attribute__((noinline)) void over_short_rows(Layout layout, int64_t c_begin, int64_t c_end, const View& view,
+                                               const Pass& pass) {
+  const int64_t image = layout.channels * layout.inner, fitting = kBlock / layout.inner;
+  const int64_t most = fitting < kImages ? fitting : kImages;
+  int64_t rows = 0;
+  for (int64_t o = 0; o < layout.outer; o += rows) {
+    rows = kRows == Rows::kTogether || o > most ? most : o > kFirstImages ? o : kFirstImages;
+    if (rows > most) rows = most;
+    if (rows > layout.outer - o) rows = layout.outer - o;
+    for (int64_t c = c_begin; c < c_end; ++c) {
+      const Channels<A, kUsed, 1> channels(view, c, 1);
+      pass(Tile<1, true>{c, o * image + c * layout.inner, rows, layout.inner, image}, channels);
+    }
+  }
+}
+
 // Calls pass(tile, channels) for all tiles of the channels [c_begin, c_end), those of a channel in order: rows where a
 // channel has a row per image, columns where inner is 1.
-template <typename A, int kUsed, typename Pass>
+template <typename A, int kUsed, Rows kRows, typename Pass>
 inline void over_tiles(Layout layout, int64_t c_begin, int64_t c_end, const View& view, const Pass& pass) {
+  if constexpr (kRows != Rows::kOneByOne) {
+    if (layout.inner > 1 && layout.inner < kShort)
+      return over_short_rows<A, kUsed, kRows>(layout, c_begin, c_end, view, pass);
+  }
   if (layout.inner > 1) {
     for (int64_t o = 0; o < layout.outer; ++o) {
       for (int64_t c = c_begin; c < c_end; ++c) {

@@ -60,7 +60,7 @@ void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin
                       void* d_residual, double* sums, double* centred) {
   using A = typename Storage<T>::Compute;
   for (int64_t c = c_begin; c < c_end; ++c) sums[c] = centred[c] = 0;
-  over_tiles<A, 3>(
+  over_tiles<A, 3, Rows::kTogether>(
       layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
         const Reader<T, kSource> read(input, tile.start);
         T* to = kResidual ? static_cast<T*>(d_residual) + tile.start : nullptr;
@@ -98,7 +98,7 @@ template <typename T, Source kSource, bool kAdd>
 void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
                        void* dx) {
   using A = typename Storage<T>::Compute;
-  over_tiles<A, 6>(
+  over_tiles<A, 6, Rows::kOneByOne>(
       layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
         const Reader<T, kSource> read(input, tile.start);
         T* to = static_cast<T*>(dx) + tile.start;

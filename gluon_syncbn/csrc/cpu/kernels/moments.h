@@ -30,9 +30,10 @@ struct Running {
   }
 };
 
-// A shift that is the mean of a first few values keeps the sums small from the start.
-template <typename T>
-inline double first_shift(const T* x, int64_t size, int64_t stride) {
+// A shift that is the mean of a channel's first few values in a tile keeps the sums small from the start.
+template <typename T, typename Tile>
+inline double first_shift(const T* x, const Tile& tile) {
+  const int64_t size = tile.kIsColumns ? tile.rows : tile.width, stride = tile.kIsColumns ? tile.stride : 1;
   const int64_t n = size < 16 ? size : 16;
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(Storage<T>::load(x[i * stride]));
@@ -43,14 +44,14 @@ template <typename T>
 void moments_of(const void* x, Layout layout, int64_t c_begin, int64_t c_end, double* mean, double* m2) {
   using A = typename Storage<T>::Compute;
   Running* all = new Running[c_end - c_begin];
-  over_tiles<A, 0>(
+  over_tiles<A, 0, Rows::kGrowing>(
       layout, c_begin, c_end, {}, [=](const auto& tile, const auto&) __attribute__((always_inline)) {
         const T* from = static_cast<const T*>(x) + tile.start;
         Running* running = all + (tile.first - c_begin);
         A shift[tile.kChannels];
         for (int64_t c = 0; c < tile.channels(); ++c) {
           Running& r = running[c];
-          if (r.tiles == 0) r.shift = first_shift(from + c, tile.per_channel(), tile.kIsColumns ? tile.stride : 1);
+          if (r.tiles == 0) r.shift = first_shift(from + c, tile);
           // The shift is rounded to what the tile subtracts, or the sums would be about another value.
           shift[c] = static_cast<A>(r.shift);
           r.shift = static_cast<double>(shift[c]);

@@ -17,7 +17,7 @@ inline T normalized(const Channel<typename Storage<T>::Compute>& channel, T x, T
 template <typename T, Activation::Kind kKind, bool kResidual>
 void normalize_as(const void* x, const void* residual, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
                   void* y) {
-  over_tiles<typename Storage<T>::Compute, 3>(
+  over_tiles<typename Storage<T>::Compute, 3, Rows::kOneByOne>(
       layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
         const T* from = static_cast<const T*>(x) + tile.start;
         const T* residuals = kResidual ? static_cast<const T*>(residual) + tile.start : from;
