@@ -31,10 +31,10 @@ test: .venv/installed .venv/horovod
 
 # Jobs of several processes: every engine, size, mode and fault. `make test` runs some of each.
 processes: .venv/installed .venv/horovod
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py tests/test_host_memory.py
 
 # What takes long: tens of thousands of steps in every mode, more failures, all networks, faults in the package.
-LONG := cpu_devices endings failures faults gpu_bundle install orders whole_nets
+LONG := cpu_devices endings failures faults install orders whole_nets
 long: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(LONG:%=tests/test_%.py)
 

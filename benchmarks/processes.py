@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
     OMP_NUM_THREADS=1 python benchmarks/processes.py --hosts 2,4 --sizes 4,8,16,32
 
-An exchange is timed on a thread of its own, as in an operator, while the main thread waits: rows of all, pairs, and
-MPI's own collectives take turns. With Horovod, its own ``allreduce`` of that size is also timed, from the main thread.
-A step is that of ResNet-50, forward and backward, with 2 processes of one device each, and with 2 devices in one
-process; the two take turns.
+Exchanges through memory that the processes share follow one another as those of layers do. In other runs they go by
+messages, on a thread of their own, and take turns with MPI's own collectives; with Horovod, its own ``allreduce`` of
+that size is also timed, from the main thread. A step is that of ResNet-50, forward and backward, with 2 processes of
+one device each, and with 2 devices in one process; the two take turns.
 
 With ``--loader`` an exchange of 4,097 numbers through MPI is timed while the main thread reads a data loader, whose 4
 workers are processes, or threads of this process, and transform images in Python.
@@ -34,12 +34,12 @@ MANY = 8  # of more processes than these on this machine there are fewer exchang
 IMAGES = (4, 3, 128, 128)
 
 
-def launch(engine: str, size: int, *arguments, hosts=None) -> list:
-    """What the first process measured."""
+def launch(engine: str, size: int, *arguments, hosts=None, memory=1) -> list:
+    """What the first process measured; with ``memory=0`` processes of a host share none."""
     from common import launcher, path_of_launchers
 
-    variables = {**os.environ, "PATH": path_of_launchers()}
-    words = launcher(engine, size, hosts, variables=["OMP_NUM_THREADS"])
+    variables = {**os.environ, "PATH": path_of_launchers(), "GLUON_SYNCBN_HOST_MEMORY": str(memory)}
+    words = launcher(engine, size, hosts, variables=["OMP_NUM_THREADS", "GLUON_SYNCBN_HOST_MEMORY"])
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         command = [
             *words,
@@ -75,15 +75,19 @@ def measure_exchanges(engine: str) -> dict:
     """Milliseconds by length and way: median and 90th percentile of an exchange."""
     import numpy as np
 
-    group = join(engine)
+    group = join_for_exchanges(engine)
     found = {}
     for length in LENGTHS:
+        count = EXCHANGES if group.size <= MANY else EXCHANGES // 5
+        if group.shares_memory:
+            found[f"{length}, memory"] = summary(group.time_exchanges(length, 10 * count) * 1e-6)
+            continue
         vector = np.full(length, group.rank + 1.0)
-        ways = ways_of_mpi(group, vector) if engine == "mpi" else {"rows": in_rows(group, vector)}
+        ways = {"messages": ours(group, vector), **(ways_of_mpi(group, vector) if engine == "mpi" else {})}
         seconds = {name: [] for name in ways}
 
-        def exchange(ways=ways, seconds=seconds):
-            for number in range(1, (EXCHANGES if group.size <= MANY else EXCHANGES // 5) + 1):
+        def exchange(ways=ways, seconds=seconds, count=count):
+            for number in range(1, count + 1):
                 # In another order each time, the same in all processes: each way leaves them a bit apart.
                 for name in random.Random(number).sample(list(ways), len(ways)):
                     started = time.perf_counter()
@@ -98,38 +102,39 @@ def measure_exchanges(engine: str) -> dict:
     return found
 
 
-def in_rows(group, vector):
-    everyone = range(group.size)
-    return lambda number: group.all_gather(f"rows{vector.size}", number, vector, everyone, never).sum(axis=0)
+def join_for_exchanges(engine: str):
+    """The group, whose processes have found out whether they share memory."""
+    from gluon_syncbn.meeting.processes import processes_of
+
+    group = join(engine)
+    processes_of(group).prepare("benchmark", None, 60)
+    return group
+
+
+def ours(group, vector):
+    return lambda number: group.all_gather(f"rows{vector.size}", vector).sum(axis=0)
 
 
 def ways_of_mpi(group, vector) -> dict:
-    """How all processes can come to the sum of their vectors: functions of the number of the exchange."""
+    """MPI's own ways to the sum of all vectors: functions of the number of the exchange."""
     import numpy as np
     from mpi4py import MPI
 
-    from gluon_syncbn.distributed.mpi import _poll
-    from gluon_syncbn.meeting.pairs import reduce_in_pairs
-
     comm, rows, total = MPI.COMM_WORLD.Dup(), np.empty((group.size, vector.size)), np.empty_like(vector)
 
-    def in_pairs(number):
-        def meet(part, brought, partner):
-            pair = sorted((group.rank, partner))
-            return group.all_gather(f"pairs{vector.size}.{part}", number, brought, pair, never)
-
-        return reduce_in_pairs(vector, group.rank, range(group.size), lambda both: both.sum(axis=0), meet)
+    def wait_for(request):
+        while not request.Test():
+            time.sleep(0)
 
     def by_gather(number):
-        _poll(comm.Iallgather(vector, rows).Test, never)
+        wait_for(comm.Iallgather(vector, rows))
         return rows.sum(axis=0)
 
     def by_reduce(number):
-        _poll(comm.Iallreduce(vector, total).Test, never)
+        wait_for(comm.Iallreduce(vector, total))
         return total
 
-    names = ("rows", "pairs", "MPI_Iallgather", "MPI_Iallreduce")
-    return dict(zip(names, (in_rows(group, vector), in_pairs, by_gather, by_reduce)))
+    return {"MPI_Iallgather": by_gather, "MPI_Iallreduce": by_reduce}
 
 
 def horovods_own(size: int, length: int) -> list:
@@ -145,17 +150,13 @@ def horovods_own(size: int, length: int) -> list:
     return seconds
 
 
-def never():
-    """Ends no wait."""
-
-
 def measure_beside_a_loader() -> dict:
     """Milliseconds of an exchange by what runs beside it."""
     import numpy as np
     from mxnet import gluon
 
-    group = join("mpi")
-    run, number, found = in_rows(group, np.full(4097, group.rank + 1.0)), itertools.count(1), {}
+    group = join_for_exchanges("mpi")
+    run, found = ours(group, np.full(4097, group.rank + 1.0)), {}
     images = gluon.data.SimpleDataset(list(np.random.randint(0, 255, (64, 64, 64, 3)).astype("uint8")))
     for name, options in (
         ("no loader", None),
@@ -169,7 +170,7 @@ def measure_beside_a_loader() -> dict:
         def exchange(seconds=seconds, is_over=is_over):
             for _ in range(EXCHANGES):
                 started = time.perf_counter()
-                run(next(number))
+                run(0)
                 seconds.append(time.perf_counter() - started)
             is_over.set()
 
@@ -259,12 +260,15 @@ def main() -> None:
     engines, sizes = options.engines.split(","), list(map(int, options.sizes.split(",")))
     print("\none exchange, ms: median, 90th percentile")
     if options.loader:
-        return show("mpi, 2 processes", launch("mpi", 2, "loader"))
+        for memory in (1, 0):
+            show(f"mpi, 2 processes, {'memory' if memory else 'messages'}", launch("mpi", 2, "loader", memory=memory))
+        return None
     if options.hosts:
         return measure_hosts(engines, sizes, list(map(int, options.hosts.split(","))))
     for engine in engines:
         for size in sizes:
-            show(f"{engine}, {size} processes", launch(engine, size, "exchange"))
+            for memory in (1, 0):
+                show(f"{engine}, {size} processes", launch(engine, size, "exchange", memory=memory))
     print("\nResNet-50, ms a step: 2 devices in one process; 2 processes with one each; ratio of throughput")
     for engine in engines:
         pairs = [(launch("none", 1, "step", 2), launch(engine, 2, "step", 1)) for _ in range(options.rounds)]

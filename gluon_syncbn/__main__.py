@@ -26,6 +26,7 @@ from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import cpu_resources
 
 _ROUNDS = 200
@@ -62,8 +63,10 @@ def main() -> int:
         if report is not None:
             print(f"waiting      {_waiting(report)}")
         if group is not None:
-            delay = _exchange(group)
-            print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {group.name}: {delay:.2f} ms (median)")
+            delay = np.median(group.time_exchanges(_EXCHANGED, _ROUNDS))
+            print(
+                f"exchange     {_EXCHANGED} numbers of {group.size} processes, {delay:.0f} µs (median), {_way(group)}"
+            )
         status = 0
     except (AssertionError, mx.MXNetError, RuntimeError) as problem:
         print(f"all-reduce   FAILED: {problem}")
@@ -115,14 +118,11 @@ def _engines() -> str:
     return ", ".join(found) or "one only: neither mpi4py nor horovod is installed"
 
 
-def _exchange(group: gluon_syncbn.ProcessGroup) -> float:
-    """Milliseconds of one exchange."""
-    vector, seconds = np.zeros(_EXCHANGED), []
-    for number in range(1, _ROUNDS + 1):
-        started = time.perf_counter()
-        group.all_gather("doctor", number, vector, range(group.size), lambda: None)
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(seconds)
+def _way(group: gluon_syncbn.ProcessGroup) -> str:
+    """What the processes exchange through, and why."""
+    if group.shares_memory:
+        return "through memory that the processes share"
+    return f"through {group.name}: {processes_of(group).why_no_memory}"
 
 
 def _waiting(report: gluon_syncbn.Report) -> str:

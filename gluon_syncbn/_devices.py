@@ -67,19 +67,28 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     if net is not None and not isinstance(net, Block):
         raise TypeError(f"gluon_syncbn.devices: net must be a Gluon block, not {type(net).__name__}.")
     mx.nd.waitall()
-    if net is not None:
-        _clear_gradients(net, chosen)
+    cleared: Set[Parameter] = set()
+
+    def clear_gradients():
+        """Also those that the first call makes: before the update, or else at the end."""
+        if net is not None:
+            _clear_gradients(net, chosen, cleared)
+
+    clear_gradients()
     ranks = _active_ranks(chosen)
     before, set_id = active_sets.current, active_sets.id_of(chosen, ranks)
     rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in steps.layers()}
     _put_in_force(set_id)
+    outer, steps.before_update = steps.before_update, clear_gradients
     try:
         yield
         mx.nd.waitall()
+        clear_gradients()
     except BaseException:
         abandon_step()
         raise
     finally:
+        steps.before_update = outer
         _put_in_force(before)
     trained = [layer for layer in steps.layers() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)]
     for layer in trained:
@@ -117,16 +126,18 @@ def _check(ctx_list) -> Set[mx.Context]:
     return set(listed)
 
 
-def _clear_gradients(net: Block, chosen: Set[mx.Context]) -> None:
+def _clear_gradients(net: Block, chosen: Set[mx.Context], cleared: Set[Parameter]) -> None:
+    """Set the gradients of the other devices to zero, as if they had been computed, once."""
     for parameter in net.collect_params().values():
-        if not has_gradient(parameter):
+        if parameter in cleared or not has_gradient(parameter):
             continue
+        cleared.add(parameter)
         for device in parameter.list_ctx():
             if device in chosen:
                 continue
             gradient = parameter.grad(device)
             if parameter.grad_req == "write":
-                mx.nd.zeros_like(gradient, out=gradient)
+                gradient[slice(None) if gradient.shape else ()] = 0
             set_fresh_gradient(parameter.data(device), True)
 
 
@@ -167,7 +178,8 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:
             for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):
-                parameter.set_data(mx.nd.array(vector, dtype=parameter.dtype))
+                array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+                parameter.set_data(array(vector, dtype=parameter.dtype))
 
 
 def _key(layer: SyncBatchNorm) -> Optional[str]:

@@ -24,7 +24,7 @@ from gluon_syncbn.step.recording import (
     noticing_grad,
     noticing_record,
 )
-from gluon_syncbn.step.updates import guarding_module, guarding_trainer
+from gluon_syncbn.step.updates import guarding_module, guarding_trainer, noting_trainer
 
 _EXTENSIONS = [
     (RecordingScope, "__enter__", noticing_record),
@@ -41,6 +41,7 @@ _EXTENSIONS = [
     (mx.npx, "waitall", failing_what_cannot_be_read),
     (mx.executor.Executor, "forward", noticing_forward_of_symbols),
     (mx.executor.Executor, "backward", noticing_backward_of_symbols),
+    (mx.gluon.Trainer, "__init__", noting_trainer),
     (mx.gluon.Trainer, "step", guarding_trainer),
     (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),
     (mx.gluon.Trainer, "update", guarding_trainer),

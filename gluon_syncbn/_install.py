@@ -2,15 +2,15 @@
 
 ``gluon.contrib.nn.SyncBatchNorm`` and ``mx.sym.contrib.SyncBatchNorm`` are names in MXNet's modules, and in every
 module that has imported them from there (such as gluoncv's ``nn.feature``). `install` replaces them in all these
-modules, and `uninstall` restores them. A script that makes plain layers has its nets converted where it makes its
-Trainer.
+modules, and `uninstall` restores them, also in modules that were imported in between. A script that makes plain layers
+has its nets converted where it makes its Trainer.
 """
 
 import functools
 import gc
 import logging
 import sys
-from typing import Any, List, Set, Tuple
+from typing import Any, Iterable, List, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, Trainer
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _CONTRIB_LAYER = contrib_nn.SyncBatchNorm
 _CONTRIB_SYMBOL = mx.sym.contrib.SyncBatchNorm
-_replaced: List[Tuple[Any, str, Any]] = []
+_inits: List[Any] = []  # Trainer's constructor and what is in its place, while nets are converted
 
 
 class ContribSyncBatchNorm(SyncBatchNorm):
@@ -85,28 +85,33 @@ def install(convert: bool = False) -> None:
     >>> net = gluoncv.model_zoo.get_model('yolo3_darknet53_voc', norm_layer=mx.gluon.contrib.nn.SyncBatchNorm,
     ...                                   norm_kwargs={'num_devices': 4})
     """
-    ours = {id(_CONTRIB_LAYER): ContribSyncBatchNorm, id(_CONTRIB_SYMBOL): _contrib_symbol}
+    _replace(zip(_theirs, _ours))
+    if convert and not _inits:
+        _inits[:] = Trainer.__init__, _then_converting(Trainer.__init__)
+        Trainer.__init__ = _inits[1]
+
+
+def uninstall() -> None:
+    """Undo `install`. Layers that were made in between remain `SyncBatchNorm` layers."""
+    _replace(zip(_ours, _theirs))
+    if _inits and Trainer.__init__ is _inits[1]:  # or another has been put in its place since
+        Trainer.__init__ = _inits[0]
+    _inits.clear()
+
+
+_theirs, _ours = (_CONTRIB_LAYER, _CONTRIB_SYMBOL), (ContribSyncBatchNorm, _contrib_symbol)
+
+
+def _replace(pairs: Iterable[Tuple[Any, Any]]) -> None:
+    """Put the second of each pair in the place of the first, in all modules."""
+    others = {id(one): other for one, other in pairs}
     for name, module in list(sys.modules.items()):
         # Not in the module that defines contrib's layer, whose methods need the name.
         if module is None or name.split(".")[0] == "gluon_syncbn" or name == _CONTRIB_LAYER.__module__:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in ours:
-                _replace(module, attribute, ours[id(value)])
-    if convert and all(owner is not Trainer for owner, _, _ in _replaced):
-        _replace(Trainer, "__init__", _then_converting(Trainer.__init__))
-
-
-def uninstall() -> None:
-    """Undo `install`. Layers that were made in between remain `SyncBatchNorm` layers."""
-    while _replaced:
-        module, attribute, value = _replaced.pop()
-        setattr(module, attribute, value)
-
-
-def _replace(owner: Any, attribute: str, value: Any) -> None:
-    _replaced.append((owner, attribute, getattr(owner, attribute)))
-    setattr(owner, attribute, value)
+            if id(value) in others:
+                setattr(module, attribute, others[id(value)])
 
 
 def _then_converting(original):
@@ -115,6 +120,8 @@ def _then_converting(original):
     @functools.wraps(original)
     def make_and_convert(self, *args, **kwargs):
         original(self, *args, **kwargs)
+        if not _inits:
+            return
         nets = _nets_of(parameters_of(self))
         names = ", ".join(f"{net.name} ({type(net).__name__})" for net in nets)
         # Together, as they may share layers: what two nets do with a layer decides whether it can compute a ReLU.

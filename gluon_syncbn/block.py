@@ -272,9 +272,14 @@ class SyncBatchNorm(nn.BatchNorm):
         x, gamma = arrays[:2]
         spec, devices = self._sync.spec(), self._sync.devices()
         self._check_input(x, gamma.shape[0], spec)
-        if not self._sync.synchronizes(spec, devices, predicts=not mx.autograd.is_training()):
+        predicts = not mx.autograd.is_training()
+        if not self._sync.synchronizes(spec, devices, predicts):
             x, lowered = widened(x)
-            out = super().hybrid_forward(mx.nd, x, *arrays[1:])
+            options = self._kwargs
+            if predicts and mx.autograd.is_recording():
+                # If its backward pass is called for training, MXNet would take the gradient of another function.
+                options = {**options, "use_global_stats": True}
+            out = mx.nd.BatchNorm(x, *arrays[1:], name="fwd", **options)
             return lowered(mx.nd.relu(out) if spec.activation else out)
         if not active_sets.includes(x.context, active_sets.current):
             raise ValueError(absent_text(self.name, x.context))

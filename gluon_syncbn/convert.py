@@ -7,7 +7,7 @@ it is a child, an attribute, an element of a list, or held by a closure. Its Par
 
 import logging
 import warnings
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Type
 
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -39,14 +39,15 @@ _AS_IT_IS: Any = _AsItIs()
 def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, **options) -> Block:
     """Make every BatchNorm of a net synchronize, in place.
 
-    Converts `nn.BatchNorm`, its subclasses that only choose options, ``contrib.nn.SyncBatchNorm``, and the BatchNorm
-    nodes of every SymbolBlock (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they are in the net. Call it
-    before or after ``initialize``, and before or after ``hybridize`` (cached graphs are dropped, and built again with
-    the same flags). Layers that are `SyncBatchNorm` already take the new options and keep their others.
+    Converts `nn.BatchNorm`, its subclasses, ``contrib.nn.SyncBatchNorm``, and the BatchNorm nodes of every SymbolBlock
+    (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they are in the net. Call it before or after
+    ``initialize``, and before or after ``hybridize`` (cached graphs are dropped, and built again with the same flags).
+    Layers that are `SyncBatchNorm` already take the new options and keep their others. A layer of a subclass
+    remains one, and keeps what the subclass has.
 
     Logs at level INFO how many layers it converted. Warns (logger ``gluon_syncbn.convert``) of BatchNorm layers that it
-    leaves as they are: layers with a forward pass of their own, such as `nn.BatchNormReLU`, and nodes of a symbol whose
-    mean or variance is an output.
+    leaves as they are: layers whose class overrides ``forward``, ``hybrid_forward`` or ``__call__``, or how they are
+    copied; `nn.BatchNormReLU`; and nodes of a symbol whose mean or variance is an output.
 
     Parameters
     ----------
@@ -93,8 +94,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         chosen = options_of(layer, **{**_options_so_far(layer), **options})
         if not isinstance(layer, SyncBatchNorm):
             layer._converted_from = type(layer)
-            layer.__class__ = SyncBatchNorm
-            if layer._converted_from is ContribSyncBatchNorm:
+            layer.__class__ = _synchronized(type(layer))
+            if issubclass(layer._converted_from, ContribSyncBatchNorm):
                 _restore_axis(layer)
         layer._take_options(chosen)
     _drop_cached_graphs(blocks)
@@ -108,9 +109,9 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
 def convert_batchnorm(block: Block) -> Block:
     """Make every `SyncBatchNorm` of a net the plain BatchNorm that it was, for deployment.
 
-    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one. Its options are
-    lost. Parameters stay the same objects, and cached graphs are dropped. ``export`` does not need this function, since
-    it writes plain BatchNorm nodes anyway.
+    A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one; so does one of
+    contrib's. Its options are lost. Parameters stay the same objects, and cached graphs are dropped. ``export`` does
+    not need this function, since it writes plain BatchNorm nodes anyway.
 
     Parameters
     ----------
@@ -133,8 +134,9 @@ def convert_batchnorm(block: Block) -> Block:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
         steps.remove_layer(layer)
         del layer._sync
-        original = layer.__dict__.pop("_converted_from", made_as)
-        layer.__class__ = nn.BatchNorm if original is ContribSyncBatchNorm else original
+        original = getattr(layer, "_converted_from", made_as)
+        layer.__dict__.pop("_converted_from", None)
+        layer.__class__ = nn.BatchNorm if issubclass(original, ContribSyncBatchNorm) else original
     for item in blocks:
         if isinstance(item, SynchronizedSymbolBlock):
             restore(item)
@@ -192,6 +194,8 @@ def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
     for layer in blocks:
         if _can_convert(layer):
             options_of(layer, **{**_options_so_far(layer), **options})
+            if not isinstance(layer, SyncBatchNorm):
+                _synchronized(type(layer))  # which may be refused
 
 
 def _options_so_far(layer: Block) -> Dict[str, Any]:
@@ -206,14 +210,58 @@ def is_plain(block: Block) -> bool:
 
 
 def _can_convert(block: Block) -> bool:
-    """Whether ``block`` is a BatchNorm whose forward pass is that of `nn.BatchNorm`, as far as users can see."""
-    if isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm, BatchNormReLU)):
-        return True
-    if not isinstance(block, nn.BatchNorm):
-        return False
+    return isinstance(block, PlainBatchNorm) and not _own(block)
+
+
+# What a class of the user's may not have: another computation, and what copies and pickles a layer, or lets it work.
+_OURS = {"forward", "hybrid_forward", "__call__", "__new__", "__slots__", "__getstate__", "__setstate__"}
+_OURS |= {"__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "backend"}
+_OURS |= {name for name in vars(SyncBatchNorm) if name.startswith("_") and not name.startswith("__")} - {"_alias"}
+
+
+def _base_of(kind: Type[Block]) -> Optional[Type[Block]]:
+    """The class whose forward pass is known; gluoncv's BatchNormCudnnOff only turns cuDNN off."""
+    if issubclass(kind, SyncBatchNorm):
+        return SyncBatchNorm
+    known = (ContribSyncBatchNorm, BatchNormReLU, nn.BatchNorm)
+    return next((base for base in kind.__mro__ if base in known or base.__name__ == "BatchNormCudnnOff"), None)
+
+
+def _own(block: Block) -> List[str]:
+    """What a BatchNorm has of its own, so that it cannot be converted."""
     kind = type(block)
-    inherits = all(getattr(kind, name) is getattr(nn.BatchNorm, name) for name in ("forward", "hybrid_forward"))
-    return inherits or kind.__name__ == "BatchNormCudnnOff"  # gluoncv's, which only turns cuDNN off
+    base = _base_of(kind)
+    if base is SyncBatchNorm:
+        return []
+    if base is None or getattr(block, "fuse_relu", False):
+        return ["fuse_relu"]  # as MXNet's BatchNormReLU
+    classes = kind.__mro__[: kind.__mro__.index(base)]
+    own = {name for part in classes for name, value in vars(part).items() if name != "__slots__" or value}
+    return sorted(_OURS & (own | {"backend"} & vars(block).keys()))
+
+
+_made: Dict[Type[Block], Type[SyncBatchNorm]] = {}
+
+
+def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
+    """What layers of this class become. Those of a class of the user's keep what it has."""
+    if kind is _base_of(kind):
+        return SyncBatchNorm
+    if kind not in _made:
+        own = {
+            "__module__": kind.__module__,
+            "__reduce_ex__": lambda self, _: (_remake, (kind,), self.__getstate__()),
+            "hybrid_forward": SyncBatchNorm.hybrid_forward,
+            "_converted_from": kind,
+        }
+        _made[kind] = type(f"Sync{kind.__name__}", (kind, SyncBatchNorm), own)
+    return _made[kind]
+
+
+def _remake(kind: Type[Block]) -> SyncBatchNorm:
+    """A layer that has nothing yet, for pickle."""
+    made = _synchronized(kind)
+    return made.__new__(made)
 
 
 def _is_convertible_symbol(block: Block) -> bool:
@@ -251,5 +299,8 @@ def _warn_of_others(blocks: List[Block]) -> None:
                 )
         elif isinstance(block, PlainBatchNorm) and not _can_convert(block):
             _log.warning(
-                "%s '%s' stays unsynchronized: it has a forward pass of its own.", type(block).__name__, block.name
+                "%s '%s' stays unsynchronized: its %s is not that of nn.BatchNorm.",
+                type(block).__name__,
+                block.name,
+                ", ".join(_own(block)),
             )

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALL, ONE = 400, 150
 LIMIT = 700  # for what should have ended by then
 LAYER = "layer groups changes_between_steps conversion errors renorm in_place rounding back_ends crossings"
-PROCESSES = "processes process_ways launchers process_faults"
+PROCESSES = "processes process_ways launchers process_faults host_memory"
 FAILING = "failures waiting endings"
 # The tests of each part, in the order in which they run, after those that are named after the file. The first part that
 # a path begins with counts.
@@ -41,16 +41,17 @@ TESTS = {
     "meeting/waiting": f"waiting process_faults {FAILING} {PROCESSES}",
     "meeting/profile": f"profile back_ends {LAYER}",
     "meeting": f"{PROCESSES} {LAYER} waiting meeting failures",
-    "step": f"failures groups endings waiting cpu_devices {LAYER} {PROCESSES}",
+    "step": f"failures groups endings waiting docs cpu_devices {LAYER} {PROCESSES}",
     "mxnet_engine": f"cpu_devices settings {FAILING} {LAYER}",
     "graphs": f"graphs symbols files {LAYER} cpu_devices",
     "nets": f"symbols conversion files graphs install changes_between_steps {LAYER}",
     "backends/portable": f"back_ends meeting {LAYER} failures",
     "backends": f"back_ends {LAYER} symbols files graphs in_place",
     "layer": f"errors {LAYER} symbols files {PROCESSES}",
-    "base": f"house failures endings settings cpu_devices symbols {LAYER}",
+    "base": f"house conversion failures endings settings cpu_devices symbols {LAYER}",
     "csrc/cuda": "gpu_kernels gpu_launch gpu_compile gpu_bundle",
     "csrc/cpu": f"native_kernels layer in_place renorm rounding graphs failures instruction_sets {LAYER}",
+    "csrc/processes": f"sanitizers {PROCESSES}",
     "csrc/meeting": f"sanitizers renorm meeting waiting groups layer profile failures {PROCESSES} endings errors",
     "csrc/mxnet/cpu_resources": "cpu_devices settings leaks failures",
     "csrc/mxnet/temporary_space": "cpu_devices leaks failures",
@@ -253,15 +254,19 @@ def all_faults(parts) -> list:
 KNOWN = [
     ("synchronization.py", " or self._group_is_for != spec", ""),
     ("convert.py", "        blocks += item.hidden_blocks()\n", ""),
-    ("convert.py", '("forward", "hybrid_forward")', '("hybrid_forward",)'),
+    ("convert.py", '_OURS = {"forward", "hybrid_forward",', '_OURS = {"hybrid_forward",'),
     ("csrc/meeting/group.cpp", "make_tuple(a.substr(0, a.find('(')), a.size(), a)", "make_tuple(a, a.size(), a)"),
     ("csrc/meeting/waiting.cpp", "sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)", "false"),
-    ("meeting/waiting.py", "process_grace if self._is_for_processes else GRACE_SECONDS", "GRACE_SECONDS"),
+    (
+        "csrc/meeting/waiting.cpp",
+        "is_for_processes ? shared().process_grace :",
+        "is_for_processes ? waiting_times().grace :",
+    ),
     ("meeting/positions.py", 're.sub(r"\\d+", "", name)', "name"),
     (
-        "meeting/processes.py",
-        "if len(members) == 1:",
-        "if len(members) == 1 or direction != FORWARD and len(members) < self.group.size:",
+        "csrc/processes/processes.cpp",
+        "channel.members.size() == 1",
+        "channel.members.size() == 1 || (round != kNext && channel.members.size() < static_cast<size_t>(size))",
     ),
     (
         "distributed/default.py",

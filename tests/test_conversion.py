@@ -143,6 +143,14 @@ OWN = {
     "MXNet's with a ReLU": lambda: nn.BatchNormReLU(in_channels=4, prefix="stem_"),
     "hybrid_forward": lambda: doubled(nn.BatchNorm, "hybrid_forward")(in_channels=4, prefix="stem_"),
     "forward": lambda: doubled(nn.BatchNorm, "forward")(in_channels=4, prefix="stem_"),
+    "__call__": lambda: doubled(nn.BatchNorm, "__call__")(in_channels=4, prefix="stem_"),
+    "__getstate__": lambda: type("Own", (nn.BatchNorm,), {"__getstate__": lambda self: vars(self).copy()})(
+        in_channels=4, prefix="stem_"
+    ),
+    "_imperative": lambda: type("Own", (nn.BatchNorm,), {"_imperative": lambda self: 7})(in_channels=4, prefix="stem_"),
+    "contrib's with another forward pass": lambda: doubled(contrib.nn.SyncBatchNorm, "hybrid_forward")(
+        in_channels=4, prefix="stem_"
+    ),
     "a symbol's": lambda: doubled(gluon.SymbolBlock, "forward")(*node_and_data()),
     "statistics are outputs": lambda: symbol_block(lambda node: node[0], lambda node: node[1], output_mean_var=True),
 }
@@ -158,7 +166,10 @@ def test_what_has_a_forward_pass_of_its_own_stays_as_it_is(own, caplog):
     if isinstance(block, gluon.SymbolBlock):
         assert f"1 BatchNorm nodes inside {kind.__name__} '{block.name}' stay unsynchronized" in warning
     else:
-        assert warning == f"{kind.__name__} 'stem' stays unsynchronized: it has a forward pass of its own."
+        name = {"MXNet's with a ReLU": "fuse_relu", "contrib's with another forward pass": "hybrid_forward"}.get(
+            own, own
+        )
+        assert warning == f"{kind.__name__} 'stem' stays unsynchronized: its {name} is not that of nn.BatchNorm."
     results = []
     for item in (block, OWN[own]()):
         mx.random.seed(0)
@@ -167,6 +178,77 @@ def test_what_has_a_forward_pass_of_its_own_stays_as_it_is(own, caplog):
             made = item(mx.nd.array(draw()[0][0]))
         results.append([part.asnumpy() for part in (made if isinstance(made, (list, tuple)) else [made])])
     np.testing.assert_equal(*results)
+
+
+class Scaled(nn.BatchNorm):
+    """A user's, with all that a subclass may have but a forward pass."""
+
+    def __init__(self, factor, **options):
+        super().__init__(**options)
+        self.factor, self.dtypes = factor, []
+
+    def cast(self, dtype):
+        self.dtypes.append(dtype)
+        super().cast(dtype)
+
+    def scaled_gamma(self):
+        return self.factor * self.gamma.data(mx.cpu(0))
+
+    def __repr__(self):
+        return f"{self.factor} times {super().__repr__()}"
+
+
+def test_what_else_a_subclass_overrides_stays(mode, backend):
+    layer = Scaled(3, in_channels=4)
+    net = set_mode(sequential(layer), mode)
+    convert_sync_batchnorm(net).initialize(ctx=cpus(2))
+    assert isinstance(layer, SyncBatchNorm) and isinstance(layer, Scaled)
+    assert repr(layer).startswith("3 times SyncScaled(") and (layer.scaled_gamma() == 3).asnumpy().all()
+    layer.cast("float16")
+    assert layer.dtypes == ["float16"] and layer.gamma.dtype == "float32"
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is type(layer) and other.factor == 3 and other.dtypes == ["float16"]
+        other.collect_params().reset_ctx(cpus(2))
+        check_step(other, reference_of(other), *draw(), layer=other)
+    check_step(net, reference_of(layer), *draw(), layer=layer)
+    convert_batchnorm(net)
+    assert type(layer) is Scaled
+    check_step(net, reference_of(layer, group_size=1), *draw(3), layer=layer)
+
+
+class OfContrib(contrib.nn.SyncBatchNorm):
+    def __init__(self, **options):
+        super().__init__(num_devices=1, **options)
+
+    def helper(self):
+        return "helped"
+
+
+class OfGluonCV(BatchNormCudnnOff):
+    pass
+
+
+@pytest.mark.parametrize("kind, back", [(OfContrib, nn.BatchNorm), (OfGluonCV, OfGluonCV)])
+def test_subclasses_of_others_are_converted_too(kind, back, backend):
+    layer = kind(in_channels=4)
+    copy.deepcopy(layer)  # leaves a note in the class
+    convert_sync_batchnorm(layer, num_devices=2).initialize(ctx=cpus(2))
+    assert isinstance(layer, kind) and isinstance(layer, SyncBatchNorm)
+    assert kind is OfGluonCV or layer.helper() == "helped"
+    check_step(layer, reference_of(layer), *draw(), layer=layer)
+    assert type(convert_batchnorm(layer)) is back
+    check_step(layer, reference_of(layer, group_size=1), *draw(3), layer=layer)
+
+
+def test_a_class_that_cannot_be_made_changes_nothing():
+    class Registered(nn.BatchNorm):
+        def __init_subclass__(cls, key, **more):
+            super().__init_subclass__(**more)
+
+    net = sequential(nn.BatchNorm(in_channels=4), Registered(in_channels=4))
+    with pytest.raises(TypeError):
+        convert_sync_batchnorm(net)
+    assert [type(layer) for layer in net] == [nn.BatchNorm, Registered]
 
 
 def test_gluoncvs_pruned_networks_whose_parameters_have_no_shape():

@@ -200,3 +200,37 @@ assert time.perf_counter() - started < 60
 
 def test_signals_and_exceptions_end_the_waits_that_they_should(backend):
     run_python(SIGNALS.format(backend=backend), GLUON_SYNCBN_TIMEOUT=LONG)
+
+
+HOOK = """
+import os, sys, threading, time, warnings
+from testing import *
+inside = threading.Event()
+
+def show(text, *more, **told):
+    inside.set()
+    time.sleep({seconds})
+
+warnings.showwarning = show
+layer = initialized(SyncBatchNorm(in_channels=3, in_place=True, gamma_initializer=mx.init.Constant(1e-12)), 2)
+layer.hybridize()
+shards, heads = shards_and_heads([(2, 3, 4, 4), (2, 3, 4, 4)])
+with mx.autograd.record():
+    outputs = [layer(mx.nd.array(shard, ctx=device)) for shard, device in zip(shards, cpus(2))]
+mx.autograd.backward(outputs)
+assert inside.wait({limit})
+if {forks}:
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    assert os.waitpid(child, 0)[1] == 7 << 8
+    print('THE CHILD HAS ENDED')
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("forks, seconds", [(True, 3), (False, 1000)])
+def test_a_hook_in_which_the_operator_calls_python_keeps_no_process(forks, seconds):
+    """A child that was forked meanwhile has no such call; a hook that never returns is waited for for ten seconds."""
+    done = run_python(HOOK.format(seconds=seconds, forks=forks, limit=AT_MOST), status=3)
+    assert ("THE CHILD HAS ENDED" in done.stdout) == forks

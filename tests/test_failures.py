@@ -12,7 +12,7 @@ import mxnet as mx
 import pytest
 import testing
 from endings import Passage, forward, trouble
-from failures import FAULTS, LATE, arrays_of, break_off, same, wait_until_failed
+from failures import FAULTS, LATE, arrays_of, break_off, learning, same, wait_until_failed
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from testing import HANG, LONG, MODES, cpus, guarded, has_failed, initialized, on_devices, random_shards, sequential
@@ -105,6 +105,45 @@ def test_all_who_wait_for_a_missing_device_are_told_who_it_is(direction, mode, b
     assert 0.9 < time.monotonic() - started < 60
     gluon_syncbn.abandon_step()
     testing.check_step(net, norm, *testing.shards_and_heads(shapes, seed=2), layer=layer)
+
+
+@pytest.mark.parametrize("told", [{"ignore_stale_grad": True}, [True]], ids=["by name", "in its place"])
+def test_a_step_on_some_devices_updates_a_weight_on_all_or_none(told, mode, backend):
+    """The Trainer leaves out the other devices, whose gradients are old; the Dense layer has its new one early."""
+    layer = SyncBatchNorm(in_channels=4, timeout=LONG)
+    net = initialized(sequential(nn.Conv2D(4, 3), Passage(0), layer, nn.Dense(2)), 2, mode)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
+    for fails in (False, True):
+        mx.nd.waitall()
+        before = learned(net) if fails else {}
+        trouble[0] = (DEVICES[:1] if fails else [], "backward")
+        used = 1 if fails else 2
+        with contextlib.suppress(mx.MXNetError), gluon_syncbn.devices(DEVICES[:used]):
+            autograd.backward(forward(net, parts()[:used]))
+            trainer.step(4, **told) if isinstance(told, dict) else trainer.step(4, *told)
+        with contextlib.suppress(mx.MXNetError):
+            mx.nd.waitall()
+        gluon_syncbn.abandon_step()
+    assert unchanged(before, net)
+
+
+def test_gradients_that_are_added_are_cleared_before_the_first_update_too(mode, backend):
+    net = small_net(mode)
+    for parameter in learning(net.collect_params()):
+        parameter.grad_req = "add"
+    trainer = gluon.Trainer(net.collect_params(), "sgd")  # noqa: F841 (it has not updated yet)
+    autograd.backward(forward(net, parts()))
+
+    def gradients():
+        return [array.asnumpy() for parameter in learning(net.collect_params()) for array in parameter.list_grad()]
+
+    assert any(array.any() for array in gradients())
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5)
+    autograd.backward(forward(net, parts()[:1]))
+    with pytest.raises(SyncBatchNormError, match=SKIPPED):
+        mx.nd.waitall()
+    gluon_syncbn.abandon_step()
+    assert not any(array.any() for array in gradients())
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -229,6 +268,24 @@ def test_an_array_that_is_moved_hides_no_error():
     wait_until_failed()
     with pytest.raises(SyncBatchNormError, match="A step has failed, and its error was not read."), autograd.record():
         pass
+
+
+def test_an_error_that_has_nothing_to_do_with_the_step_hides_none():
+    """A loop catches an error of MXNet's in a step whose layer waits in vain."""
+    net = small_net("imperative")
+    net(parts(1)[0])
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5)
+    with autograd.record():
+        net(parts(1)[0])
+    wait_until_failed()
+    with pytest.raises(mx.MXNetError, match="dot shape error"):
+        mx.nd.dot(mx.nd.ones((1, 2)), mx.nd.ones((1, 2)))
+    for is_new in (True, False):
+        with pytest.raises(mx.MXNetError, match="dot shape error"):
+            mx.nd.dot(mx.nd.ones((1, 2)), mx.nd.ones((1, 2)))
+        match = "its error was not read. SyncBatchNorm '"
+        with pytest.raises(SyncBatchNormError, match=match) if is_new else contextlib.nullcontext(), autograd.record():
+            pass
 
 
 def test_who_reads_after_another_has_got_the_error():

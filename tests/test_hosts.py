@@ -46,7 +46,7 @@ def test_ways_over_hosts(engine):
 
 
 RESNET18 = [64] * 5 + [128] * 5 + [256] * 5 + [512] * 5  # the channels of its 20 layers
-SOAKS = [("mpi", CLUSTER, 2000), ("mpi", GIGABIT, 500), ("mpi", LOSSY, 100), ("horovod", CLUSTER, 200)]
+SOAKS = [("mpi", CLUSTER, 2000), ("mpi", GIGABIT, 500), ("mpi", LOSSY, 300), ("horovod", CLUSTER, 200)]
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import types
 import weakref
 
 import mxnet as mx
@@ -25,7 +27,7 @@ def installed():
     gluon_syncbn.uninstall()
 
 
-def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
+def test_it_replaces_the_names_wherever_they_are_and_puts_them_back(monkeypatch):
     from gluoncv.model_zoo.rcnn.faster_rcnn import predefined_models
     from gluoncv.nn import feature
 
@@ -39,7 +41,12 @@ def test_it_replaces_the_names_wherever_they_are_and_puts_them_back():
     for _ in range(2):
         gluon_syncbn.install(convert=True)
     now = [getattr(module, name) for module, name, _ in places]
+    late = types.ModuleType("late")  # is imported in between
+    monkeypatch.setitem(sys.modules, "late", late)
+    exec("from mxnet.gluon.contrib.nn import SyncBatchNorm as Theirs", vars(late))
+    assert late.Theirs is now[0]
     gluon_syncbn.uninstall()
+    assert late.Theirs is CONTRIB["layer"]
     assert all(issubclass(item, SyncBatchNorm) for item in now[:2]) and now[2] is now[3] is not CONTRIB["symbol"]
     assert now[4].__wrapped__ is places[4][2]
     assert all(getattr(module, name) is before for module, name, before in places)

@@ -149,6 +149,26 @@ def test_running_statistics_change_in_the_forward_pass_in_training_mode_only(mod
     assert all((one == other).all() for one, other in zip(after, check_running(layer, norm)))
 
 
+def test_the_gradient_of_a_recorded_prediction_is_its_own(mode, backend):
+    """Statistics are constants, and stay, also if ``backward()`` is called for training, which it is by default.
+
+    But for what MXNet's own BatchNorm computes in a graph (docs/limits.md).
+    """
+    is_mxnets = backend == "portable" and mode != "imperative"
+    shapes = [(3, 5, 4, 6), (1, 5, 4, 6)]
+    layer, norm = make(shapes, mode=mode)
+    norm.frozen = True
+
+    def take_step(block, shards, heads, devices, _):
+        inputs = on_devices(shards, devices, learn=True)
+        with autograd.record(train_mode=False):
+            outputs = [block(item) for item in inputs]
+        autograd.backward(outputs, on_devices(heads, devices), train_mode=not is_mxnets)
+        return outputs, inputs
+
+    check_step(layer, norm, *shards_and_heads(shapes), train_mode=False, take_step=take_step)
+
+
 class Head(mx.gluon.HybridBlock):
     """One layer called on several feature maps, as a RetinaNet head is on pyramid levels."""
 

@@ -1,5 +1,8 @@
 """The layer takes mx.np arrays under npx.set_np() and returns them, with the same numbers."""
 
+import contextlib
+import warnings
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from mxnet import np as mnp
 from mxnet.gluon import nn
 from testing import check_step, cpus, initialized, layers_of, random_shards, reference_of, sequential, shards_and_heads
 
+import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -95,3 +99,25 @@ def test_an_exported_net_and_a_symbol_block(mode, numpy_interface, tmp_path):
     (layer,) = layers_of(block)
     norm = reference_of(layer, activation="relu")
     testing.check_steps(as_numpy(whole), norm, lambda seed: shards_and_heads(SHAPES, seed=seed), layer=layer)
+
+
+@pytest.mark.parametrize("where", ["in the block", "after it"])
+def test_the_first_step_may_be_short(where, mode, numpy_interface):
+    """Shapes are unknown before it. The Trainer takes the other device's gradients, which are zero, as new ones."""
+    net = convert_sync_batchnorm(sequential(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Dense(2)))
+    initialized(net, 2, mode)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
+    (x,) = random_shards([(3, 3, 6, 6)])
+    for _ in range(2):
+        with warnings.catch_warnings(), contextlib.ExitStack() as block:
+            warnings.simplefilter("error")
+            block.enter_context(gluon_syncbn.devices(cpus(1), net))
+            with autograd.record():
+                loss = (net(mnp.array(x, ctx=mx.cpu(0))) ** 2).sum()
+            loss.backward()
+            if where == "after it":
+                block.close()
+            trainer.step(3)
+    mx.nd.waitall()
+    for item in net.collect_params().values():
+        assert (item.data(mx.cpu(0)).asnumpy() == item.data(mx.cpu(1)).asnumpy()).all(), item.name

@@ -3,25 +3,31 @@
 Each job runs several ways, one after the other, since its start takes seconds. jobs/ways.py says what each is.
 """
 
+import re
+
 import pytest
 from launching import run_job, run_ways
 
 TURNS = "by_environment two_nets without_backward dropped_net training"
 AROUND = "portable steps_of_a_schedule module loader expander alone_in_the_middle trainers_that_step_alone resnet18"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
-BY_ITSELF, PAIRS = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"JOB_MOST_ROWS": 1}
+BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order last_step", BY_ITSELF),
     ("mpi", 2, AROUND, {}),
-    ("mpi", 3, OF_THREE, {}),
+    ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),
-    ("mpi", 5, "groups values branches steps_of_a_schedule", PAIRS),  # as more than 32 processes meet
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
-    ("horovod", 4, "last_batch own_groups", SETS),
+    ("horovod", 4, "groups last_batch", {}),
+    # As over several hosts.
+    ("mpi", 3, "by_environment groups last_batch values branches nets_in_turns", {**BY_ITSELF, **NO_MEMORY}),
+    ("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY}),
+    ("horovod", 4, "last_batch own_groups", {**SETS, **NO_MEMORY}),
 ]
-LONG = [("horovod", 3, OF_THREE, SETS), ("horovod", 4, "groups training", SETS)]
-LONG += [("mpi", size, "groups branches training", PAIRS) for size in (2, 3, 4, 6, 7, 9)]
+LONG = [("horovod", 3, OF_THREE, {**SETS, **NO_MEMORY}), ("horovod", 4, "groups training", {**SETS, **NO_MEMORY})]
+LONG += [("mpi", size, "groups branches training", {}) for size in (6, 9)]
+LONG += [("mpi", size, f"{TURNS} groups branches", {**BY_ITSELF, **NO_MEMORY}) for size in (2, 4, 7)]
 JOBS += [pytest.param(*job, marks=pytest.mark.long) for job in LONG]
 
 
@@ -32,10 +38,50 @@ def test_ways_to_train(engine, size, ways, variables, tmp_path):
 
 @pytest.mark.long
 def test_horovod_says_how_some_processes_can_meet():
-    done = run_job("horovod", 3, "ways.py", "groups")
+    done = run_job("horovod", 3, "ways.py", "groups", **NO_MEMORY)
     assert done.returncode != 0 and "HOROVOD_DYNAMIC_PROCESS_SETS=1" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.long)])
-def test_memory_and_threads_stay_flat(engine):
-    run_ways(engine, 2, "soak", 2000)
+@pytest.mark.parametrize(
+    "engine, variables", [("mpi", {}), ("mpi", NO_MEMORY), pytest.param("horovod", NO_MEMORY, marks=pytest.mark.long)]
+)
+def test_memory_and_threads_stay_flat(engine, variables):
+    run_ways(engine, 2, "soak", 2000, **variables)
+
+
+@pytest.mark.parametrize("way, variables", [("finalize", {}), ("finalize", NO_MEMORY), ("again", {})])
+def test_a_program_may_finalize_mpi_itself_or_connect_again_after_an_interrupt(way, variables):
+    """The job's exit code is the program's. Without MPI the memory remains."""
+    done = run_job("mpi", 2, "ways_out.py", way, **variables)
+    trained, refused = {"again": (2, 0), "finalize": (2, 4) if variables else (6, 0)}[way]
+    assert done.returncode == 3 and done.stdout.count("TRAINED") == trained, done.stdout
+    assert done.stdout.count("REFUSED True") == refused, done.stdout
+
+
+def test_an_exchange_that_the_program_leaves_is_an_error_on_all():
+    done = run_job("mpi", 2, "ways_out.py", "leave")
+    assert done.returncode == 0 and done.stdout.count("TRAINED") == 2, done.stdout
+    assert "ERROR 1 MXNetError: SystemExit(5)" in done.stdout
+    assert "ERROR 0 MXNetError: SyncBatchNorm 'head': forward pass: process 1 has ended." in done.stdout
+
+
+def test_gradients_that_wait_for_a_step_that_was_given_up_end_the_job():
+    """Horovod, which adds them up, cannot take them back; the program may wait for them anywhere."""
+    done = run_job("horovod", 2, "ways_out.py", "gradients")
+    assert done.stdout.count("TRAINED") == 2 and done.stdout.count("GIVES UP") == 2, done.stdout
+    assert "ERROR 1 ValueError: a bad batch" in done.stdout, done.stdout
+    assert re.search(r"ERROR 0 .*'stem': backward pass: process 1 gave the step up", done.stdout), done.stdout
+    assert "Start the job again from its last checkpoint" in done.stdout and "HANGS" not in done.stdout, done.stdout
+
+
+def test_gradients_that_one_process_skips_end_the_job():
+    """When it has waited in vain for a step, and again for the other to give that up."""
+    done = run_job("horovod", 2, "ways_out.py", "skipped")
+    assert done.stdout.count("TRAINED") == 2 and done.stdout.count("GIVES UP") == 2, done.stdout
+    assert "waited 4 s for 1 of 2 processes" in done.stdout and "HANGS" not in done.stdout, done.stdout
+
+
+def test_ctrl_c_ends_a_wait_of_the_main_thread_and_the_others_hear_of_it():
+    done = run_job("mpi", 2, "ways_out.py", "interrupt")
+    assert done.returncode == 0 and done.stdout.count("TRAINED") == 4, done.stdout
+    assert "ERROR 0 KeyboardInterrupt" in done.stdout and "process 0 gave the step up" in done.stdout, done.stdout

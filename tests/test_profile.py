@@ -101,6 +101,7 @@ def test_json_and_picture(tmp_path, monkeypatch):
     report.plot(tmp_path / "waiting.png")
     assert (tmp_path / "waiting.png").read_bytes().startswith(b"\x89PNG")
     waits, lasts = figures[0].axes
+    assert lasts.get_xlim() == (0, 100)
     shown = sorted(report.rows, key=lambda row: -row.waiting_share)[:30]
     shown = {(row.layer, row.direction): row for row in reversed(report.rows) if row in shown}
     assert [label.get_text() for label in waits.get_yticklabels()] == [layer for layer, _ in shown]

@@ -1,4 +1,4 @@
-"""Rendezvous, groups, temporary space and kernels run clean under the compiler's sanitizers."""
+"""Rendezvous, processes, groups, temporary space and kernels run clean under the compiler's sanitizers."""
 
 import re
 import subprocess
@@ -16,12 +16,15 @@ SANITIZERS = {
     "threads": ["-O1", "-fsanitize=thread", "-Wno-unknown-pragmas"],
 }
 MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "waiting", "watchdog")]
+PROCESSES = ["meeting/statistics.cpp", "processes/processes.cpp", "processes/host_memory.cpp"]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {
     "stress_rendezvous": (MEETING, {"all": "6000"}, r"6000 generations.* 0 failures\n"),
     "stress_rounds": (MEETING, {"all": "2000"}, r"2000 rounds.* 0 failures\n"),
+    "stress_processes": ([*MEETING, *PROCESSES], {"all": "200"}, r"200 steps, .* 0 failures\n"),
+    "kill_process": (["processes/host_memory.cpp"], {"all": "10"}, "10 times, 0 failures\n"),
     "stress_groups": (
-        [*MEETING, *(f"meeting/{name}.cpp" for name in ("all_reduce", "group", "profile", "statistics"))],
+        [*MEETING, *PROCESSES, *(f"meeting/{name}.cpp" for name in ("all_reduce", "group", "profile"))],
         {"all": "60"},
         r"60 steps, .* 0 failures\n",
     ),

@@ -4,6 +4,8 @@ Single nodes are compared with the reference; whole nets, in float64, with MXNet
 """
 
 import json
+import os
+import warnings
 
 import mxnet as mx
 import numpy as np
@@ -473,3 +475,27 @@ def test_a_block_of_which_some_nodes_can_be_converted(caplog):
         assert [layer.name for layer in layers_of(net)] == ["first"]
         assert "1 BatchNorm nodes inside SynchronizedSymbolBlock" in caplog.text
         caplog.clear()
+
+
+def test_mirroring_is_off_for_symbols_with_synchronized_layers(backend, monkeypatch):
+    """MXNet would compute them again in the backward pass, and running statistics would move twice in a step."""
+    (x,) = testing.random_shards([(4, 3, 5, 5)])
+    moved = []
+    for mirror in "01":
+        monkeypatch.setenv("MXNET_BACKWARD_DO_MIRROR", mirror)
+        norm = mx.sym.BatchNorm(mx.sym.var("data"), fix_gamma=False, name="norm")
+        symbol = convert_symbol(mx.sym.relu(norm), 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = testing.module_of(symbol, testing.cpus(2), x.shape)
+        told = [item.filename for item in caught if "MIRROR" in str(item.message)]
+        assert (
+            set(told) == ({testing.__file__} if mirror == "1" else set())
+            and os.environ["MXNET_BACKWARD_DO_MIRROR"] == mirror
+        )
+        module.forward(mx.io.DataBatch([mx.nd.array(x)]), is_train=True)
+        module.backward([mx.nd.ones(x.shape)])
+        module.update()  # or get_params() has what was there
+        moved.append(module.get_params()[1]["norm_moving_mean"].asnumpy())
+    np.testing.assert_array_equal(*moved)
+    assert moved[0].all()

@@ -22,7 +22,7 @@ from gluon_syncbn.backends import choose, native
 from gluon_syncbn.backends.bfloat16 import mxnet_takes_bfloat16
 from gluon_syncbn.backends.portable import operator as portable
 from gluon_syncbn.base import library
-from gluon_syncbn.meeting import processes, waiting
+from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.mxnet_engine.cpu_resources import CPU_RESOURCES, may_have_gpus
 from gluon_syncbn.step.abandon import failing_what_cannot_be_read
@@ -295,12 +295,6 @@ def takes_bfloat16() -> bool:
 def guarded(read):
     """``read`` of an array, guarded as the package guards ``asnumpy``."""
     return failing_what_cannot_be_read(read)
-
-
-def meet_in_pairs(most_rows=None, most_bytes=None) -> None:
-    """More processes than these, or that send more, meet in pairs; what is not given stays as it is."""
-    processes.MOST_ROWS = int(most_rows or processes.MOST_ROWS)
-    processes.MOST_BYTES = int(most_bytes or processes.MOST_BYTES)
 
 
 def play_gpus(monkeypatch) -> None:

@@ -32,7 +32,6 @@ from ctypes import POINTER, c_char_p, c_double, c_int
 from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
-import numpy as np
 
 from gluon_syncbn.backends.interface import Backend, LayerGroup, next_group_id
 from gluon_syncbn.base import library
@@ -73,6 +72,12 @@ _links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if t
 _connecting = threading.Lock()
 
 
+def _failed(problem: BaseException) -> int:
+    """Leave its text for the core. ctypes would take SystemExit or KeyboardInterrupt for the result 0."""
+    library.set_last_error(str(problem) if isinstance(problem, Exception) else repr(problem))
+    return -1
+
+
 @library.MAKE_GROUP
 def _make_described_group(text: bytes) -> int:
     """Make the group of a symbol. Called by the operator, on the thread that makes or loads the symbol."""
@@ -80,9 +85,8 @@ def _make_described_group(text: bytes) -> int:
         group_id = next_group_id()
         _make_group(group_id, LayerSpec.from_json(text.decode()), None)
         return group_id
-    except Exception as problem:
-        library.set_last_error(str(problem))
-        return -1
+    except BaseException as problem:
+        return _failed(problem)
 
 
 @functools.lru_cache(maxsize=None)
@@ -129,37 +133,26 @@ def _connect_group(group_id: int, facts) -> int:
     """Connect a group. Called once, by the callback of the first pass that trains, which waits for it."""
     try:
         link = _connect(group_id)
-        facts[0], facts[1], facts[2] = (1, 0, 0) if link is None else (link.size, link.first_device, link.seconds)
+        found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
+        for place, number in enumerate(found):
+            facts[place] = number
         return 0
-    except Exception as problem:
-        library.set_last_error(str(problem))
-        return -1
+    except BaseException as problem:
+        return _failed(problem)
 
 
-@library.EXCHANGE
-def _exchange(group_id: int, is_forward: int, chunk: int, set_id: int, round_id, vector, size: int, rows) -> int:
-    """Fill ``rows`` and return how many. Called by a thread of the round, when all devices of the process are there."""
+@library.PREPARE
+def _prepare(group_id: int, is_forward: int, chunk: int, set_id: int, key, ranks) -> int:
+    """Fill in the key and the ``ranks`` of a channel, and return how many. Called by a thread that may wait."""
     try:
-        link, direction = _linked(group_id), FORWARD if is_forward else BACKWARD
-        mine = np.ctypeslib.as_array(vector, (size,)).copy()
-        gathered, round_id[0] = link.exchange(direction, chunk, set_id, round_id[0], mine)
-        np.ctypeslib.as_array(rows, gathered.shape)[:] = gathered
-        return len(gathered)
-    except Exception as problem:
-        library.set_last_error(str(problem))
-        return -1
-
-
-@library.FAIL
-def _fail(group_id: int, text: bytes) -> None:
-    """Tell other processes of a failed round of this one. Called on any thread."""
-    _linked(group_id).fail(text.decode())
-
-
-def _linked(group_id: int) -> Link:
-    link = _links[group_id]
-    assert link is not None
-    return link
+        link = _links[group_id]
+        assert link is not None
+        key[0], members = link.prepare(FORWARD if is_forward else BACKWARD, chunk, set_id)
+        for place, rank in enumerate(members):
+            ranks[place] = rank
+        return len(members)
+    except BaseException as problem:
+        return _failed(problem)
 
 
 @library.WARN
@@ -179,7 +172,7 @@ def _register() -> str:
     """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
-    library.core.gluon_syncbn_use_groups(_make_described_group, _connect_group, _exchange, _fail, _drop_link)
+    library.core.gluon_syncbn_use_groups(_make_described_group, _connect_group, _prepare, _drop_link)
     refused = library.core.gluon_syncbn_register(_warn, cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 

@@ -1,4 +1,4 @@
-"""The error of this package's own."""
+"""The error of this package's own, and how errors list reasons."""
 
 import mxnet as mx
 
@@ -9,3 +9,12 @@ class SyncBatchNormError(mx.MXNetError):
     Raised where an array is read (``asnumpy``, ``wait_to_read``, ``mx.nd.waitall``) that the layer, or an operator
     after it, should have computed. A subclass of `mxnet.base.MXNetError`.
     """
+
+
+def listed_reasons(*reasons: str, end: str) -> str:
+    """The end of an error, with the usual reasons on a line each, the likeliest first.
+
+    MXNet takes lines that begin with spaces for a stack trace.
+    """
+    lines = "".join(f"\n({number}) {reason}" for number, reason in enumerate(reasons, start=1))
+    return f"Usual reasons:{lines}\n{end}"

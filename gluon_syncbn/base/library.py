@@ -5,6 +5,8 @@ missing, `core` is None, `unavailable_reason` says why, and everything runs on t
 """
 
 import ctypes
+import functools
+import hashlib
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, Sequence
@@ -19,13 +21,42 @@ LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
 MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
 _NUMBERS = POINTER(c_double)
-# Group, whether it is the forward pass, subgroup, active set, round, a vector of this size, rows of it.
-EXCHANGE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), _NUMBERS, c_int64, _NUMBERS)
 CONNECT = ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)
-FAIL = ctypes.CFUNCTYPE(None, c_int64, c_char_p)
+# Group, whether it is the forward pass, subgroup, active set; the key, and the members.
+PREPARE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), POINTER(c_int))
 WARN = ctypes.CFUNCTYPE(None, c_char_p)
 DROP_LINK = ctypes.CFUNCTYPE(None, c_int64)
 _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_int)
+
+
+class Task(ctypes.Structure):
+    """What the thread that carries messages is to do (csrc/processes/outside.h)."""
+
+    NOTHING, SEND, ASK_WHO_CAME, GIVE_UP, END = range(5)
+    _fields_ = [
+        ("what", c_int),
+        ("kind", c_int64),
+        ("key", c_int64),
+        ("round_id", c_int64),
+        ("numbers", _NUMBERS),
+        ("num_numbers", c_int64),
+        ("ranks", _INTEGERS),
+        ("num_ranks", c_int64),
+        ("text", c_char_p),
+    ]
+
+
+class State(ctypes.Structure):
+    """Where processes stand with each other (csrc/processes/processes.h)."""
+
+    _fields_ = [
+        ("is_resuming", c_int),
+        ("shares_memory", c_int),
+        ("has_lost_some", c_int),
+        ("highest_round", c_int64),
+        ("seconds_failed", c_double),
+    ]
+
 
 # What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
 _PROTOTYPES = {
@@ -37,7 +68,7 @@ _PROTOTYPES = {
     "drop_graph": (None, [c_void_p]),
     "begin_call": (c_uint64, [c_void_p, c_int]),
     "end_call": (None, [c_uint64]),
-    "use_groups": (None, [MAKE_GROUP, CONNECT, EXCHANGE, FAIL, DROP_LINK]),
+    "use_groups": (None, [MAKE_GROUP, CONNECT, PREPARE, DROP_LINK]),
     "register": (c_int, [WARN, c_char_p]),
     "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
@@ -64,8 +95,27 @@ _PROTOTYPES = {
     "leave_error": (None, [c_char_p]),
     "stop_calling_python": (None, []),
     "set_waiting_times": (None, [c_double, c_double]),
-    "cut_waits_short": (None, [c_char_p]),
+    "cut_waits_short": (None, [c_char_p, c_double]),
     "wait_for_exchanges": (None, [c_double]),
+    "make_processes": (c_int64, [c_int, c_int, c_char_p, c_int, c_int]),
+    "next_task": (None, [c_int64, c_double, c_int, POINTER(Task)]),
+    "receive": (None, [c_int64, c_int, c_int64, c_int64, c_int64, _NUMBERS, c_int64]),
+    "hear_who_came": (None, [c_int64, c_int64, c_int64, _INTEGERS, c_int]),
+    "lose_transport": (None, [c_int64, c_char_p]),
+    "end_processes": (None, [c_int64, c_char_p]),
+    "exchange": (c_char_p, [c_int64, c_char_p, c_int64, _INTEGERS, c_int, c_double, _NUMBERS, c_int64, _NUMBERS]),
+    "time_exchanges": (c_char_p, [c_int64, c_int64, c_int64, c_int, _NUMBERS]),
+    "fail_processes": (None, [c_int64, c_char_p]),
+    "failure_of_processes": (c_char_p, [c_int64]),
+    "state_of_processes": (None, [c_int64, POINTER(State)]),
+    "abandon": (c_char_p, [c_int64, c_int]),
+    "resume": (c_char_p, [c_int64, c_char_p, c_double]),
+    "leave": (None, [c_int64, c_double]),
+    "go_to_round": (None, [c_int64, c_int64]),
+    "name_processes": (None, [c_int64, _STRINGS, c_int]),
+    "offer_memory": (c_char_p, [c_int64, POINTER(c_char_p)]),
+    "join_memory": (c_char_p, [c_int64, c_char_p]),
+    "use_memory": (None, [c_int64, c_int]),
     "before_fork": (None, []),
     "after_fork": (None, [c_int]),
     "try_engine": (c_int, []),
@@ -97,9 +147,20 @@ except (OSError, AttributeError) as problem:  # not there, or older than this fi
     unavailable_reason = str(problem)
 
 
+@functools.lru_cache(maxsize=None)
+def build() -> str:
+    """What tells this compiled core from others."""
+    return f"build {hashlib.blake2b(LIBRARY.read_bytes(), digest_size=4).hexdigest()}"
+
+
 def strings(texts: Sequence[str]):
     """Texts as ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+def numbers(array):
+    """The numbers of a float64 array as ``const double*``; the array must live as long as they are read."""
+    return array.ctypes.data_as(_NUMBERS)
 
 
 def set_last_error(text: str) -> None:

@@ -157,6 +157,11 @@ def is_numpy(symbol: mx.sym.Symbol) -> bool:
 # Parameters and arrays
 
 
+def device_of(array: mx.nd.NDArray) -> mx.Context:
+    """Its context. MXNet 1.6 has no ``ctx``, and mx.np's arrays warn of ``context``."""
+    return array.ctx if hasattr(array, "ctx") else array.context
+
+
 def contexts_of(parameter: Parameter) -> List[mx.Context]:
     """The contexts in rank order; none before ``initialize``."""
     initialized = parameter._data is not None or parameter._deferred_init

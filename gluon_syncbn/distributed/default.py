@@ -219,5 +219,4 @@ def _connected(given: ProcessGroupLike) -> ProcessGroup:
     some = None if isinstance(given, str) else given
     if given == "horovod" or is_process_set(given):
         return HorovodProcessGroup(some)
-    deadline = time.monotonic() + _START_SECONDS
-    return MPIProcessGroup(some, lambda: "" if time.monotonic() > deadline else None)
+    return MPIProcessGroup(some, time.monotonic() + _START_SECONDS)

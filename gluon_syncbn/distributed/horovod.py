@@ -1,40 +1,50 @@
 """Processes that are connected by Horovod, which their gradients use already.
 
-A round is one ``allreduce`` with SUM of a matrix that is zero outside this process's own row: the sum is then exactly
-the gathered rows. Horovod knows it by its name, and is fastest with names that it has seen, so there is one per key.
-Two rounds of one key may be under way at a time, in another order on each process (the backward passes of a layer that
-is called several times). Under one name they follow each other; each row says which round it belongs to, and lies in a
-mailbox until that is complete.
+An exchange is one ``allreduce`` with SUM of a matrix that is zero outside this process's own row: the sum is then
+exactly the gathered rows. Horovod knows it by its name, and is fastest with names that it has seen, so there is one per
+key. Two rounds of one key may be under way at a time, in another order on each process (the backward passes of a layer
+that is called several times). Under one name they follow each other; each row says which round it belongs to.
 
 Horovod's operation runs in MXNet's engine, and cannot be taken back. Where a process does not come, the wait ends, and
 with it Horovod is shut down, on all processes, which releases them within milliseconds: a job that has lost a process,
-or a step, starts again from its last checkpoint. A thread of its own waits for each operation, so that whoever called
-it can go when the wait has ended, even if Horovod is slow to notice (a process that is stopped: 30 s).
+or a step, starts again from its last checkpoint. A thread of its own waits for each operation.
+
+Where the processes share memory they only meet by Horovod, and a step can be given up. But gradients may wait for those
+of another process that has given the step up: a program that does not give up a step within 10 s after it has failed is
+taken to wait for them, and Horovod is shut down there, too.
 
 Who has come, and why a process has given up, is written to a board, where the launcher keeps one (``horovodrun`` with
 gloo does). It is used by waits that last for more than a second, and by processes that fail.
 """
 
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
+import functools
+import math
 import os
 import queue
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from typing import Any, Callable, Deque, Dict, Optional, Tuple
 from urllib.parse import quote
 
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import VECTOR, CommunicatorError, Message, ProcessGroup
 
-_LOOK_SECONDS = 0.1  # between two looks whether a wait has ended
 _POST_SECONDS = 1.0  # waits that last longer say on the board that their process has come
+_PENDING_SECONDS = 10.0  # for a step that has failed to be given up; else it waits for gradients of others in vain
+_REASON_SECONDS = 0.1  # for the reason of another process to be on the board
 _SHUTDOWN_SECONDS = 5.0  # it takes milliseconds, or else minutes
 _HEADER = 1  # the number of the round
+
+
+_is_ending = threading.Lock()  # is never released: Horovod, of all groups, is being shut down
+_is_down = threading.Event()
 
 
 class HorovodProcessGroup(ProcessGroup):
@@ -52,8 +62,8 @@ class HorovodProcessGroup(ProcessGroup):
     """
 
     name = "horovod"
-    meets_in_pairs = False
     can_resume = False
+    knows_who_came = False
 
     def __init__(self, process_set: Any = None) -> None:
         try:
@@ -73,28 +83,60 @@ class HorovodProcessGroup(ProcessGroup):
         self.board = _Board(hvd.rank())
         # The process sets in which layers meet, by their members.
         self._sets: Dict[Tuple[int, ...], Any] = {tuple(range(self.size)): process_set}
-        self._lock = threading.Lock()
-        self._channels: Dict[str, _Channel] = {}
+        self._waiting: Dict[int, Deque[Message]] = {}  # by key: those whose turn comes after one that is under way
+        self._under_way: Dict[Tuple[int, int], float] = {}  # key and round; since when, until that is posted
+        self._lock = threading.Lock()  # of these two
         self._ended_by = ""  # why it is connected no more
-        self._is_down = threading.Event()
+        self._begin()
 
-    def all_gather(self, key, round_id, vector, members, ended):
+    @property
+    def needs_subsets(self):
+        return not self.shares_memory
+
+    def _pause(self):
+        return _POST_SECONDS / 2
+
+    @property
+    def _is_busy(self):
+        return bool(self._under_way)
+
+    def _send(self, message):
+        if self._ended_by:
+            raise CommunicatorError(self._ended_by)
         with self._lock:
-            if self._ended_by:
-                raise CommunicatorError(self._ended_by)
-            channel = self._channels.get(key)
-            if channel is None:
-                channel = self._channels[key] = _Channel(self, key)
-        try:
-            return channel.exchange(round_id, vector, tuple(members), ended)
-        except MissingProcesses as problem:
-            posted = self.board.read(f"{key}.{round_id}", [self._ranks[rank] for rank in members])
-            arrived = None if posted is None else sorted({self.rank, *map(self._ranks.index, posted)})
-            raise MissingProcesses(problem.waited, arrived) from None
-        except mx.MXNetError as problem:
-            raise CommunicatorError(self._failed(str(problem).split("\nStack trace")[0].strip())) from None
+            self._under_way[message.key, message.round_id] = time.monotonic()
+            if message.key in self._waiting:
+                self._waiting[message.key].append(message)
+                return
+            self._waiting[message.key] = deque()
+        _in_the_background(lambda: self._run(message))
 
-    def allreduce(self, matrix: np.ndarray, name: str, members: Tuple[int, ...]) -> np.ndarray:
+    def _run(self, message: Optional[Message]) -> None:
+        """Exchange it, and what has come under its key meanwhile."""
+        while message is not None:
+            key = message.key
+            members = tuple(sorted({self.rank, *message.ranks}))
+            matrix = np.zeros((len(members), _HEADER + message.numbers.size))
+            matrix[members.index(self.rank)] = [message.round_id, *message.numbers]
+            try:
+                rows = self._allreduce(matrix, f"gluon_syncbn.{message.key}", members)
+            except Exception as problem:  # whatever it was, those who wait must hear of it
+                with self._lock:
+                    self._under_way.clear()
+                text = str(problem).split("\nStack trace")[0].strip()
+                self._lose(text if isinstance(problem, CommunicatorError) else self._failed(text))
+                return
+            for rank, row in zip(members, rows):
+                if rank != self.rank:
+                    self._receive(rank, VECTOR, message.key, int(row[0]), row[_HEADER:])
+            with self._lock:
+                self._under_way.pop((message.key, message.round_id), None)
+                others = self._waiting[message.key]
+                message = others.popleft() if others else None
+                if message is None:
+                    del self._waiting[key]
+
+    def _allreduce(self, matrix: np.ndarray, name: str, members: Tuple[int, ...]) -> np.ndarray:
         """The sum over the members, on the thread that calls it."""
         if members not in self._sets:
             raise CommunicatorError(
@@ -104,29 +146,55 @@ class HorovodProcessGroup(ProcessGroup):
         array = mx.nd.array(matrix, ctx=mx.cpu(), dtype="float64")
         return self._hvd.allreduce(array, name=name, op=self._hvd.Sum, process_set=self._sets[members]).asnumpy()
 
-    def abandon(self, reason, highest_round):
+    def _take_in(self):
+        """Look after what takes long; messages are taken in as their operations end."""
+        now = time.monotonic()
+        if self.shares_memory and self.state.seconds_failed > _PENDING_SECONDS:
+            self._give_up("its gradients, which Horovod adds up, could not be taken back")
+        with self._lock:
+            late = [item for item, since in self._under_way.items() if now > since + _POST_SECONDS]
+            self._under_way.update(dict.fromkeys(late, math.inf))
+        for key, round_id in late:
+            _in_the_background(functools.partial(self.board.post, f"{key}.{round_id}", ""))
+
+    def _find_out_who_came(self, message):
+        def read():
+            posted = self.board.read(f"{message.key}.{message.round_id}", [self._ranks[rank] for rank in message.ranks])
+            self._hear_who_came(message, None if posted is None else list(map(self._ranks.index, posted)))
+
+        _in_the_background(read)
+
+    def _give_up(self, why):
         with self._lock:
             if self._ended_by:
                 return
             self._ended_by = (
-                f"Horovod was shut down on all processes, because a step was given up here ({reason.rstrip('.')}). "
+                f"Horovod was shut down on all processes, because a step was given up here ({why.rstrip('.')}). "
                 f"Start the job again from its last checkpoint"
             )
-        atexit.unregister(self._hvd.shutdown)  # two at a time would wait for ever
-        _in_the_background(lambda: self._shut_down(reason))
+        self._end(self._ended_by)
+        self._end_horovod(why)
 
-    def _shut_down(self, reason: str) -> None:
-        """Shut Horovod down, which may take its time."""
-        self.board.post("reason", reason)
-        self._hvd.shutdown()
-        self._is_down.set()
+    def _end_horovod(self, why: str) -> None:
+        """Shut Horovod down, once: two at a time would wait for ever."""
+        atexit.unregister(self._hvd.shutdown)
+        if not _is_ending.acquire(blocking=False):
+            return
 
-    def resume(self, ended):
-        raise CommunicatorError(self._ended_by)
+        def shut_down() -> None:
+            self.board.post("reason", why)
+            self._hvd.shutdown()
+            _is_down.set()
+
+        _in_the_background(shut_down)
 
     def leave(self):
+        super().leave()
+        if self.state.has_lost_some and not self._ended_by:  # those with whom it would wait for the end
+            self._ended_by = "the process ends"
+            self._end_horovod("it has ended")
         if self._ended_by:
-            if not self._is_down.wait(_SHUTDOWN_SECONDS):
+            if not _is_down.wait(_SHUTDOWN_SECONDS):
                 _end_at_once()
         else:
             self.board.post("reason", "it has ended")
@@ -135,76 +203,31 @@ class HorovodProcessGroup(ProcessGroup):
         """Return the text for an error of Horovod's."""
         if "shut down" not in text:
             return f"Horovod failed: {text}"
-        time.sleep(_LOOK_SECONDS)  # for the reason to be on the board
+        time.sleep(_REASON_SECONDS)
         reasons = self.board.read("reason", self._ranks) or {}
         texts = "; ".join(f"process {self._ranks.index(rank)}: {reason}" for rank, reason in reasons.items())
         if texts:
             return f"another process has ended the job. {texts}"
         return "Horovod was shut down: another process has ended, or was killed"
 
-    def add_subsets(self, subsets):
+    def add_subsets(self, subsets, seconds):
         for members in subsets:
-            if members not in self._sets and len(members) > 1:
-                try:
-                    self._sets[members] = self._hvd.add_process_set([self._ranks[rank] for rank in members])
-                except ValueError as problem:  # not dynamic
-                    raise CommunicatorError(f"Horovod refused a process set: {problem}") from None
+            if members in self._sets or len(members) == 1:
+                continue
+            future: concurrent.futures.Future = concurrent.futures.Future()
+            _in_the_background(functools.partial(self._add_set, members, future))
+            try:
+                self._sets[members] = future.result(seconds)
+            except concurrent.futures.TimeoutError:
+                raise CommunicatorError(f"Horovod made no process set within {seconds:g} s") from None
+            except ValueError as problem:  # not dynamic
+                raise CommunicatorError(f"Horovod refused a process set: {problem}") from None
 
-
-class _Channel:
-    """The rounds of one key, one operation of Horovod's after the other."""
-
-    def __init__(self, group: HorovodProcessGroup, key: str):
-        self._group = group
-        self._key = key
-        self._changed = threading.Condition()
-        self._is_busy = False
-        # By round and rank; as in `MPIProcessGroup`.
-        self._mailbox: Dict[int, Dict[int, Deque[np.ndarray]]] = defaultdict(lambda: defaultdict(deque))
-        self._error: Optional[Exception] = None
-
-    def exchange(self, round_id, vector, members, ended):
-        matrix = np.zeros((len(members), _HEADER + vector.size))
-        matrix[members.index(self._group.rank)] = [round_id, *vector]
-        began = time.monotonic()
-        with self._changed:
-            self._wait(lambda: not self._is_busy, began, round_id, ended)
-            self._is_busy = True
-        _in_the_background(lambda: self._run(matrix, members))
-        with self._changed:
-            mailbox = self._mailbox[round_id]
-            self._wait(lambda: all(mailbox[rank] for rank in members), began, round_id, ended)
-            rows = np.stack([mailbox[rank].popleft() for rank in members])
-            if not any(mailbox.values()):
-                self._mailbox.pop(round_id, None)
-        return rows
-
-    def _run(self, matrix, members) -> None:
+    def _add_set(self, members, future) -> None:
         try:
-            rows = self._group.allreduce(matrix, f"gluon_syncbn.{self._key}", members)
-        except Exception as problem:  # whatever it was, those who wait must hear of it
-            with self._changed:
-                self._error = problem
-                self._changed.notify_all()
-            return
-        with self._changed:
-            for rank, row in zip(members, rows):
-                self._mailbox[int(row[0])][rank].append(row[_HEADER:])
-            self._is_busy = False
-            self._changed.notify_all()
-
-    def _wait(self, enough: Callable[[], bool], began: float, round_id: int, ended) -> None:
-        has_posted = False
-        while not enough():
-            if self._error is not None:
-                raise self._error
-            waited = ended()
-            if waited is not None:
-                raise MissingProcesses(waited)
-            self._changed.wait(_LOOK_SECONDS)
-            if not has_posted and time.monotonic() > began + _POST_SECONDS:
-                has_posted = True
-                _in_the_background(lambda: self._group.board.post(f"{self._key}.{round_id}", ""))
+            future.set_result(self._hvd.add_process_set([self._ranks[rank] for rank in members]))
+        except Exception as problem:
+            future.set_exception(problem)
 
 
 def _end_at_once() -> None:

@@ -1,35 +1,25 @@
 """Processes that are connected by MPI, through mpi4py.
 
-Every process sends its vector to each of the others. Whoever waits, on whatever thread, takes in all messages that are
-there and puts them into one mailbox, by key and round, and looks whether its own round is complete. So messages may
-come in any order, no communicator is needed per layer, and who has come is known where somebody has not. MPI is only
-asked whether something is there, and never waits, so a wait can be ended at any time.
-
-A process that gives a step up informs the others. It takes part in no round until they have done so, too, and then all
-know the highest number that a round has had: rounds go on after it, and messages of older ones are dropped. A process
-that ends says so as well.
+Messages go to each process by itself, and say what they belong to. So they may come in any order, no communicator is
+needed per layer, and who has come is known where somebody has not. One thread sends them and takes them in. It only
+asks MPI whether something is there, and never waits in it: MPI takes nothing back.
 """
 
 import ctypes
-import functools
-import hashlib
 import threading
 import time
-from collections import defaultdict, deque
-from typing import Any, Callable, Deque, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, List, Tuple
 
 import numpy as np
 
-from gluon_syncbn.distributed.process_group import CommunicatorError, Ended, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
 
 _TAG = 1
-# The first numbers of a message: which of the three it is, the key (or number of the resume), and the round.
-_HEADER = 3
-_VECTOR, _ABANDONED, _LEFT = range(3)
-# A process that has looked for this long lets go of the processor between two looks, for longer and longer.
+_HEADER = 3  # numbers before those of a message: its kind, its key and its round
+# A thread that has looked for this long lets go of the processor between two looks, for longer and longer.
 _SPIN_SECONDS = 2e-4
+_LOOK_SECONDS = 1e-3  # at most
 _FINALIZE_SECONDS = 2.0  # for it to begin
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 2e-5, 1e-3
 # Open MPI looks at its TCP connections in one of eight calls (opal_progress).
 _PROBES = 8
 
@@ -43,8 +33,8 @@ class MPIProcessGroup(ProcessGroup):
     ----------
     comm : mpi4py.MPI.Comm, optional
         By default ``MPI.COMM_WORLD``.
-    ended : callable
-        Ends the wait for the others.
+    deadline : float
+        Until when to wait for the others, on the clock of `time.monotonic`.
 
     Raises
     ------
@@ -55,16 +45,17 @@ class MPIProcessGroup(ProcessGroup):
     """
 
     name = "mpi"
-    meets_in_pairs = True
     can_resume = True
+    knows_who_came = True
 
-    def __init__(self, comm: Any, ended: Ended) -> None:
+    def __init__(self, comm: Any, deadline: float) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:  # not there, or there is no MPI library
             raise CommunicatorError(
                 f"mpi4py cannot be imported ({problem}). pip install 'gluon_syncbn[mpi]'"
             ) from problem
+        _check_not_finalized(MPI)
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise CommunicatorError(
                 "MPI was initialized without MPI_THREAD_MULTIPLE, and layers call it from several threads. Import "
@@ -73,99 +64,60 @@ class MPIProcessGroup(ProcessGroup):
         self._mpi = MPI
         comm = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = comm.rank, comm.size
-        # No message of the user's can meet one of ours then.
-        self._comm, request = comm.Idup()
-        _poll(request.Test, ended)
+        self._comm = _duplicate(MPI, comm, deadline)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._lock = threading.Lock()  # of all below, and while this calls MPI
-        # By key and round, then by rank. A rank may be in one round again before it is over here: two backward passes
-        # of one forward pass (retain_graph=True).
-        self._mailbox: Dict[Tuple[int, int], Dict[int, Deque[np.ndarray]]] = defaultdict(dict)
-        self._arriving: List[Tuple[Any, int, np.ndarray]] = []
         self._status = MPI.Status()
         self._is_message_there = _probing(MPI, self._comm)
-        self._unfinished: List[Any] = []  # messages that a process has not taken in, and may never
-        self._resumes = 0
-        self._highest_given_up = 0
-        # By number of the resume, then by rank: the highest round.
-        self._abandoned: Dict[int, Dict[int, int]] = defaultdict(dict)
-        self._left: Set[int] = set()
-        self._has_lost_some = False  # now; they may come back
+        # Of the thread that carries messages: those that a process has not taken in yet, and those that arrive.
+        self._unfinished: List[Tuple[Any, np.ndarray]] = []
+        self._arriving: List[Tuple[Any, int, np.ndarray]] = []
+        self._since = 0.0  # when the last message was sent
+        self._begin()
 
-    def all_gather(self, key, round_id, vector, members, ended):
-        place = _number_of(key), round_id
-        others = [rank for rank in members if rank != self.rank]
-        message = np.empty(_HEADER + vector.size)
-        message[:_HEADER].view(np.int64)[:] = _VECTOR, *place
-        message[_HEADER:] = vector
-        with self._lock:
-            sending = [self._comm.Isend(message, rank, _TAG) for rank in others]
+    def _pause(self):
+        waited = time.monotonic() - self._since
+        return min(max(waited - _SPIN_SECONDS, 0.0), _LOOK_SECONDS)
 
-        def is_complete() -> bool:
-            nonlocal sending
-            with self._lock:
-                self._take_in()
-                sending = [request for request in sending if not request.Test()]
-                arrived = self._mailbox.get(place, {})
-                if sending or len(arrived) < len(others):
-                    self._check_missing([rank for rank in others if rank not in arrived])
-                    return False
-                return True
+    @property
+    def _is_busy(self):
+        return bool(self._unfinished or self._arriving)
 
+    def _send(self, message):
+        _check_not_finalized(self._mpi)
+        packed = np.empty(_HEADER + message.numbers.size)
+        packed[:_HEADER].view(np.int64)[:] = message.kind, message.key, message.round_id
+        packed[_HEADER:] = message.numbers
         try:
-            _poll(is_complete, ended)
-        except MissingProcesses as problem:
-            with self._lock:
-                self._has_lost_some = True
-                arrived = [self.rank, *self._mailbox.pop(place, {})]
-            raise MissingProcesses(problem.waited, arrived) from None
+            self._unfinished += [(self._comm.Isend(packed, rank, _TAG), packed) for rank in message.ranks]
         except self._mpi.Exception as problem:
             raise CommunicatorError(f"MPI failed: {problem}") from problem
-        finally:
-            self._unfinished += sending
-        with self._lock:
-            rows = {**self._take_out(place), self.rank: vector}
-        sizes = {rank: rows[rank].size for rank in members}
-        if len(set(sizes.values())) > 1:
-            shown = ", ".join(f"process {rank}: {size}" for rank, size in sizes.items())
-            raise CommunicatorError(f"the processes brought vectors of different lengths ({shown})")
-        return np.stack([rows[rank] for rank in members])
+        self._since = time.monotonic()
 
-    def abandon(self, reason, highest_round):
-        with self._lock:
-            abandoned = self._abandoned[self._resumes]
-            if self.rank not in abandoned:
-                abandoned[self.rank] = highest_round
-                self._tell_all(_ABANDONED, self._resumes, highest_round)
-
-    def resume(self, ended):
-        def is_complete() -> bool:
-            with self._lock:
-                self._take_in()
-                self._check_missing([rank for rank in range(self.size) if rank not in abandoned])
-                return len(abandoned) == self.size
-
-        abandoned = self._abandoned[self._resumes]
+    def _take_in(self):
+        _check_not_finalized(self._mpi)
         try:
-            _poll(is_complete, ended)
-        except MissingProcesses as problem:
-            raise MissingProcesses(problem.waited, list(abandoned)) from None
-        with self._lock:
-            self._resumes += 1
-            self._has_lost_some = False
-            self._highest_given_up = max(abandoned.values())
-            for key, round_id in list(self._mailbox):
-                if round_id <= self._highest_given_up:
-                    del self._mailbox[key, round_id]
-            return self._highest_given_up
-
-    def add_subsets(self, subsets):
-        pass  # nothing that they need
+            self._unfinished = [item for item in self._unfinished if not item[0].Test()]
+            while self._is_message_there():
+                found = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, self._status)
+                if found is None:
+                    break
+                buffer = np.empty(self._status.Get_count(self._mpi.DOUBLE))
+                self._arriving.append((found.Irecv(buffer), self._status.source, buffer))
+            waiting: List[Tuple[Any, int, np.ndarray]] = []
+            for request, rank, message in self._arriving:
+                is_next = all(rank != other for _, other, _ in waiting)  # or two could change places
+                if is_next and request.Test():
+                    kind, key, round_id = map(int, message[:_HEADER].view(np.int64))
+                    self._receive(rank, kind, key, round_id, message[_HEADER:])
+                else:
+                    waiting.append((request, rank, message))
+            self._arriving = waiting
+        except self._mpi.Exception as problem:
+            raise CommunicatorError(f"MPI failed: {problem}") from problem
 
     def leave(self):
-        with self._lock:
-            self._tell_all(_LEFT)
-        if self._has_lost_some:
+        super().leave()
+        if self.state.has_lost_some and not self._mpi.Is_finalized():
             self._finalize_without_them()
 
     def _finalize_without_them(self) -> None:
@@ -178,58 +130,36 @@ class MPIProcessGroup(ProcessGroup):
         threading.Thread(target=ctypes.CDLL(self._mpi.__file__).MPI_Finalize, daemon=True).start()
         deadline = time.monotonic() + _FINALIZE_SECONDS
         while not self._mpi.Is_finalized() and time.monotonic() < deadline:
-            time.sleep(_LONGEST_SLEEP)
+            time.sleep(_LOOK_SECONDS)
 
-    def _tell_all(self, *numbers: int) -> None:
-        """Call with the lock held."""
-        message = np.zeros(_HEADER)
-        message.view(np.int64)[: len(numbers)] = numbers
-        self._unfinished += [self._comm.Isend(message, rank, _TAG) for rank in range(self.size) if rank != self.rank]
 
-    def _take_in(self) -> None:
-        """Receive all messages that are there. Call with the lock held."""
-        while self._is_message_there():
-            found = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, self._status)
-            if found is None:
-                break
-            buffer = np.empty(self._status.Get_count(self._mpi.DOUBLE))
-            self._arriving.append((found.Irecv(buffer), self._status.source, buffer))
-        waiting: List[Tuple[Any, int, np.ndarray]] = []
-        for request, rank, message in self._arriving:
-            is_next = all(rank != other for _, other, _ in waiting)  # or two could change places
-            if is_next and request.Test():
-                self._sort_in(rank, message)
-            else:
-                waiting.append((request, rank, message))
-        self._arriving = waiting
+def _check_not_finalized(mpi: Any) -> None:
+    if mpi.Is_finalized():
+        raise CommunicatorError("MPI_Finalize has been called")
 
-    def _take_out(self, place: Tuple[int, int]) -> Dict[int, np.ndarray]:
-        """Take the first message of each rank in a round; the others stay. Call with the lock held."""
-        waiting = self._mailbox.pop(place, {})
-        first = {rank: messages.popleft() for rank, messages in waiting.items()}
-        rest = {rank: messages for rank, messages in waiting.items() if messages}
-        if rest:
-            self._mailbox[place] = rest
-        return first
 
-    def _sort_in(self, rank: int, message: np.ndarray) -> None:
-        what, key, number = message[:_HEADER].view(np.int64)
-        if what == _VECTOR:
-            if number > self._highest_given_up:
-                self._mailbox[int(key), int(number)].setdefault(rank, deque()).append(message[_HEADER:])
-        elif what == _ABANDONED:
-            self._abandoned[int(key)][rank] = int(number)
-        else:
-            self._left.add(rank)
+# Communicators of which a duplicate has been begun, with it and its request: MPI cannot take that back, so another try
+# goes on with it, whenever the other processes come.
+_begun: List[Tuple[Any, Any, Any]] = []
 
-    def _check_missing(self, missing: Sequence[int]) -> None:
-        for rank in missing:
-            if rank in self._left:
-                raise CommunicatorError(f"process {rank} has ended")
-            if rank in self._abandoned[self._resumes] and self.rank not in self._abandoned[self._resumes]:
-                raise CommunicatorError(
-                    f"process {rank} gave the step up (an exception, or gluon_syncbn.abandon_step())"
-                )
+
+def _duplicate(mpi: Any, comm: Any, deadline: float) -> Any:
+    """A communicator of our own, in which no message of ours can meet one of the user's."""
+    found = next((item for item in _begun if item[0] == comm), None)
+    if found is None:
+        found = (comm, *comm.Idup())
+        _begun.append(found)
+    _, made, request = found
+    try:
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise MissingProcesses
+            time.sleep(_LOOK_SECONDS)
+    except mpi.Exception:
+        _begun.remove(found)
+        raise
+    _begun.remove(found)
+    return made
 
 
 def _probing(mpi: Any, comm: Any) -> Callable[[], bool]:
@@ -247,23 +177,3 @@ def _probing(mpi: Any, comm: Any) -> Callable[[], bool]:
         return any(probe(source, tag, handle, ctypes.byref(is_there), status) or is_there.value for _ in range(_PROBES))
 
     return is_message_there
-
-
-@functools.lru_cache(maxsize=None)
-def _number_of(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _poll(is_complete, ended) -> None:
-    """Return once ``is_complete()``; raises MissingProcesses once the wait has ended."""
-    began = time.monotonic()
-    pause = _SHORTEST_SLEEP
-    while not is_complete():
-        if time.monotonic() - began < _SPIN_SECONDS:
-            time.sleep(0)  # to whoever else wants the processor
-            continue
-        waited = ended()
-        if waited is not None:
-            raise MissingProcesses(waited)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_SLEEP)

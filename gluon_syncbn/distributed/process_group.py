@@ -1,16 +1,36 @@
-"""The interface of a communicator, a library that connects processes: all that the rest of the package knows of it.
+"""The processes of a job, as the rest of the package knows them, and what carries their messages.
 
-A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`.
+What they exchange, and what becomes of a step that fails, is in the compiled core (csrc/processes/processes.h has the
+protocol). A communicator is a library that connects processes: they have met by it, and it carries their messages where
+they share no memory. A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`. A thread
+of its own asks the core what to send, and hands what arrives to the core.
 """
 
+import contextlib
+import ctypes
+import functools
+import hashlib
+import threading
+import time
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Optional, Sequence, Tuple, Union
+from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-# Called from time to time by who waits: None, or, once the wait is to end, how long it was and why. What it returns
-# goes into `MissingProcesses` as it is.
-Ended = Callable[[], Any]
+from gluon_syncbn.base import library
+from gluon_syncbn.base.errors import SyncBatchNormError, listed_reasons
+
+_REASONS = listed_reasons(
+    "the processes do not run equally many steps: give each equally many batches",
+    "a process has ended, or an exception left its step: see gluon_syncbn.abandon_step",
+    "a process was slower than the timeout, as one that evaluates while the others train: see timeout= and "
+    "GLUON_SYNCBN_TIMEOUT",
+    "the processes do not run the same layers",
+    end="To go on, call gluon_syncbn.abandon_step() in every process, or begin the next step.",
+)
+_END_SECONDS = 2.0  # for the last messages to be sent, at most
+_LOOK_SECONDS = 1e-3  # between two looks whether they are
+VECTOR = 0  # the kind of a message that brings something to an exchange
 
 
 class CommunicatorError(RuntimeError):
@@ -18,15 +38,21 @@ class CommunicatorError(RuntimeError):
 
 
 class MissingProcesses(RuntimeError):
-    """A wait for other processes has ended in vain.
+    """The other processes did not come."""
 
-    ``arrived`` are ranks, or None where they are not known. ``suspects`` are those of whom one or more are missing;
-    None means all that have not arrived.
-    """
 
-    def __init__(self, waited: Any, arrived: Optional[Sequence[int]] = None, suspects: Optional[Sequence[int]] = None):
-        super().__init__("a process did not come")
-        self.waited, self.arrived, self.suspects = waited, arrived, suspects
+class ExchangeError(SyncBatchNormError):
+    """An exchange has failed, and so has the step."""
+
+
+class Message(NamedTuple):
+    """A message for other processes, as the core has made it."""
+
+    kind: int
+    key: int
+    round_id: int
+    numbers: np.ndarray  # float64 of shape (n,)
+    ranks: Tuple[int, ...]  # to whom
 
 
 class ProcessGroup(ABC):
@@ -36,85 +62,247 @@ class ProcessGroup(ABC):
     ----------
     name : str
         The name of the communicator: 'mpi' or 'horovod'.
-    meets_in_pairs : bool
-        Whether two processes can meet without the others, at no more cost than all together.
     can_resume : bool
-        Whether the processes can go on together after a step that was given up.
+        Whether the communicator lets processes go on together after a step that was given up.
+    knows_who_came : bool
+        Whether messages show by themselves which processes have come.
     rank, size : int
         The number of this process, from 0, and how many there are.
     """
 
     name: str
-    meets_in_pairs: bool
     can_resume: bool
+    knows_who_came: bool
     rank: int
     size: int
 
-    @abstractmethod
-    def all_gather(
-        self, key: str, round_id: int, vector: np.ndarray, members: Sequence[int], ended: Ended
-    ) -> np.ndarray:
-        """Bring a vector, and return those of all members. Blocks; several threads may call it for different keys.
-
-        Parameters
-        ----------
-        key : str
-            The same on all processes.
-        round_id : int
-            Which of the rounds under this key; each process brings one vector to each, in any order.
-        vector : np.ndarray
-            float64 of shape (n,), on all processes of the same n.
-        members : sequence of int
-            Ranks that take part, in order, this process among them.
-        ended : callable
-            Ends the wait.
-
-        Returns
-        -------
-        np.ndarray
-            float64 of shape (members, n), in their order.
+    def _begin(self) -> None:
+        """The processes are known; their messages are carried from now on.
 
         Raises
         ------
-        MissingProcesses
-            The wait has ended.
         CommunicatorError
-            The processes are not connected any more, a process gave the step up, or vectors differ in length.
+            The compiled library is missing.
         """
+        if library.core is None:
+            raise CommunicatorError(f"several processes need the compiled library: {library.unavailable_reason}")
+        self.id: int = library.core.gluon_syncbn_make_processes(
+            self.rank, self.size, _REASONS.encode(), self.can_resume, not self.knows_who_came
+        )
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._carry, name=f"gluon_syncbn {self.name}", daemon=True).start()
+
+    def _carry(self) -> None:
+        """The thread that carries messages."""
+        task, what = library.Task(), library.Task
+        while task.what != what.END:
+            library.core.gluon_syncbn_next_task(self.id, self._pause(), self._is_busy, ctypes.byref(task))
+            try:
+                if task.what == what.SEND:
+                    self._send(_message_of(task))
+                elif task.what == what.ASK_WHO_CAME:
+                    self._find_out_who_came(_message_of(task))
+                elif task.what == what.GIVE_UP:
+                    self._give_up(task.text.decode())
+                self._take_in()
+            except CommunicatorError as problem:
+                self._lose(str(problem))
+            except Exception as problem:  # whatever it is, nobody is to wait for it
+                self._lose(f"the thread that carries messages has failed: {problem!r}")
+        deadline = time.monotonic() + _END_SECONDS
+        with contextlib.suppress(Exception):
+            while self._is_busy and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                self._take_in()
+        self._has_ended.set()
 
     @abstractmethod
-    def abandon(self, reason: str, highest_round: int) -> None:
-        """Give a step up: whoever waits for this process need not wait any longer.
+    def _pause(self) -> float:
+        """How many seconds pass at most, while something waits for a message or `_is_busy`, between calls of
+        `_take_in`."""
 
-        ``highest_round`` is the highest number that it has given a round. It goes on with `resume`, if it can.
-        """
+    @property
+    @abstractmethod
+    def _is_busy(self) -> bool:
+        """Whether messages of this process are still on their way."""
 
     @abstractmethod
-    def resume(self, ended: Ended) -> int:
-        """Return after `abandon`, when all processes have called it: the highest round of all.
-
-        Raises
-        ------
-        MissingProcesses, CommunicatorError
-            As in `all_gather`.
-        """
+    def _send(self, message: Message) -> None:
+        """Send a message, without waiting for others. Raises CommunicatorError, as the next two do."""
 
     @abstractmethod
-    def add_subsets(self, subsets: Sequence[Tuple[int, ...]]) -> None:
+    def _take_in(self) -> None:
+        """Hand what has arrived to `_receive`."""
+
+    def _find_out_who_came(self, message: Message) -> None:  # noqa: B027
+        """Call `_hear_who_came`, where not `knows_who_came`: which of ``message.ranks`` have come to this round."""
+
+    def _give_up(self, why: str) -> None:  # noqa: B027
+        """The step has failed in this process, and no message can say so: where not `can_resume`."""
+
+    def _receive(self, rank: int, kind: int, key: int, round_id: int, numbers: np.ndarray) -> None:
+        """Hand the core a message from this rank."""
+        numbers = np.ascontiguousarray(numbers, dtype=np.float64)
+        library.core.gluon_syncbn_receive(self.id, rank, kind, key, round_id, library.numbers(numbers), numbers.size)
+
+    def _hear_who_came(self, message: Message, ranks: Optional[Sequence[int]]) -> None:
+        """Tell the core which ranks have come to the round of a message; None if that is not known."""
+        some = list(ranks or ())
+        count = -1 if ranks is None else len(some)
+        array = (ctypes.c_int * len(some))(*some)
+        library.core.gluon_syncbn_hear_who_came(self.id, message.key, message.round_id, array, count)
+
+    def _end(self, why: str) -> None:
+        """End the work of these processes together, for good; the others hear that this one has ended."""
+        library.core.gluon_syncbn_end_processes(self.id, why.encode())
+
+    def _lose(self, why: str) -> None:
+        """Tell the core that no more messages come."""
+        library.core.gluon_syncbn_lose_transport(self.id, why.encode())
+
+    @property
+    def needs_subsets(self) -> bool:
+        """Whether processes meet without the others only after `add_subsets`."""
+        return False
+
+    def add_subsets(self, subsets: Sequence[Tuple[int, ...]], seconds: float) -> None:  # noqa: B027
         """Let these ranks meet without the others. Collective, with the same list on all processes.
 
         Raises
         ------
         CommunicatorError
-            The communicator cannot.
+            The communicator cannot, or other processes have not come within so many seconds.
         """
 
-    @abstractmethod
+    def all_gather(self, key: str, vector: np.ndarray, what: str = "all_gather", seconds: float = 600.0) -> np.ndarray:
+        """Bring a vector to all processes, and return those of all; the n-th calls with this key belong together.
+
+        Parameters
+        ----------
+        key : str
+            The same on all processes.
+        vector : np.ndarray
+            float64 of shape (n,), on all processes of the same n.
+        what : str
+            How errors begin.
+        seconds : float
+            How long to wait for the others.
+
+        Returns
+        -------
+        np.ndarray
+            float64 of shape (size, n), in rank order.
+
+        Raises
+        ------
+        ExchangeError
+            A process did not come, has ended, or gave the step up; or vectors differ in length.
+        """
+        vector = np.ascontiguousarray(vector, dtype=np.float64)
+        rows = np.empty((self.size, vector.size))
+        members = (ctypes.c_int * self.size)(*range(self.size))
+        _raise(
+            library.core.gluon_syncbn_exchange(
+                self.id,
+                what.encode(),
+                number_of(key),
+                members,
+                self.size,
+                seconds,
+                library.numbers(vector),
+                vector.size,
+                library.numbers(rows),
+            )
+        )
+        return rows
+
+    def time_exchanges(self, numbers: int, count: int) -> np.ndarray:
+        """Return the microseconds of each of ``count`` exchanges of vectors of ``numbers`` float64 numbers.
+
+        One begins where the one before has ended, as those of layers do. All processes call it together; raises as
+        `all_gather`.
+        """
+        microseconds = np.empty(count)
+        key = number_of(f"time.{numbers}")
+        _raise(library.core.gluon_syncbn_time_exchanges(self.id, key, numbers, count, library.numbers(microseconds)))
+        return microseconds
+
+    def fail(self, error: str) -> None:
+        """The step has failed in this process, unless it had failed before."""
+        library.core.gluon_syncbn_fail_processes(self.id, error.encode())
+
+    @property
+    def failure(self) -> str:
+        """Why the step has failed; empty if it has not."""
+        return library.core.gluon_syncbn_failure_of_processes(self.id).decode()
+
+    @property
+    def state(self) -> library.State:
+        """Where the processes stand with each other."""
+        state = library.State()
+        library.core.gluon_syncbn_state_of_processes(self.id, ctypes.byref(state))
+        return state
+
+    def abandon(self, is_under_way: bool) -> None:
+        """Give up a step that has failed, or one that ``is_under_way``: nobody need wait for this process any more."""
+        why = library.core.gluon_syncbn_abandon(self.id, is_under_way).decode()
+        if why and not (self.can_resume or self.shares_memory):
+            self._give_up(why)
+
+    def resume(self, what: str, seconds: float) -> None:
+        """Return when all processes have given the step up. Raises ExchangeError if they do not."""
+        _raise(library.core.gluon_syncbn_resume(self.id, what.encode(), seconds))
+
+    def go_to_round(self, least: int) -> None:
+        """Give no round a lower number from here on."""
+        library.core.gluon_syncbn_go_to_round(self.id, least)
+
+    def name_processes(self, names: Sequence[str]) -> None:
+        """Set what errors say in addition to the ranks: names of hosts."""
+        library.core.gluon_syncbn_name_processes(self.id, library.strings(names), len(names))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether messages go through memory of the host."""
+        return bool(self.state.shares_memory)
+
+    def offer_memory(self) -> Tuple[str, str]:
+        """Make memory that all processes may share: where it is, for `join_memory`, or why it cannot be had."""
+        problem = ctypes.c_char_p()
+        where = library.core.gluon_syncbn_offer_memory(self.id, ctypes.byref(problem))
+        return where.decode(), (problem.value or b"").decode()
+
+    def join_memory(self, where: str) -> str:
+        """Map this memory, and listen there. Returns why it cannot be."""
+        return library.core.gluon_syncbn_join_memory(self.id, where.encode()).decode()
+
+    def use_memory(self, all_have_joined: bool) -> None:
+        """Send by the memory from now on, or drop it."""
+        library.core.gluon_syncbn_use_memory(self.id, all_have_joined)
+
     def leave(self) -> None:
         """The process ends: whoever waits for it need not wait any longer."""
+        library.core.gluon_syncbn_leave(self.id, _END_SECONDS)
+        self._has_ended.wait(2 * _END_SECONDS)
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r}: process {self.rank} of {self.size}>"
+
+
+def _message_of(task: library.Task) -> Message:
+    numbers = np.ctypeslib.as_array(task.numbers, (task.num_numbers,)).copy() if task.num_numbers else np.empty(0)
+    return Message(task.kind, task.key, task.round_id, numbers, tuple(task.ranks[: task.num_ranks]))
+
+
+def _raise(error: bytes) -> None:
+    if error:
+        raise ExchangeError(error.decode())
+
+
+@functools.lru_cache(maxsize=None)
+def number_of(key: str) -> int:
+    """The key as a number, for the core."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 # What a user may give for one: a name, or one that exists, of ours or of the library's.

@@ -1,18 +1,24 @@
 """Executors of symbols: what is bound is the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
 
 import functools
+import os
 import threading
+import warnings
 from collections import OrderedDict
 
 import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import json_of
+from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.graphs.graph import Kind
 from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import MARK, has_what_runs
 from gluon_syncbn.graphs.trace import Layers
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
+
+_MIRROR = "MXNET_BACKWARD_DO_MIRROR"
+_binding = threading.RLock()  # MXNet reads that variable of the environment
 
 
 class _BoundSymbols:
@@ -87,7 +93,18 @@ def following_reshape(reshape):
 
 def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
     buffers = cpu_resources.GraphsBuffers()
-    executor = cpu_resources.in_one_call(buffers, None, bind, bound, *args, **kwargs)
+    with _binding:
+        before = os.environ.get(_MIRROR, "0")
+        is_off = synchronizes and before not in ("", "0")
+        try:
+            if is_off:
+                # MXNet would compute the layers again in the backward pass: their running statistics would move twice.
+                warnings.warn(f"{_MIRROR} is off for symbols with synchronized layers.", stacklevel=users_line())
+                os.environ[_MIRROR] = "0"
+            executor = cpu_resources.in_one_call(buffers, None, bind, bound, *args, **kwargs)
+        finally:
+            if is_off:
+                os.environ[_MIRROR] = before
     cpu_resources.give_buffers(executor, buffers)
     if synchronizes:
         steps.executors[executor] = None

@@ -30,6 +30,7 @@ from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
     arrays_of,
     context_list,
+    device_of,
     drop_graph,
     drop_operator,
     find_shapes,
@@ -160,7 +161,7 @@ def _is_complete(net: Block) -> bool:
 
 def _device_of(inputs) -> Optional[mx.Context]:
     given = flatten(inputs, "input")[0]
-    return next((item.context for item in given if isinstance(item, mx.nd.NDArray)), None)
+    return next((device_of(item) for item in given if isinstance(item, mx.nd.NDArray)), None)
 
 
 def _make(net: Block, args) -> Optional[_Graph]:

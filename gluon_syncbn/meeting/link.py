@@ -4,10 +4,8 @@ import os
 import threading
 from typing import Callable, List, Optional, Sequence, Tuple
 
-import numpy as np
-
 from gluon_syncbn.distributed.default import find
-from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
 from gluon_syncbn.layer.decision import check_groups
 from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, default_timeout
 from gluon_syncbn.meeting.active_set import active_sets
@@ -32,24 +30,21 @@ class Link:
         self.first_device = group.rank * self._num_devices
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
-        self._processes.links.add(self)
+        self._processes.add_link(self)
 
-    def exchange(
-        self, direction: str, chunk: int, set_id: int, round_id: int, vector: np.ndarray
-    ) -> Tuple[np.ndarray, int]:
-        """The rows of all processes that have devices in group number ``chunk`` of the layer, and the round.
+    def prepare(self, direction: str, chunk: int, set_id: int) -> Tuple[int, Sequence[int]]:
+        """Let the processes that have devices in group number ``chunk`` of the layer exchange what these bring.
 
-        Raises as `Processes.exchange`.
+        Returns the key of their exchanges, and their ranks. Raises as `Processes.prepare`.
         """
         with self._place_lock:  # several groups of the layer may come for the first time together
             if self.place is None:
                 name = self._spec.name
                 key = f"{name}.{self._processes.count_layers(name)}"
                 self.place = Place(key, key, "layer", name, [self._spec.describe(None)], self._subsets())
+        self._processes.prepare(f"{self._spec.where}: {direction} pass", self.place, self.seconds)
         members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
-        return self._processes.exchange(
-            self.place, chunk, direction, round_id, vector, members, self.seconds, self._spec.where
-        )
+        return number_of(f"{self.place.key}.{chunk}.{direction}"), members
 
     def take(self, place: Place) -> None:
         """The layer is about to train, in a net."""
@@ -59,9 +54,10 @@ class Link:
                 if self.place.subsets:
                     self._processes.announce_subsets(place.net)
 
-    def fail(self, text: str) -> None:
-        """A round failed among the devices of this process."""
-        self._processes.fail(text)
+    @property
+    def processes_id(self) -> int:
+        """The processes, for the core."""
+        return self._processes.group.id
 
     @property
     def seconds(self) -> float:

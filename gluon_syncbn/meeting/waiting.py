@@ -10,6 +10,7 @@ import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
+from gluon_syncbn.base.errors import listed_reasons
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
 
@@ -25,7 +26,7 @@ class _Cut:
     """Whether waits are cut short."""
 
     def __init__(self) -> None:
-        self.now = ("", 0.0, 0.0)  # because of what, since when, and the grace period of waits for processes
+        self.now = ("", 0.0)  # because of what, and since when
         self.under_way = 0  # how many `cut_short` there are
         self.lock = threading.Lock()
 
@@ -64,15 +65,6 @@ def usual_reasons() -> str:
     )
 
 
-def listed_reasons(*reasons: str, end: str) -> str:
-    """The end of an error, with the usual reasons on a line each, the likeliest first.
-
-    MXNet takes lines that begin with spaces for a stack trace.
-    """
-    lines = "".join(f"\n({number}) {reason}" for number, reason in enumerate(reasons, start=1))
-    return f"Usual reasons:{lines}\n{end}"
-
-
 @contextlib.contextmanager
 def cut_short(because: str) -> Iterator[None]:
     """Within the ``with`` block waits end after the grace period; on several threads, within the last block."""
@@ -93,45 +85,9 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) ->
 
     ``process_grace`` is the grace period of waits for other processes.
     """
-    _cut.now = (because, time.monotonic(), process_grace)
+    _cut.now = (because, time.monotonic())
     if library.core is not None:
-        library.core.gluon_syncbn_cut_waits_short(because.encode())
-
-
-class Wait:
-    """One wait that its owner ends: within a ``with`` block, calls `ended` from time to time."""
-
-    def __init__(self, seconds: float, began: Optional[float] = None, is_for_processes: bool = False):
-        self._began = time.monotonic() if began is None else began
-        self._is_for_processes = is_for_processes
-        self._timeout = seconds
-        self._is_watching = False
-
-    def __enter__(self) -> "Wait":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._is_watching:
-            library.core.gluon_syncbn_watch_signals(0)
-
-    def ended(self) -> Optional[Waited]:
-        """How long it was, and why it ends now; None while it goes on."""
-        if library.core is not None and not self._is_watching and time.monotonic() > self._began + POLL_SECONDS:
-            library.core.gluon_syncbn_watch_signals(1)
-            self._is_watching = True
-        now = time.monotonic()
-        if now >= self._began + self._timeout:
-            return Waited(self._timeout, "")
-        signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
-        if signalled >= self._began and now >= signalled + GRACE_SECONDS:
-            return Waited(now - self._began, "Ctrl-C or SIGTERM came")
-        error = failures.failure()
-        if error and now >= max(self._began, failures.failed_at()) + GRACE_SECONDS:
-            return Waited(now - self._began, f"the step has failed ({error})")
-        because, since, process_grace = _cut.now
-        if because and now >= max(self._began, since) + (process_grace if self._is_for_processes else GRACE_SECONDS):
-            return Waited(now - self._began, because)
-        return None
+        library.core.gluon_syncbn_cut_waits_short(because.encode(), process_grace)
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
@@ -139,10 +95,34 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
 
     ``began`` is on the clock of `time.monotonic`.
     """
-    with Wait(timeout, began) as this:
+    is_watching = False
+    try:
         while not enough():
-            ended = this.ended()
-            if ended is not None:
-                return ended
+            if library.core is not None and not is_watching and time.monotonic() > began + POLL_SECONDS:
+                library.core.gluon_syncbn_watch_signals(1)
+                is_watching = True
+            waited = _ended(began, timeout)
+            if waited is not None:
+                return waited
             changed.wait(min(POLL_SECONDS, began + timeout - time.monotonic()))
+        return None
+    finally:
+        if is_watching:
+            library.core.gluon_syncbn_watch_signals(0)
+
+
+def _ended(began: float, timeout: float) -> Optional[Waited]:
+    """How long a wait was, and why it ends now; None while it goes on."""
+    now = time.monotonic()
+    if now >= began + timeout:
+        return Waited(timeout, "")
+    signalled = -1.0 if library.core is None else library.core.gluon_syncbn_signalled_at()
+    if signalled >= began and now >= signalled + GRACE_SECONDS:
+        return Waited(now - began, "Ctrl-C or SIGTERM came")
+    error = failures.failure()
+    if error and now >= max(began, failures.failed_at()) + GRACE_SECONDS:
+        return Waited(now - began, f"the step has failed ({error})")
+    because, since = _cut.now
+    if because and now >= max(began, since) + GRACE_SECONDS:
+        return Waited(now - began, because)
     return None

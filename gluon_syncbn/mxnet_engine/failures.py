@@ -25,10 +25,12 @@ import mxnet as mx
 
 from gluon_syncbn.base import library
 from gluon_syncbn.base.library import LIBMXNET, check_call
+from gluon_syncbn.base.mxnet_private import device_of
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
 _SECONDS_TO_FAIL = 0.05
 _turn_to_fail = threading.Lock()
+_LAYER = "SyncBatchNorm '"  # so the error of a layer begins
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 
 
@@ -38,7 +40,7 @@ class _State:
     def __init__(self) -> None:
         self.is_in_use = self.has_memory = False
         self.error, self.failed_at, self.generation = "", 0.0, 1
-        self.was_read = False
+        self.is_told = False  # whether the user has been told: an array could not be read, or its error was raised
         self.lock = threading.Lock()
 
 
@@ -76,7 +78,7 @@ def fail(error: str) -> None:
 
 def fail_by_reading(error: str) -> None:
     """The step has failed as far as anyone knows: an array could not be read, which may have to do with no layer."""
-    _state.was_read = True
+    tell()
     if library.core is None:
         return fail(error)
     library.core.gluon_syncbn_fail_step_by_reading(error.encode())
@@ -93,7 +95,7 @@ def is_readable(array: mx.nd.NDArray) -> bool:
         is_computed = library.core.gluon_syncbn_is_readable(array.handle) != 0
     except KeyboardInterrupt:  # it may have ended this wait by failing the step
         if failure():
-            mark_seen(failure())
+            tell()
         raise
     if is_computed or not array.size:
         return True
@@ -124,7 +126,7 @@ def generation() -> int:
 def reset() -> None:
     """The step was given up; nothing runs."""
     _state.error, _state.generation = "", _state.generation + 1
-    _state.was_read = False
+    _state.is_told = False
     if library.core is not None:
         library.core.gluon_syncbn_reset_step()
 
@@ -132,19 +134,33 @@ def reset() -> None:
 # Whether someone has seen the error. MXNet keeps the text of the last error that it has thrown to a thread.
 
 
+def last_error() -> str:
+    """The last error that this thread has seen, or ""."""
+    return LIBMXNET.MXGetLastError().decode(errors="replace")
+
+
 def was_seen() -> bool:
-    """Whether this thread has seen an error of MXNet's since `forget_seen`, or another could not read an array."""
-    return _state.was_read or bool(LIBMXNET.MXGetLastError())
+    """Whether the user knows of the failure: was told, or this thread has seen an error since `forget_seen`.
+
+    Where a layer has failed, an error of a layer: another may have to do with the step or not.
+    """
+    seen = last_error()
+    is_ours = _LAYER in seen or (library.core is None and "potrf" in seen)  # see poison
+    return _state.is_told or (is_ours if failure().startswith(_LAYER) else bool(seen))
 
 
-def mark_seen(error: str) -> None:
-    """Note that this thread has seen this error."""
+def tell() -> None:
+    """Note that the failure, or what is known of it, is about to be raised."""
+    _state.is_told = True
+
+
+def set_last_error(error: str) -> None:
     LIBMXNET.NNAPISetLastError(ctypes.c_char_p(error.encode()))
 
 
 def forget_seen() -> None:
-    if LIBMXNET.MXGetLastError():
-        mark_seen("")
+    if last_error():
+        set_last_error("")
 
 
 # What the engine is given
@@ -170,7 +186,7 @@ def watch(
     if library.core is None or not arrays:
         return
     distinct = _distinct(statistics)
-    thread = arrays[0].context.device_id  # a CPU's own; several GPUs have several
+    thread = device_of(arrays[0]).device_id  # a CPU's own; several GPUs have several
     check_call(
         library.core.gluon_syncbn_watch(
             _handles(arrays), len(arrays), _handles(distinct), len(distinct), are_heads, thread, error.encode()
@@ -220,11 +236,10 @@ def _give_memory() -> None:
     if _state.has_memory:
         return
     mx.nd.waitall()
-    has_been_seen = was_seen()
+    seen = last_error()
     check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
     LIBMXNET.MXNDArrayWaitAll()  # which fails
-    if not has_been_seen:
-        forget_seen()
+    set_last_error(seen)
     _state.has_memory = True
 
 
@@ -241,7 +256,7 @@ def poison(array: mx.nd.NDArray, error: str) -> None:
     values = array.as_nd_ndarray()  # of mx.np, reshape would copy
     with _turn_to_fail, mx.autograd.pause():
         time.sleep(_SECONDS_TO_FAIL)
-        cpu = mx.cpu(values.context.device_id)  # a GPU computes NaN, and no error
+        cpu = mx.cpu(device_of(values).device_id)  # a GPU computes NaN, and no error
         root = mx.nd.linalg.potrf(mx.nd.full((1, 1), -1, ctx=cpu, dtype=values.dtype))
         root.reshape(-1).copyto(values.reshape(-1)[:1])
 
@@ -259,7 +274,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     except mx.MXNetError as problem:
         fail(str(problem).split("\nStack trace")[0].strip())
     if failure():
-        mark_seen(failure())
+        tell()
         raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
     return 0
 

@@ -41,7 +41,8 @@ def abandon_step() -> None:
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
     In a job of several processes, those that wait for this one in the step get an error, and call this too; then the
-    next step is right. Through Horovod, which cannot take a step back, the job has ended.
+    next step is right. Where Horovod carries their vectors, which it cannot take back, the job has ended
+    (docs/processes.md).
 
     Examples
     --------
@@ -78,7 +79,7 @@ def leave_failed_step() -> None:
         abandon_step()
     else:
         error = _with_cause(error, finish_pending_work())
-        failures.mark_seen(error)
+        failures.tell()
         raise SyncBatchNormError(
             f"A step has failed, and its error was not read. {error} Call gluon_syncbn.abandon_step(), or just begin "
             f"the next step."

@@ -10,7 +10,7 @@ from typing import Iterable, List, Optional
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_record, trains
+from gluon_syncbn.base.mxnet_private import device_of, has_fresh_gradient, is_record, trains
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.steps import steps, take_fresh_gradient
@@ -82,7 +82,9 @@ def counting_backward(backward):
         heads = _listed(args[0] if args else kwargs.get("heads"))
         if failures.is_in_use():
             for head in heads:
-                failures.watch([head], f"an operator before backward() on {head.context} had failed.", are_heads=True)
+                failures.watch(
+                    [head], f"an operator before backward() on {device_of(head)} had failed.", are_heads=True
+                )
         steps.count_heads(heads)
         steps.begin_backward()
         try:
@@ -111,7 +113,7 @@ def noticing_copies(copyto):
     def noticed_copyto(self, other):
         global _copies_in_graphs
         if not (_copies_in_graphs or cpu_resources.shared_because) and mx.autograd.is_recording():
-            devices = self.context, getattr(other, "context", other)
+            devices = device_of(self), device_of(other) if isinstance(other, mx.nd.NDArray) else other
             are_cpus = all(getattr(device, "device_type", "") == "cpu" for device in devices)
             if are_cpus and devices[0] != devices[1]:
                 # Whether autograd has computed this array, or computes its gradient.
@@ -174,9 +176,9 @@ def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optiona
     """The call that computes these arrays writes running statistics, MXNet's own BatchNorm in the backward pass."""
     arrays = [array for array in computed if array is not None]
     if arrays and executor in steps.executors and failures.is_in_use():
-        device = arrays[0].context
+        device = device_of(arrays[0])
         error = f"an operator of a symbol, or one before it, had failed on {device}."
-        failures.watch([array for array in arrays if array.context == device], error, executor.aux_arrays)
+        failures.watch([array for array in arrays if device_of(array) == device], error, executor.aux_arrays)
 
 
 def noticing_backward_of_symbols(backward):

@@ -25,12 +25,12 @@ never are under way. One that is recorded and has no backward pass is no longer 
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, set_fresh_gradient
+from gluon_syncbn.base.mxnet_private import device_of, has_fresh_gradient, has_gradient, set_fresh_gradient
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.meeting.positions import Nets
@@ -105,7 +105,7 @@ class _Note:
     def count(self) -> None:
         if not self.is_counted and has_fresh_gradient(self.array):
             self.is_counted = True
-            self.passes.end_backward(self.array.context)
+            self.passes.end_backward(device_of(self.array))
 
 
 def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
@@ -113,12 +113,11 @@ def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
 
     MXNet says so by an error, which nobody is to take for that of a step.
     """
-    was_seen = failures.was_seen()
+    seen = failures.last_error()
     try:
         set_fresh_gradient(array, False)
     except mx.MXNetError:
-        if not was_seen:
-            failures.forget_seen()
+        failures.set_last_error(seen)
         return False
     return True
 
@@ -151,14 +150,15 @@ class Steps:
     """All that a process must know of its steps, in one object, `steps`. Threads of several devices call it together.
 
     ``nets`` are those that have trained with other processes, ``executors`` those of symbols that have synchronized
-    layers, ``trainers`` all that have updated.
+    layers, ``trainers`` all Trainers, with whether each has updated.
     """
 
     def __init__(self) -> None:
         self.nets = Nets()
         # With the mode of the last call: training, prediction, or none yet.
         self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
-        self.trainers: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()
+        self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()
+        self.before_update: Callable[[], None] = lambda: None  # what `gluon_syncbn.devices` has yet to do
         self._lock = threading.Lock()  # of layers, passes and updates
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized
         self._used_gpus = False  # when work was last waited for
@@ -315,7 +315,7 @@ class Steps:
     def count_heads(self, heads: Iterable[mx.nd.NDArray]) -> None:
         """Note that a backward pass of these arrays begins."""
         with self._lock:
-            self._heads.update(head.context for head in heads)
+            self._heads.update(map(device_of, heads))
 
     def begin_backward(self) -> None:
         """Note that a ``backward()`` is called."""

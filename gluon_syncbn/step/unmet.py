@@ -20,6 +20,7 @@ from gluon_syncbn.base.mxnet_private import (
     arrays_of,
     context_list,
     contexts_of_module,
+    device_of,
     has_fresh_gradient,
     has_gradient,
     set_fresh_gradient,
@@ -134,7 +135,7 @@ def _is_suspect(sync: "Synchronization", chosen) -> bool:
         return False
     if sync.spec().is_plain:
         return False
-    fresh = {array.context for array in _fresh(sync)}
+    fresh = {device_of(array) for array in _fresh(sync)}
     if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):
         return False
     if sync.trains_here():

@@ -19,6 +19,7 @@ import mxnet as mx
 from mxnet.gluon import Parameter
 
 from gluon_syncbn.base.mxnet_private import (
+    device_of,
     gradients_of,
     gradients_of_module,
     has_gradient,
@@ -82,17 +83,29 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
         yield
 
 
+def noting_trainer(init):
+    """``Trainer.__init__``: a step may fail before the first update."""
+
+    @functools.wraps(init)
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        steps.trainers[self] = False
+
+    return noted
+
+
 def guarding_trainer(update):
     """A method of Trainer's that reads gradients, or updates weights."""
 
     @functools.wraps(update)
     def guarded(self, *args, **kwargs):
         check_met(parameters_of(self))
+        steps.before_update()
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
-        if self not in steps.trainers and update.__name__ != "update":
+        if not steps.trainers.get(self) and update.__name__ != "update":
             _warn_if_alone(self)
-        steps.trainers.add(self)
+        steps.trainers[self] = True
         parameters = parameters_of(self)
         by_index = gradients_of(parameters)
         is_first = is_first_update(self)
@@ -137,7 +150,7 @@ def guarding_module(update):
         if not failures.is_in_use():
             return update(self, *args, **kwargs)
         for outputs in outputs_of_module(self):
-            failures.watch(outputs, f"an operator of the Module on {outputs[0].context} had failed.", are_heads=True)
+            failures.watch(outputs, f"an operator of the Module on {device_of(outputs[0])} had failed.", are_heads=True)
         indices, gradients = gradients_of_module(self)
         with _guarding(gradients, lambda: weights_of_module(self), False, optimizer_of(self), indices):
             return update(self, *args, **kwargs)

@@ -141,41 +141,42 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels for GPUs. `kind` is dtype, activation, whether there is a residual, and whether it works in place; `tuning`
-// is threads, unroll, blocks and reducing_blocks.
+// Kernels for GPUs. `kind` is dtype, activation, whether there is a residual, and whether it works in place.
 
 namespace {
 
-Tuning tuning_of(const int64_t* numbers) { return {numbers[0], numbers[1], numbers[2], numbers[3]}; }
-
-void launch(void* function, const unsigned* grid, const unsigned* block, void* arguments, void* stream) {
+// `blocks` is tiles, parts, threads.
+void launch(void* function, const unsigned* blocks, void* arguments, void* stream) {
   void* addresses[] = {arguments};
-  check_cuda(cuda().launch(function, grid[0], grid[1], 1, block[0], block[1], 1, 0, stream, addresses, nullptr),
+  check_cuda(cuda().launch(function, blocks[0], blocks[1], 1, blocks[2], 1, 1, 0, stream, addresses, nullptr),
              "a kernel could not be launched");
 }
 
 }  // namespace
 
 // The options that the operator gives to NVRTC, with a space between two.
-EXPORTED void gluon_syncbn_kernel_options(const int* kind, const int64_t* tuning, char* text, int64_t size) {
+EXPORTED void gluon_syncbn_kernel_options(const int* kind, char* text, int64_t size) {
   const KernelKind chosen{dtype_of(kind[0]), static_cast<Activation::Kind>(kind[1]), kind[2] != 0, kind[3] != 0};
   std::string options;
-  for (const std::string& option : GpuProgram::options(chosen, tuning_of(tuning))) options += option + ' ';
+  for (const std::string& option : GpuProgram::options(chosen)) options += option + ' ';
   std::snprintf(text, static_cast<size_t>(size), "%s", options.c_str());
 }
 
-// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, images, grid
-// (2), block (2), and the sizes of partials, counters and tickets. `tuning` may be null.
-EXPORTED void gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner,
-                                      const void* const* addresses, int count, int reduces, const int64_t* tuning,
-                                      int64_t* launch) {
-  const Layout layout{outer, channels, inner};
-  const Launch chosen = launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count),
-                                   reduces != 0, tuning ? tuning_of(tuning) : Tuning{});
-  const int64_t numbers[] = {chosen.rows,       chosen.aligned,  chosen.images,  chosen.grid_x,
-                             chosen.grid_y,     chosen.block_x,  chosen.block_y, chosen.partials(layout),
-                             chosen.counters(), chosen.tickets()};
-  std::memcpy(launch, numbers, sizeof numbers);
+// How a GPU's kernels are launched for tensors at these `count` addresses; `launch` gets rows, aligned, tile, width,
+// thread_rows, tiles, parts, threads, and the sizes of partials and counters.
+EXPORTED int gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels, int64_t inner,
+                                     const void* const* addresses, int count, int64_t multiprocessors, int64_t* launch,
+                                     char* error, int64_t error_size) {
+  return or_error(error, error_size, [&] {
+    const Layout layout{outer, channels, inner};
+    const Launch chosen =
+        launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), multiprocessors);
+    const int64_t numbers[] = {chosen.rows,      chosen.aligned,     chosen.tile,
+                               chosen.width,     chosen.thread_rows, chosen.tiles,
+                               chosen.parts,     chosen.threads,     chosen.partials(layout),
+                               chosen.counters()};
+    std::memcpy(launch, numbers, sizeof numbers);
+  });
 }
 
 // Compiles as the operator does, with `count` options; a text that lives for good, or null after leaving an error.
@@ -212,22 +213,21 @@ EXPORTED int gluon_syncbn_attribute(void* function, int attribute) {
 }
 
 // Launches with a struct of arguments, on a stream of GPU number 0.
-EXPORTED int gluon_syncbn_launch(void* function, const unsigned* grid, const unsigned* block, void* arguments,
-                                 void* stream, char* error, int64_t error_size) {
+EXPORTED int gluon_syncbn_launch(void* function, const unsigned* blocks, void* arguments, void* stream, char* error,
+                                 int64_t error_size) {
   return or_error(error, error_size, [&] {
     const GpuContext context(0);
-    launch(function, grid, block, arguments, stream);
+    launch(function, blocks, arguments, stream);
   });
 }
 
 // Two kernels as in a forward pass, on a stream of GPU number 0, `rounds` times. Six times of each round, in
-// microseconds: to launch the first; until the ticket is seen in `message`; until the stream is idle; to launch the
+// microseconds: to launch the first; until all numbers are seen in `message`; until the stream is idle; to launch the
 // second; until a value of the output at `y`, `value_size` bytes in pinned memory, is seen to change; until the stream
-// is idle. The struct of the first begins its ticket anew each time.
-EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsigned* moments_grid,
-                                    const unsigned* moments_block, const unsigned* normalize_grid,
-                                    const unsigned* normalize_block, MomentsArguments* first,
-                                    NormalizeArguments* second, volatile double* message, void* y, int value_size,
+// is idle.
+EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsigned* moments_blocks,
+                                    const unsigned* normalize_blocks, MomentsArguments* first,
+                                    NormalizeArguments* second, volatile uint64_t* message, void* y, int value_size,
                                     int rounds, double* times, char* error, int64_t error_size) {
   return or_error(error, error_size, [&] {
     using Time = std::chrono::steady_clock;
@@ -242,20 +242,26 @@ EXPORTED int gluon_syncbn_latencies(void* moments, void* normalize, const unsign
     };
     const auto is_idle = [&] { return cuda().query_stream(stream) == 0; };
     std::vector<char> untouched(static_cast<size_t>(value_size), 0x55);
-    double ticket = 1e9;
+    const int64_t numbers = 2 * first->shape.channels;
+    const double half = 0.5;
+    uint64_t bits_of_half;
+    std::memcpy(&bits_of_half, &half, sizeof half);
     for (int round = 0; round < rounds; ++round) {
       std::memcpy(y, untouched.data(), untouched.size());
-      first->memory.ticket = ++ticket;
+      for (int64_t i = 0; i < numbers; ++i) message[i] = kNotThere;
       Time::time_point seen[7] = {Time::now()};
-      launch(moments, moments_grid, moments_block, first, stream);
+      launch(moments, moments_blocks, first, stream);
       seen[1] = Time::now();
-      wait([&] { return *message == ticket; });
+      int64_t there = 0;
+      wait([&] {
+        while (there < numbers && message[there] != kNotThere) ++there;
+        return there == numbers;
+      });
       seen[2] = Time::now();
       wait(is_idle);
       seen[3] = Time::now();
-      second->memory.ticket = ++ticket;
-      for (int64_t i = 0; i < 2 * first->shape.channels; ++i) message[1 + i] = 0.5;
-      launch(normalize, normalize_grid, normalize_block, second, stream);
+      for (int64_t i = 0; i < numbers; ++i) message[i] = bits_of_half;
+      launch(normalize, normalize_blocks, second, stream);
       seen[4] = Time::now();
       wait([&] { return std::memcmp(y, untouched.data(), untouched.size()) != 0; });
       seen[5] = Time::now();

@@ -1,7 +1,9 @@
 // Layers over 12 devices, each a thread: they meet in groups of 12, 4, 3 and 1, of all devices or of those that a short
 // step has, forward and backward, with a schedule of Batch Renormalization, while another thread asks the groups all
 // that Python asks, makes and drops others, and switches the profile. Statistics, sums and limits are compared with
-// what was brought. Run under ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
+// what was brought. Then two processes of one device each: after each step that they give up their first exchanges have
+// to be prepared, which takes its time, and two backward passes of one forward pass come in the meantime. Run under
+// ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -20,6 +23,7 @@
 
 #include "meeting/all_reduce.h"
 #include "meeting/step.h"
+#include "processes/host_memory.h"
 
 extern "C" void gluon_syncbn_start_profile();
 extern "C" const char* gluon_syncbn_stop_profile();
@@ -143,6 +147,63 @@ void ask(const std::vector<std::shared_ptr<Group>>& groups, const std::atomic<bo
   check(dropped > 0, "no group was dropped");
 }
 
+struct Nobody : Transport {
+  void send(const Message&, const std::vector<int>&) override {}
+};
+
+void meet_in_two_processes(int steps) {
+  const HostMemory::Offer offer(2);
+  std::vector<std::shared_ptr<Processes>> processes;
+  std::vector<std::shared_ptr<Group>> groups;
+  for (int rank = 0; rank < 2; ++rank) {
+    processes.push_back(std::make_shared<Processes>(rank, 2, "", std::make_shared<Nobody>(), false));
+    Processes& mine = *processes.back();
+    mine.share(HostMemory::join(offer.where, rank, 2,
+                                [&mine](int from, Message message) { mine.receive(from, std::move(message)); }));
+    mine.agree_on_memory();
+    Link link;
+    link.processes = processes.back();
+    link.first_device = static_cast<size_t>(rank);
+    link.timeout_seconds = 60;
+    link.prepare = [random = std::make_shared<std::mt19937>(rank)](bool is_forward, int64_t, int64_t) {
+      std::this_thread::sleep_for(std::chrono::microseconds((*random)() % 300));
+      return std::make_pair(int64_t{is_forward}, std::vector<int>{0, 1});
+    };
+    const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, 1, 0, 0, nullptr};
+    groups.push_back(
+        std::make_shared<Group>(spec, std::vector<std::string>{"cpu(0)"}, "", [link] { return link; }, [] {}));
+    groups.back()->connect();
+  }
+  std::atomic<int> finished{0};
+  const auto run = [&](int rank) {
+    const std::string device = "cpu(0)";
+    Processes& mine = *processes[static_cast<size_t>(rank)];
+    Group& group = *groups[static_cast<size_t>(rank)];
+    for (int step = 0; step < steps; ++step) {
+      Meeting forward(group, device, true), first(group, device, false), second(group, device, false);
+      for (Meeting* meeting : {&forward, &first, &second}) meeting->begin_pass();
+      const Moments local{2, {double(rank)}, {0}};
+      wait_until_done([&](Meeting::Done done) { forward.bring_moments(local, std::move(done)); });
+      const ForwardCall call = forward.statistics().call;
+      std::promise<void> one, other;
+      first.bring_sums({1.0 + rank, 0.0}, call, [&one] { one.set_value(); });
+      second.bring_sums({10.0 + rank, 0.0}, call, [&other] { other.set_value(); });
+      one.get_future().wait();
+      other.get_future().wait();
+      check(first.sums()[0] == 3 && second.sums()[0] == 21, "backward passes of one forward pass have changed places");
+      for (Meeting* meeting : {&forward, &first, &second}) meeting->end_pass();
+      // One that has given up does not take part in what the other has yet to begin.
+      for (++finished; finished < 2 * (step + 1);) std::this_thread::yield();
+      mine.abandon(true);
+      wait_until_done([&](std::function<void()> done) { mine.resume("", 60, [done](const Exchanged&) { done(); }); });
+    }
+  };
+  std::thread there([&] { run(1); });
+  run(0);
+  there.join();
+  for (const auto& mine : processes) mine->share(nullptr);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -195,6 +256,11 @@ int main(int argc, char** argv) {
   ends = true;
   asking.join();
   check(lines > 0, "nothing was profiled");
+  {
+    std::lock_guard<std::mutex> lock(active_sets().mutex);
+    active_sets().current = 0;
+  }
+  meet_in_two_processes(3 * steps);
   std::printf("%d steps, %ld passes there and back, %ld failures\n", steps, met.load(), failures.load());
   return failures != 0;
 }

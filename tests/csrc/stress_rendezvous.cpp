@@ -160,8 +160,8 @@ int main(int count, char** arguments) {
   std::vector<std::string> names;
   for (size_t rank = 0; rank < kRanks; ++rank) names.push_back("rank " + std::to_string(rank));
   // The timeout is long enough that no thread of a busy machine misses it by accident.
-  const auto forward = std::make_shared<Rendezvous>("forward", names, 0.5, "");
-  const auto backward = std::make_shared<Rendezvous>("backward", names, 0.5, "");
+  const auto forward = std::make_shared<Rendezvous>("forward", names, 1.5, "");
+  const auto backward = std::make_shared<Rendezvous>("backward", names, 1.5, "");
   Barrier barrier;
   signal(SIGINT, [](int) { handled += 1; });
   set_anew();

@@ -1,9 +1,9 @@
 // Rounds that nobody waits for: 4 ranks arrive on threads of their own and are called back. Of every rendezvous the
 // last reference that is not a round's goes at some point in it. Now and then a rank does not come, comes twice, or
-// brings a vector of another length; with other processes the exchange may throw, or take longer than it may. Every
-// callback must be called exactly once, all of a round with the same outcome, and nothing may be left. Run under
-// ThreadSanitizer and AddressSanitizer. Exchanges run on threads that are kept: no more are ever made than were needed
-// at a time. Usage: stress_rounds [rounds]
+// brings a vector of another length; with other processes the exchange may fail, or not even begin. Every callback must
+// be called exactly once, all of a round with the same outcome, and nothing may be left. Run under ThreadSanitizer and
+// AddressSanitizer. Exchanges run on threads that are kept: no more are ever made than were needed at a time. Usage:
+// stress_rounds [rounds]
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "meeting/rendezvous.h"
+#include "meeting/threads.h"
 
 using namespace gluon_syncbn;
 
@@ -45,7 +46,7 @@ void check(bool right, const std::string& what, uint64_t number) {
   failures += 1;
 }
 
-enum Kind { kNormal, kMissing, kTwice, kOtherLength, kThrows, kStuck, kKinds };
+enum Kind { kNormal, kMissing, kTwice, kOtherLength, kThrows, kRefused, kKinds };
 
 void rest(uint64_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
@@ -58,7 +59,7 @@ struct Seen {
 void run(uint64_t number) {
   std::mt19937_64 random(number);
   const Kind kind = random() % 8 ? kNormal : static_cast<Kind>(random() % kKinds);
-  const bool exchanges = kind == kThrows || kind == kStuck || random() % 2;
+  const bool exchanges = kind == kThrows || kind == kRefused || random() % 2;
   const size_t victim = random() % kRanks;
   const auto seen = std::make_shared<Seen>();
   const auto count = [seen] {
@@ -68,24 +69,23 @@ void run(uint64_t number) {
   const auto until = Clock::now() + std::chrono::seconds(20);
   Exchange exchange;
   if (exchanges) {
-    exchange.timeout_seconds = kind == kStuck ? 0.02 : 5;  // a busy machine may keep a thread waiting
     exchange.fail = [](const std::string&) {};
-    exchange.exchange = [kind, count, until, delay = random() % 100](const Vectors& contributions, uint64_t,
-                                                                     uint64_t& round_id) {
-      const long now = ++exchanging;
-      {
-        std::lock_guard<std::mutex> lock(used.mutex);
-        used.threads.insert(syscall(SYS_gettid));
-        used.most = std::max(used.most, now);
-      }
-      rest(delay);
-      while (kind == kStuck && count() < kRanks && Clock::now() < until) rest(1000);  // it is given up before
-      exchanging -= 1;
-      if (kind == kThrows) throw RendezvousError("a process is gone");
-      round_id = 77;
-      Vectors all = contributions;
-      all.insert(all.end(), contributions.begin(), contributions.end());
-      return all;
+    exchange.start = [kind, delay = random() % 100](const Vectors& contributions, uint64_t, auto done) {
+      if (kind == kRefused) throw RendezvousError("no memory");
+      run_on_a_thread([kind, delay, contributions, done] {
+        const long now = ++exchanging;
+        {
+          std::lock_guard<std::mutex> lock(used.mutex);
+          used.threads.insert(syscall(SYS_gettid));
+          used.most = std::max(used.most, now);
+        }
+        rest(delay);
+        exchanging -= 1;
+        if (kind == kThrows) return done({nullptr, 77, "a process is gone"});
+        Vectors all = contributions;
+        all.insert(all.end(), contributions.begin(), contributions.end());
+        done({std::make_shared<const Vectors>(std::move(all)), 77, ""});
+      });
     };
   }
   std::vector<std::string> names;
@@ -123,8 +123,8 @@ void run(uint64_t number) {
   check(left.expired(), "the rendezvous was not freed", number);
   std::lock_guard<std::mutex> lock(seen->mutex);
   check(seen->outcomes.size() == expected, "called back " + std::to_string(seen->outcomes.size()) + " times", number);
-  static const char* const words[] = {"",        "Missing: rank ", "arrived twice", "of different lengths",
-                                      "is gone", "not return"};
+  static const char* const words[] = {"",        "Missing: rank ",         "arrived twice", "of different lengths",
+                                      "is gone", "cannot begin: no memory"};
   for (const Outcome& outcome : seen->outcomes) {
     // On a busy machine one may come so late that its round is another.
     check(kind == kMissing || outcome.error == seen->outcomes[0].error, "different outcomes", number);
@@ -151,7 +151,6 @@ int main(int count, char** arguments) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  rest(300000);  // exchanges that were given up return
   // A thread that has just returned may not be free yet, on each of the 3 threads above.
   std::lock_guard<std::mutex> lock(used.mutex);
   const size_t made = used.threads.size();

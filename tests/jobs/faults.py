@@ -8,6 +8,7 @@ Each survivor prints ``ERROR rank seconds text`` and exits with 9, or goes on an
 import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -33,6 +34,19 @@ def raises(error):
     raise error
 
 
+def pause(seconds):
+    """The process is stopped, and goes on after so long."""
+    subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"])
+    time.sleep(0.5)
+
+
+def vanish():
+    """The process ends without a word; a child that it has forked lives on for a while."""
+    if os.fork() == 0:
+        time.sleep(TIMEOUT)
+    os._exit(0)
+
+
 def interrupt():
     """Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,6 +61,9 @@ FAULTS = {
     "ending": lambda: sys.exit(0),  # as if its data were over
     "absent": lambda: time.sleep(600),  # it does something else
     "interrupted": interrupt,
+    "paused": lambda: pause(TIMEOUT / 3),
+    "paused_for_long": lambda: pause(TIMEOUT + 2),
+    "vanishing": vanish,
     "caught": lambda: raises(Passed()),
 }
 
@@ -133,7 +150,7 @@ try:
 except (mx.MXNetError, Passed) as error:
     text = str(error).split("\nStack trace")[0].strip().replace("\n", " ")
     job.say("ERROR", group.rank, f"{time.monotonic() - began:.1f}", text)
-    if FAULT not in ("caught", "bad_input"):
+    if FAULT not in ("caught", "bad_input", "paused_for_long"):
         time.sleep(1)  # the others may wait in vain for somebody else, and say so
         sys.exit(9)
     gluon_syncbn.abandon_step()

@@ -24,12 +24,8 @@ group = None  # once this process has joined
 
 
 def join(engine: str):
-    """The process group of this process; Horovod is initialized as users do.
-
-    JOB_MOST_ROWS and JOB_MOST_BYTES let few processes with short vectors meet in pairs, as large jobs do.
-    """
+    """The process group of this process; Horovod is initialized as users do."""
     global group
-    testing.meet_in_pairs(os.environ.get("JOB_MOST_ROWS"), os.environ.get("JOB_MOST_BYTES"))
     if engine == "horovod":
         import horovod.mxnet as hvd
 
@@ -50,12 +46,16 @@ def say(*words) -> None:
 
 def gathered(*arrays) -> np.ndarray:
     """What all processes have in place of these arrays, a row each."""
-    gathered.calls += 1
     vector = np.concatenate([np.ravel(array) for array in arrays]).astype(np.float64)
-    return group.all_gather("test", gathered.calls, vector, range(group.size), lambda: None)
+    if group.name == "mpi":
+        from mpi4py import MPI
 
+        return np.stack(MPI.COMM_WORLD.allgather(vector))
+    import horovod.mxnet as hvd
 
-gathered.calls = 1 << 40  # above all rounds of steps that are given up
+    rows = np.zeros((group.size, vector.size))
+    rows[group.rank] = vector
+    return hvd.allreduce(mx.nd.array(rows, dtype="float64"), name="test", op=hvd.Sum).asnumpy()
 
 
 def check_same(arrays) -> None:

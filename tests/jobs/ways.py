@@ -186,6 +186,59 @@ def last_batch():
     train(layer, norm, devices, 9)
 
 
+def backward_after_a_short_step():
+    """The last process has no images; the others' backward passes come when all have left `gluon_syncbn.devices`."""
+    layer, norm = make(cpus(1))
+    used = range(SIZE - 1)
+    for seed in range(2):
+        train(layer, norm, cpus(1), seed)
+        shards, heads = draw(seed, SIZE - 1)
+        x = mx.nd.array(shards[min(RANK, SIZE - 2)])
+        x.attach_grad()
+        with gluon_syncbn.devices(cpus(1) if RANK in used else [], layer), autograd.record():
+            y = layer(x) if RANK in used else None
+        if y is not None:
+            y.backward(mx.nd.array(heads[RANK]))
+        expected = norm.step(shards, heads, used=list(used))
+        if y is not None:
+            check_own(expected, y, x.grad)
+
+
+def nets_in_turns():
+    """The first device calls one net, both call another, which is read, and only then the second calls the first."""
+    devices = cpus(2)
+    nets = [initialized(SyncBatchNorm(in_channels=4, timeout=20, group_size=2, prefix=name), devices) for name in "ab"]
+    x = [mx.nd.ones(SHAPE, ctx=device) for device in devices]
+    with autograd.record():
+        first = nets[0](x[0])
+        both = [nets[1](item) for item in x]
+        for item in both:
+            item.wait_to_read()
+        second = nets[0](x[1])
+    autograd.backward([first, second, *both])
+    mx.nd.waitall()
+
+
+def forked_child():
+    """A child of one process is none of the job: it gives up a step of its own, and may fork again."""
+    layer, norm = make(cpus(1))
+    train(layer, norm, cpus(1), 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            with contextlib.suppress(ValueError), autograd.record():
+                raise ValueError("a bad batch")
+            pipes = [os.pipe() for _ in range(8)]  # numbers of files that were closed among them
+            grandchild = os.fork()
+            if grandchild == 0:
+                os._exit(0 if all(os.write(to, b".") for _, to in pipes) else 1)
+            os._exit(os.waitpid(grandchild, 0)[1])
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    train(layer, norm, cpus(1), 1)
+
+
 def values():
     """Those with which Horovod tests its SyncBatchNorm for PyTorch; a large mean; one value in all; bad numbers.
 
@@ -636,7 +689,7 @@ def soak():
         y.backward()
         y.wait_to_read()
 
-    live.watch(step, 2, steps, 256, testing.LATE_THREADS)
+    live.watch(step, 2, steps, 256, testing.LATE_THREADS, lambda grows: job.gathered([bool(grows)]).any())
     job.check_same([layer.running_var.data().asnumpy() for layer in net[1::2]])
     job.say(f"{1e3 * (time.monotonic() - began) / (3 * steps):.1f} ms a step")
 

@@ -1,10 +1,12 @@
 #include "meeting/group.h"
 
 #include <algorithm>
+#include <deque>
 #include <stdexcept>
 #include <tuple>
 
 #include "meeting/step.h"
+#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -20,6 +22,93 @@ bool comes_before(const std::string& a, const std::string& b) {
   return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) <
          std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
 }
+
+// From one direction of a subgroup to the other processes.
+class WayOut : public std::enable_shared_from_this<WayOut> {
+ public:
+  using Done = std::function<void(const Outcome&)>;
+
+  WayOut(Link link, std::string what, bool is_forward, int64_t subgroup, int64_t active_set)
+      : link_(std::move(link)),
+        what_(std::move(what)),
+        is_forward_(is_forward),
+        subgroup_(subgroup),
+        active_set_(active_set) {}
+
+  // As `Exchange::start`: what the devices of this process brought, merged to one vector. Exchanges begin in the order
+  // in which they come, also those that have to wait until the channel is prepared: two of one key and round (backward
+  // passes of one forward pass) are told apart by nothing else.
+  void exchange(const Vectors& brought, uint64_t key, Done done) {
+    const int64_t round = is_forward_ ? Processes::kNext : static_cast<int64_t>(key);
+    Coming mine{round, is_forward_ ? merge(brought).pack() : add_ranks(brought), std::move(done)};
+    std::shared_ptr<const Channel> channel;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!is_preparing_ && epoch_ == link_.processes->epoch()) channel = channel_;
+      if (!channel) {
+        if (!is_preparing_) run_on_a_thread([self = shared_from_this()] { self->prepare(); });
+        is_preparing_ = true;
+        coming_.push_back(std::move(mine));
+      }
+    }
+    if (channel) go_on(*channel, std::move(mine));
+  }
+
+ private:
+  struct Coming {
+    int64_t round;
+    std::vector<double> vector;
+    Done done;
+  };
+
+  // Until nobody waits for it.
+  void prepare() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!coming_.empty()) {
+      Coming next = std::move(coming_.front());
+      coming_.pop_front();
+      const Done done = next.done;
+      lock.unlock();
+      try {
+        go_on(*prepared(), std::move(next));
+      } catch (const std::exception& problem) {
+        link_.processes->fail(what_ + ": " + problem.what());
+        done({nullptr, 0, problem.what()});
+      }
+      lock.lock();
+    }
+    is_preparing_ = false;
+  }
+
+  std::shared_ptr<const Channel> prepared() {
+    const uint64_t epoch = link_.processes->epoch();
+    if (channel_ && epoch_ == epoch) return channel_;  // which no other thread changes
+    auto [key, members] = link_.prepare(is_forward_, subgroup_, active_set_);
+    const auto channel = std::make_shared<const Channel>(Channel{what_, key, members, link_.timeout_seconds});
+    std::lock_guard<std::mutex> lock(mutex_);
+    epoch_ = epoch;
+    return channel_ = channel;
+  }
+
+  void go_on(const Channel& channel, Coming coming) {
+    link_.processes->exchange(channel, coming.round, std::move(coming.vector),
+                              [done = std::move(coming.done)](Exchanged all) {
+                                const auto round_id = static_cast<uint64_t>(all.round);
+                                const auto rows = std::make_shared<const Vectors>(std::move(all.rows));
+                                done({rows, round_id, std::move(all.error)});
+                              });
+  }
+
+  const Link link_;
+  const std::string what_;
+  const bool is_forward_;
+  const int64_t subgroup_, active_set_;
+  std::mutex mutex_;
+  std::deque<Coming> coming_;  // while the channel is being prepared
+  bool is_preparing_ = false;
+  std::shared_ptr<const Channel> channel_;  // as it was prepared last
+  uint64_t epoch_ = 0;                      // then
+};
 
 // Never destroyed, because operators may still run while the process exits.
 std::mutex& groups_mutex() {
@@ -184,24 +273,20 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
 
 std::shared_ptr<Rendezvous> Group::make_place(bool is_forward, std::vector<std::string> names,
                                               Exchange exchange) const {
-  return std::make_shared<Rendezvous>("SyncBatchNorm '" + name + (is_forward ? "': forward pass" : "': backward pass"),
-                                      std::move(names), timeout_seconds, advice_, std::move(exchange));
+  return std::make_shared<Rendezvous>(what(is_forward), std::move(names), timeout_seconds, advice_,
+                                      std::move(exchange));
+}
+
+std::string Group::what(bool is_forward) const {
+  return "SyncBatchNorm '" + name + (is_forward ? "': forward pass" : "': backward pass");
 }
 
 Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
-  if (!link_->exchange) return {};
-  // The round keeps the group only as long as it waits, and it may have been given up when the exchange returns.
-  const auto exchange = [group = weak_from_this(), is_forward, subgroup, active_set](const Vectors& contributions,
-                                                                                     uint64_t key, uint64_t& round_id) {
-    const std::shared_ptr<const Group> alive = group.lock();
-    if (!alive) throw RendezvousError("its layer was dropped.");
-    uint64_t number = is_forward ? 0 : key;
-    Vectors rows = alive->link_->exchange(is_forward, static_cast<int64_t>(subgroup), active_set, number,
-                                          is_forward ? merge(contributions).pack() : add_ranks(contributions));
-    if (is_forward) round_id = number;
-    return rows;
-  };
-  return {exchange, link_->fail, link_->exchange_seconds};
+  if (!link_->processes) return {};
+  const auto way =
+      std::make_shared<WayOut>(*link_, what(is_forward), is_forward, static_cast<int64_t>(subgroup), active_set);
+  return {[way](const Vectors& brought, uint64_t key, auto done) { way->exchange(brought, key, std::move(done)); },
+          [processes = link_->processes](const std::string& error) { processes->fail(error); }};
 }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {

@@ -15,6 +15,7 @@
 
 #include "meeting/rendezvous.h"
 #include "meeting/renorm.h"
+#include "processes/processes.h"
 #include "tensor.h"
 
 namespace gluon_syncbn {
@@ -55,14 +56,13 @@ struct Membership {
 
 // How a group reaches the other processes of a job.
 struct Link {
-  // Exchanges one vector per process: brings ours, and returns those of all that meet in this subgroup, in rank order.
-  // Of forward passes it sets the number of the round, which backward passes give. Throws RendezvousError.
-  std::function<Vectors(bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
-                        const std::vector<double>& vector)>
-      exchange;
-  std::function<void(const std::string& error)> fail;
-  size_t first_device = 0;      // the number of this process's first one among those of all processes
-  double exchange_seconds = 0;  // how long processes wait for each other
+  std::shared_ptr<Processes> processes;  // none if this one is alone
+  // Asks Python for the key of a direction of a subgroup, and the ranks of its members. That may take its time:
+  // processes may have to compare their nets first, or go on together after a step that was given up. Throws
+  // RendezvousError.
+  std::function<std::pair<int64_t, std::vector<int>>(bool is_forward, int64_t subgroup, int64_t active_set)> prepare;
+  size_t first_device = 0;     // the number of this process's first one among those of all processes
+  double timeout_seconds = 0;  // of processes
 };
 
 class Group : public std::enable_shared_from_this<Group> {
@@ -122,6 +122,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
   std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
+
+  std::string what(bool is_forward) const;  // how errors call a pass
 
   // Makes the exchange of what the devices of this process brought, merged to one vector.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "exported.h"
-#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -23,18 +22,40 @@ inline void pause() {
 #endif
 }
 
-// Threads of exchanges that have not ended.
-std::atomic<int> exchanges{0};
+// Exchanges with other processes that somebody still holds, and for how long there have been some. Never destroyed,
+// because exchanges may be open while the process exits.
+struct Exchanges {
+  std::mutex mutex;
+  int open = 0;
+  Clock::time_point since;  // there have been some now
+  Clock::duration before{0};
+};
+Exchanges& exchanges() {
+  static auto* all = new Exchanges;
+  return *all;
+}
+
+// For how long this process has waited for others.
+Clock::duration time_in_exchanges() {
+  Exchanges& all = exchanges();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.open > 0 ? all.before + (Clock::now() - all.since) : all.before;
+}
 
 struct CountedExchange {
-  CountedExchange() { exchanges += 1; }
-  ~CountedExchange() { exchanges -= 1; }
+  CountedExchange() {
+    Exchanges& all = exchanges();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (all.open++ == 0) all.since = Clock::now();
+  }
+  ~CountedExchange() {
+    Exchanges& all = exchanges();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (--all.open == 0) all.before += Clock::now() - all.since;
+  }
+  CountedExchange(const CountedExchange&) = delete;
+  CountedExchange& operator=(const CountedExchange&) = delete;
 };
-
-Clock::duration ticks(double seconds) {
-  constexpr double kMost = 1e9;  // more would not fit into a time
-  return std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
-}
 
 }  // namespace
 
@@ -49,7 +70,6 @@ Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double 
 void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then) {
   RoundPtr round;
   std::string error;
-  bool is_exchanged = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto entry = gathering_.find(key);
@@ -58,6 +78,7 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
     } else {
       watch(shared_from_this());
       round = std::make_shared<Round>(ranks_.size());
+      round->elsewhere = time_in_exchanges();
       gathering_.emplace(key, round);
       round->id = ++opened_;
     }
@@ -73,24 +94,9 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
       error = different_lengths_text(*round);
     }
     gathering_.erase(key);
-    is_exchanged = error.empty() && exchange_.exchange;
-    if (is_exchanged) {
-      round->exchange_ends = Clock::now() + ticks(exchange_.timeout_seconds + 2 * waiting_times().grace.count());
-      exchanging_.insert(round);
-    }
   }
-  if (is_exchanged) {
-    try {
-      const auto counted = std::make_shared<CountedExchange>();
-      run_on_a_thread([counted, self = shared_from_this(), round, key]() mutable {
-        const auto last = std::move(counted);  // goes when all else that the thread holds has gone
-        const auto place = std::move(self);
-        const auto mine = std::move(round);
-        place->exchange(mine, key);
-      });
-    } catch (const std::exception& problem) {
-      fail(round, what_ + ": no thread for the exchange between processes: " + problem.what());
-    }
+  if (error.empty() && exchange_.start) {
+    exchange(round, key);
   } else if (error.empty()) {
     end(round, {std::shared_ptr<const Vectors>(round, &round->contributions), round->id, ""});
   } else {
@@ -115,42 +121,42 @@ uint64_t Rendezvous::rounds() const {
 
 OpenWaits Rendezvous::end_overdue() {
   OpenWaits open;
-  std::vector<std::pair<RoundPtr, std::string>> missed, stuck;
-  const auto now = Clock::now();
+  std::vector<std::pair<RoundPtr, std::string>> missed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto entry = gathering_.begin(); entry != gathering_.end();) {
       const RoundPtr round = entry->second;
-      if (const auto waited = ended_wait(round->opened, timeout_seconds_)) {
+      // A device that is missing may wait for another process in another layer, for longer than a device may take.
+      const double elsewhere = Seconds(time_in_exchanges() - round->elsewhere).count();
+      const double seconds = timeout_seconds_ + elsewhere;
+      if (const auto waited = ended_wait(round->opened, seconds)) {
         missed.emplace_back(round, missing_text(*round, *waited));
         entry = gathering_.erase(entry);
         continue;
       }
-      open.add(round->opened, round->opened + ticks(timeout_seconds_));
+      open.add(round->opened, round->opened + ticks(seconds));
       ++entry;
-    }
-    for (const RoundPtr& round : exchanging_) {
-      if (now >= round->exchange_ends) {
-        stuck.emplace_back(round, what_ + ": all devices arrived, but the exchange between processes did not return.");
-      } else {
-        open.add(round->opened, round->exchange_ends);
-      }
     }
   }
   for (const auto& [round, error] : missed) fail(round, error);
-  for (const auto& [round, error] : stuck) end(round, {nullptr, round->id, error});
   return open;
 }
 
 void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
-  Outcome outcome{nullptr, round->id, ""};
+  struct Held {  // they go in reverse order
+    CountedExchange counted;
+    std::shared_ptr<Rendezvous> place;
+    RoundPtr round;
+  };
+  const auto held = std::make_shared<Held>();
+  held->place = shared_from_this();
+  held->round = round;
   try {
-    outcome.contributions =
-        std::make_shared<const Vectors>(exchange_.exchange(round->contributions, key, outcome.round_id));
+    exchange_.start(round->contributions, key,
+                    [held](const Outcome& outcome) { held->place->end(held->round, outcome); });
   } catch (const std::exception& problem) {
-    outcome.error = problem.what();
+    fail(round, what_ + ": the exchange between processes cannot begin: " + problem.what());
   }
-  end(round, outcome);
 }
 
 void Rendezvous::fail(const RoundPtr& round, std::string error) {
@@ -159,13 +165,8 @@ void Rendezvous::fail(const RoundPtr& round, std::string error) {
 }
 
 void Rendezvous::end(const RoundPtr& round, const Outcome& outcome) {
-  std::vector<Then> then;  // none if the round has been ended already: an exchange that returned after all
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    then.swap(round->then);
-    exchanging_.erase(round);
-  }
-  for (Then& next : then) next(outcome);
+  const std::vector<Then> then = std::move(round->then);
+  for (const Then& next : then) next(outcome);
 }
 
 std::string Rendezvous::names(const Round& round, bool present) const {
@@ -221,10 +222,14 @@ void wait_until_done(const std::function<void(std::function<void()>)>& start) {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py), without the interpreter lock. Waits until no thread of an exchange runs, for so
-// many seconds at most.
+// What Python calls (base/library.py), without the interpreter lock. Waits until nobody holds an exchange any more, for
+// so many seconds at most.
 EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
   using namespace gluon_syncbn;
   const auto until = Clock::now() + Seconds(most);
-  while (exchanges > 0 && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const auto are_open = [] {
+    std::lock_guard<std::mutex> lock(exchanges().mutex);
+    return exchanges().open > 0;
+  };
+  while (are_open() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -9,15 +9,16 @@
 // next:
 //
 //   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes
-//               twice, vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h).
-//   exchanging  Only where there are other processes: all ranks of this one are there, and a thread that has nothing
-//               else to do exchanges what they have left (Exchange, threads.h). It ends with the exchange, or when that
-//               has not returned after its own timeout and two grace periods.
+//               twice, vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h). Time
+//               in which this process waits for others, anywhere, does not count.
+//   exchanging  Only where there are other processes: all ranks of this one are there, and what they have left is
+//               exchanged (Exchange), which ends by itself.
 //   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
 //               everywhere), or with the error. The next arrival with this key opens a new round.
 //
 // Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread
-// that ends the round: that of the last rank, the watchdog's, or the exchange's. They must not wait for other rounds.
+// that ends the round: that of the last rank, the watchdog's, or the one that ends the exchange. They must not wait for
+// other rounds.
 //
 // Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the
 // call that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is
@@ -37,7 +38,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -53,21 +53,20 @@ class RendezvousError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What connects a rendezvous with the same one in other processes; without an `exchange` there are none.
-struct Exchange {
-  // Called with what all ranks have left and the round's key; returns what all processes have left, and changes the
-  // number of the round to theirs. May take its time, and may throw.
-  std::function<Vectors(const Vectors& contributions, uint64_t key, uint64_t& round_id)> exchange;
-  // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
-  std::function<void(const std::string& error)> fail;
-  double timeout_seconds = 0;
-};
-
 // How a round ended.
 struct Outcome {
   std::shared_ptr<const Vectors> contributions;
   uint64_t round_id = 0;  // from 1
   std::string error;      // empty if it did not fail
+};
+
+// What connects a rendezvous with the same one in other processes; without `start` there are none.
+struct Exchange {
+  // Brings what all ranks have left in the round of this key; `done` is called once, on any thread, with what all
+  // processes have left. May throw, and then `done` is not called.
+  std::function<void(const Vectors& contributions, uint64_t key, std::function<void(const Outcome&)> done)> start;
+  // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
+  std::function<void(const std::string& error)> fail;
 };
 
 class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvous> {
@@ -103,7 +102,7 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
     size_t arrived = 0;
     uint64_t id = 0;
     Clock::time_point opened = Clock::now();
-    Clock::time_point exchange_ends;
+    Clock::duration elsewhere{0};  // how long this process had waited for others then
     std::vector<Then> then;
   };
   using RoundPtr = std::shared_ptr<Round>;
@@ -123,7 +122,6 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   const Exchange exchange_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, RoundPtr> gathering_;  // by key
-  std::set<RoundPtr> exchanging_;
   uint64_t opened_ = 0;
 };
 

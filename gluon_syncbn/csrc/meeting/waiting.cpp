@@ -2,6 +2,7 @@
 
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <utility>
@@ -56,6 +57,7 @@ struct Shared {
   std::mutex mutex;
   int watches = 0;
   Clock::time_point cut_short_at;
+  Seconds process_grace{0};
   std::string because;
 };
 Shared& shared() {
@@ -104,7 +106,12 @@ std::string Waited::text(const std::string& whom) const {
   return "waited " + duration + " s for " + whom + (because.empty() ? "" : ", and no longer because " + because);
 }
 
-std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds) {
+Clock::duration ticks(double seconds) {
+  constexpr double kMost = 1e9;  // more would not fit into a time
+  return std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
+}
+
+std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds, bool is_for_processes) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - began).count();
   if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
@@ -115,7 +122,8 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
     return Waited{seconds, "the step has failed (" + step().failure() + ")"};
   }
   std::lock_guard<std::mutex> lock(shared().mutex);
-  if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + waiting_times().grace) {
+  const Seconds grace = is_for_processes ? shared().process_grace : waiting_times().grace;
+  if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + grace) {
     return Waited{seconds, shared().because};
   }
   return std::nullopt;
@@ -130,11 +138,13 @@ EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
   gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll)};
 }
 
-// Ends waits, from now on, after the grace period, "because" of this; an empty text takes it back.
-EXPORTED void gluon_syncbn_cut_waits_short(const char* because) {
+// Ends waits, from now on, after the grace period (for other processes after theirs), "because" of this; an empty text
+// takes it back.
+EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double process_grace) {
   gluon_syncbn::Shared& shared = gluon_syncbn::shared();
   std::lock_guard<std::mutex> lock(shared.mutex);
   shared.cut_short_at = gluon_syncbn::Clock::now();
+  shared.process_grace = gluon_syncbn::Seconds(process_grace);
   shared.because = because;
 }
 

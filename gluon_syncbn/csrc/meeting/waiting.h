@@ -56,7 +56,11 @@ struct Waited {
   std::string text(const std::string& whom) const;
 };
 
-// When a wait that began at `began` ends now, and why; nothing if it goes on.
-std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds);
+// When a wait that began at `began` ends now, and why; nothing if it goes on. Waits for other processes may have a
+// longer grace period when Python cuts waits short.
+std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds, bool is_for_processes = false);
+
+// A time for the clock, as long as it can tell.
+Clock::duration ticks(double seconds);
 
 }  // namespace gluon_syncbn

@@ -8,53 +8,59 @@
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "exported.h"
 #include "mxnet/c_api.h"
 #include "mxnet/off_main_thread.h"
 #include "mxnet/operator.h"
+#include "processes/all.h"
 
 namespace gluon_syncbn {
 namespace {
 
 // Python's functions that make a group of a description, and connect groups with other processes. Those that return a
-// number leave the text of an error if it is -1; the first returns the group's id.
-using MakeGroup = int64_t (*)(const char* description);
-using ExchangeRows = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* round_id,
-                             const double* vector, int64_t size, double* rows);
-using Fail = void (*)(int64_t group, const char* error);
-// Facts: the number of processes, that of this one's first device, and how many seconds processes wait for each other.
+// number leave the text of an error if it is -1.
+using MakeGroup = int64_t (*)(const char* description);  // the group's id
+// The number of processes, that of this one's first device, the seconds that processes wait for each other, and their
+// id (processes/all.h).
 using Connect = int (*)(int64_t group, double* facts);
+// The key of a channel, its members, and how many these are.
+using Prepare = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key,
+                        int* members);
 using Drop = void (*)(int64_t group);
 MakeGroup make_described_group = nullptr;
 Connect connect_group = nullptr;
-ExchangeRows exchange_rows = nullptr;
-Fail fail = nullptr;
+Prepare prepare_channel = nullptr;
 Drop drop_link = nullptr;
 
+// What Python returns, or the error that it leaves. Nothing is asked any more when it has ended.
+int asked(const std::function<int()>& ask) {
+  int found = -1;
+  std::string error = "the process ends";
+  while_python_lives([&] {
+    found = ask();
+    if (found < 0) error = take_error();
+  });
+  if (found < 0) throw RendezvousError(error);
+  return found;
+}
+
 Link connect(int64_t id) {
-  double facts[3];
-  if (connect_group(id, facts) < 0) throw RendezvousError(take_error());
-  const auto num_processes = static_cast<size_t>(facts[0]);
-  if (num_processes == 1) return {};
-  const auto exchange = [id, num_processes](bool is_forward, int64_t subgroup, int64_t active_set, uint64_t& round_id,
-                                            const std::vector<double>& vector) {
-    std::vector<double> flat(num_processes * vector.size());
-    auto number = static_cast<int64_t>(round_id);
-    const int count = exchange_rows(id, is_forward, subgroup, active_set, &number, vector.data(),
-                                    static_cast<int64_t>(vector.size()), flat.data());
-    if (count < 0) throw RendezvousError(take_error());
-    round_id = static_cast<uint64_t>(number);
-    Vectors rows;
-    for (int i = 0; i < count; ++i) {
-      const auto begin = flat.begin() + static_cast<std::ptrdiff_t>(vector.size()) * i;
-      rows.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(vector.size()));
-    }
-    return rows;
+  double facts[4];
+  asked([&] { return connect_group(id, facts); });
+  if (facts[0] == 1) return {};
+  const std::shared_ptr<Processes> processes = find_processes(static_cast<int64_t>(facts[3]));
+  const auto prepare = [id, size = processes->size](bool is_forward, int64_t subgroup, int64_t active_set) {
+    int64_t key = 0;
+    std::vector<int> members(static_cast<size_t>(size));
+    const int count =
+        asked([&] { return prepare_channel(id, is_forward, subgroup, active_set, &key, members.data()); });
+    members.resize(static_cast<size_t>(count));
+    return std::make_pair(key, std::move(members));
   };
-  const auto report = [id](const std::string& error) { while_python_lives([&] { fail(id, error.c_str()); }); };
-  return {exchange, report, static_cast<size_t>(facts[1]), facts[2]};
+  return {processes, prepare, static_cast<size_t>(facts[1]), facts[2]};
 }
 
 }  // namespace
@@ -78,12 +84,10 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 // Hands over what is called there.
 EXPORTED void gluon_syncbn_use_groups(gluon_syncbn::MakeGroup make, gluon_syncbn::Connect connect,
-                                      gluon_syncbn::ExchangeRows exchange, gluon_syncbn::Fail fail,
-                                      gluon_syncbn::Drop drop) {
+                                      gluon_syncbn::Prepare prepare, gluon_syncbn::Drop drop) {
   gluon_syncbn::make_described_group = make;
   gluon_syncbn::connect_group = connect;
-  gluon_syncbn::exchange_rows = exchange;
-  gluon_syncbn::fail = fail;
+  gluon_syncbn::prepare_channel = prepare;
   gluon_syncbn::drop_link = drop;
 }
 

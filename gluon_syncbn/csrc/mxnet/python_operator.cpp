@@ -20,6 +20,8 @@
 // Who owns what: MXNet owns the list of callbacks that create_property fills in, and calls its delete callback once,
 // which deletes the wrapper after Python's own; the same for the list that the property's create callback fills in.
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -40,7 +42,7 @@ CustomOpPropCreator python_creator = nullptr;
 std::string python_name;
 thread_local std::string left_behind;
 std::atomic<bool> python_is_gone{false};
-std::atomic<int> deletions{0};
+std::atomic<int> calls{0};  // of Python, that are under way
 
 int or_error(int returned) {
   if (returned && left_behind.empty()) return returned;
@@ -189,9 +191,14 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 }  // namespace
 
 void while_python_lives(const std::function<void()>& call) {
-  deletions += 1;  // before the look at python_is_gone, or stop_calling_python could miss this call
+  // The threads that were in a call are not there in a child.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { calls = 0; });
+  static_cast<void>(registered);
+  const struct Counted {
+    Counted() { calls += 1; }
+    ~Counted() { calls -= 1; }
+  } counted;  // before the look at python_is_gone, or stop_calling_python could miss this call
   if (!python_is_gone) call();
-  deletions -= 1;
 }
 
 std::string take_error() {
@@ -213,8 +220,12 @@ EXPORTED int gluon_syncbn_wrap_python_operator(const char* op_type, const char* 
 // The text of the error in which the callback that runs on this thread ends.
 EXPORTED void gluon_syncbn_leave_error(const char* text) { gluon_syncbn::left_behind = text; }
 
-// The interpreter is about to end. Without the interpreter lock, for which a deletion may be waiting.
+// The interpreter is about to end. Without the interpreter lock, for which a call may be waiting. One that does not
+// return, in a hook of the user's, keeps the process for ten seconds.
 EXPORTED void gluon_syncbn_stop_calling_python() {
   gluon_syncbn::python_is_gone = true;
-  while (gluon_syncbn::deletions > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (gluon_syncbn::calls > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }

@@ -1,0 +1,308 @@
+#include "processes/host_memory.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace gluon_syncbn {
+namespace {
+
+constexpr int64_t kLayout = 0x676c756f6e000001;  // of the memory: its version
+constexpr size_t kRings = 16 << 20;              // bytes of all rings together, if each has its least
+constexpr size_t kLeast = 64 << 10, kMost = 1 << 20;
+constexpr int kMostProcesses = 64;  // whose rings take 256 MiB
+constexpr timespec kSlice{0, 100'000'000};
+constexpr std::chrono::microseconds kLinger{20};
+
+size_t room_per_ring(int size) {
+  const size_t each = kRings / static_cast<size_t>(size) / static_cast<size_t>(size);
+  return std::clamp(each / 64 * 64, kLeast, kMost);
+}
+
+std::string system_error(const std::string& what) { return what + ": " + std::strerror(errno); }
+
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* most) {
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, most, nullptr, 0);
+}
+
+std::string name_of(const std::string& number) { return "gluon_syncbn." + number; }
+
+struct flock lock_of(int rank) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "processes share atomics");
+
+struct HostMemory::Bell {
+  alignas(64) std::atomic<uint32_t> rung;
+  std::atomic<uint32_t> sleeps;
+};
+
+struct HostMemory::Ring {
+  alignas(64) std::atomic<uint64_t> written;  // bytes that ever were
+  std::atomic<uint32_t> is_full;              // the writer waits for room
+  alignas(64) std::atomic<uint64_t> read;
+  char bytes[];
+};
+
+struct HostMemory::Segment {
+  int64_t layout, size;
+  size_t room;  // of a ring
+
+  static size_t stride(size_t room) { return sizeof(Ring) + room; }
+  static size_t bytes(int size, size_t room) {
+    const auto n = static_cast<size_t>(size);
+    return sizeof(Bell) * (n + 1) + n * n * stride(room);  // the first for what is above
+  }
+};
+
+HostMemory::Offer::Offer(int size) {
+  if (size > kMostProcesses) throw std::runtime_error("there are more than " + std::to_string(kMostProcesses));
+  std::random_device random;
+  const std::string number = std::to_string((static_cast<uint64_t>(random()) << 32) | random());
+  file = memfd_create(name_of(number).c_str(), MFD_CLOEXEC);
+  if (file < 0) throw std::runtime_error(system_error("no memory can be shared"));
+  const size_t room = room_per_ring(size), bytes = Segment::bytes(size, room);
+  const Segment head{kLayout, size, room};
+  int problem = 0;
+  do {  // all of it now: later, where there is none, the process would end
+    problem = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+  } while (problem == EINTR);
+  if (problem != 0 || fchmod(file, 0600) != 0 || pwrite(file, &head, sizeof head, 0) != sizeof head) {
+    if (problem != 0) errno = problem;
+    const std::string error = system_error("no memory can be shared");
+    close(file);
+    throw std::runtime_error(error);
+  }
+  where = std::to_string(getpid()) + " " + std::to_string(file) + " " + number;
+}
+
+HostMemory::Offer::~Offer() { close(file); }
+
+std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank, int size, Receive receive) {
+  int process = 0, made = 0;
+  unsigned long long number = 0;
+  if (std::sscanf(where.c_str(), "%d %d %llu", &process, &made, &number) != 3) throw std::runtime_error(where);
+  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(made);
+  // It may be a file of somebody else's: it is looked at before it is opened, which could do something to it.
+  const int found = open(path.c_str(), O_PATH | O_CLOEXEC);
+  const std::string own = "/proc/self/fd/" + std::to_string(found);
+  char target[PATH_MAX] = {};
+  const bool is_found = found >= 0 && readlink(own.c_str(), target, sizeof target - 1) > 0;
+  const std::string wanted = "/memfd:" + name_of(std::to_string(number)) + " ";
+  const bool is_it = is_found && std::string(target).compare(0, wanted.size(), wanted) == 0;
+  const int file = is_it ? open(own.c_str(), O_RDWR | O_CLOEXEC) : -1;
+  const std::string refusal = system_error("the memory of another process cannot be opened");
+  if (found >= 0) close(found);
+  if (!is_it) throw std::runtime_error("the memory is of another host, or of another container");
+  if (file < 0) throw std::runtime_error(refusal);
+  Segment head{};
+  struct flock lock = lock_of(rank);
+  const bool is_right = pread(file, &head, sizeof head, 0) == sizeof head && head.layout == kLayout &&
+                        head.size == size && fcntl(file, F_OFD_SETLK, &lock) == 0;
+  void* memory = is_right ? mmap(nullptr, Segment::bytes(size, head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
+                          : MAP_FAILED;
+  if (memory == MAP_FAILED) {
+    close(file);
+    throw std::runtime_error(is_right ? system_error("the memory cannot be mapped")
+                                      : "the memory of the other process is not of this version");
+  }
+  const size_t bytes = Segment::bytes(size, head.room);
+  madvise(memory, bytes, MADV_DONTFORK);
+  try {
+    // Not make_shared: the constructor is private.
+    return std::shared_ptr<HostMemory>(
+        new HostMemory(file, rank, size, static_cast<Segment*>(memory), std::move(receive)));
+  } catch (...) {  // there can be no thread
+    munmap(memory, bytes);
+    close(file);
+    throw;
+  }
+}
+
+HostMemory::HostMemory(int file, int rank, int size, Segment* segment, Receive receive)
+    : file_(file),
+      rank_(rank),
+      size_(size),
+      segment_(segment),
+      receive_(std::move(receive)),
+      outgoing_(static_cast<size_t>(size)),
+      incoming_(static_cast<size_t>(size)),
+      thread_([this] { serve(); }) {}
+
+HostMemory::~HostMemory() {
+  is_over_ = true;
+  ring_bell(rank_);
+  thread_.join();
+  munmap(segment_, Segment::bytes(size_, segment_->room));
+  close(file_);
+}
+
+void HostMemory::forget() {
+  if (file_ >= 0) close(file_);
+  file_ = -1;
+}
+
+HostMemory::Bell& HostMemory::bell(int rank) const { return reinterpret_cast<Bell*>(segment_)[rank + 1]; }
+
+HostMemory::Ring& HostMemory::ring(int from, int to) const {
+  const size_t place = static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
+  char* const rings = reinterpret_cast<char*>(&bell(size_));
+  return *reinterpret_cast<Ring*>(rings + place * Segment::stride(segment_->room));
+}
+
+void HostMemory::ring_bell(int rank) const {
+  bell(rank).rung.fetch_add(1);
+  if (bell(rank).sleeps.load()) futex(bell(rank).rung, FUTEX_WAKE, 1, nullptr);
+}
+
+void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
+  const Head head{message.kind, message.key, message.round, static_cast<int64_t>(message.numbers.size())};
+  const auto bytes = std::make_shared<std::vector<char>>(sizeof head + message.numbers.size() * sizeof(double));
+  std::memcpy(bytes->data(), &head, sizeof head);
+  if (head.numbers > 0) {
+    std::memcpy(bytes->data() + sizeof head, message.numbers.data(), bytes->size() - sizeof head);
+  }
+  for (int to : ranks) {
+    Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
+    std::lock_guard<std::mutex> lock(outgoing.mutex);
+    outgoing.waiting.push_back(bytes);
+    write(to, outgoing);
+  }
+}
+
+void HostMemory::write(int to, Outgoing& outgoing) {
+  Ring& way = ring(rank_, to);
+  const size_t room = segment_->room;
+  uint64_t written = way.written.load(std::memory_order_relaxed);
+  bool has_written = false;
+  while (!outgoing.waiting.empty()) {
+    const std::vector<char>& bytes = *outgoing.waiting.front();
+    size_t free = room - static_cast<size_t>(written - way.read.load(std::memory_order_acquire));
+    if (free == 0) {
+      way.is_full.store(1);
+      free = room - static_cast<size_t>(written - way.read.load());
+      if (free == 0) break;
+    }
+    const size_t at = static_cast<size_t>(written % room);
+    const size_t part = std::min({free, room - at, bytes.size() - outgoing.written});
+    std::memcpy(way.bytes + at, bytes.data() + outgoing.written, part);
+    written += part;
+    way.written.store(written, std::memory_order_release);
+    has_written = true;
+    outgoing.written += part;
+    if (outgoing.written == bytes.size()) {
+      outgoing.waiting.pop_front();
+      outgoing.written = 0;
+    }
+  }
+  if (has_written) ring_bell(to);
+}
+
+// Where there is no memory for a message the process ends: nothing could go on without it.
+bool HostMemory::look() noexcept {
+  if (looks_.fetch_add(1) > 0) return false;  // whoever is at it looks once more
+  uint32_t seen = 1;
+  do {
+    for (int from = 0; from < size_; ++from) {
+      if (from != rank_) take_in(from);
+    }
+  } while (!looks_.compare_exchange_strong(seen, 0));
+  return true;
+}
+
+void HostMemory::flush(double most) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(most);
+  const auto is_sent = [this](int to) {
+    Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
+    std::lock_guard<std::mutex> lock(outgoing.mutex);
+    return outgoing.waiting.empty();
+  };
+  for (int to = 0; to < size_; ++to) {
+    while (!is_sent(to) && !has_lost(to) && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
+void HostMemory::linger(const std::function<bool()>& is_over) {
+  static const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  if (size_ > cores) return;
+  const auto until = std::chrono::steady_clock::now() + kLinger;
+  // If somebody is looking, it may be this thread, in a callback.
+  while (!is_over() && looks_ == 0 && std::chrono::steady_clock::now() < until) look();
+}
+
+void HostMemory::take_in(int from) {
+  Ring& way = ring(from, rank_);
+  Incoming& coming = incoming_[static_cast<size_t>(from)];
+  const size_t room = segment_->room;
+  uint64_t read = way.read.load(std::memory_order_relaxed);
+  while (read < way.written.load(std::memory_order_acquire)) {
+    const bool is_head = coming.come < sizeof coming.head;
+    char* const into = is_head ? reinterpret_cast<char*>(&coming.head) + coming.come
+                               : reinterpret_cast<char*>(coming.numbers.data()) + coming.come - sizeof coming.head;
+    const size_t wanted =
+        (is_head ? sizeof coming.head : sizeof coming.head + coming.numbers.size() * sizeof(double)) - coming.come;
+    const size_t at = static_cast<size_t>(read % room);
+    const size_t part =
+        std::min({static_cast<size_t>(way.written.load(std::memory_order_acquire) - read), room - at, wanted});
+    std::memcpy(into, way.bytes + at, part);
+    read += part;
+    way.read.store(read);
+    if (way.is_full.exchange(0)) ring_bell(from);
+    coming.come += part;
+    if (is_head && part == wanted) coming.numbers.resize(static_cast<size_t>(coming.head.numbers));
+    if (coming.come == sizeof coming.head + coming.numbers.size() * sizeof(double) &&
+        coming.come >= sizeof coming.head) {
+      Message message{coming.head.kind, coming.head.key, coming.head.round, std::move(coming.numbers)};
+      coming = {};
+      receive_(from, std::move(message));
+    }
+  }
+}
+
+bool HostMemory::has_lost(int rank) {
+  struct flock lock = lock_of(rank);
+  return fcntl(file_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+void HostMemory::serve() {
+  Bell& mine = bell(rank_);
+  while (!is_over_) {
+    const uint32_t seen = mine.rung.load();
+    look();
+    for (int to = 0; to < size_; ++to) {
+      Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
+      std::lock_guard<std::mutex> lock(outgoing.mutex);
+      write(to, outgoing);
+    }
+    mine.sleeps.store(1);
+    if (mine.rung.load() == seen && !is_over_) futex(mine.rung, FUTEX_WAIT, seen, &kSlice);
+    mine.sleeps.store(0);
+  }
+}
+
+}  // namespace gluon_syncbn

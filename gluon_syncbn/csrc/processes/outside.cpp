@@ -1,0 +1,46 @@
+#include "processes/outside.h"
+
+#include <chrono>
+#include <utility>
+
+namespace gluon_syncbn {
+
+Outside::Task Outside::next(double seconds, const std::function<bool()>& is_waiting) {
+  using Clock = std::chrono::steady_clock;
+  const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (tasks_.empty()) {
+    lock.unlock();
+    const bool is_timed = is_waiting();  // which asks `Processes`, who may be about to ask here
+    lock.lock();
+    if (!tasks_.empty()) break;
+    if (!is_timed) {
+      // Whoever begins to wait says so; to be sure, it is looked now and then.
+      changed_.wait_for(lock, std::chrono::milliseconds(100));
+    } else if (changed_.wait_until(lock, until) == std::cv_status::timeout) {
+      if (tasks_.empty()) return {};
+    }
+  }
+  Task task = std::move(tasks_.front());
+  tasks_.pop_front();
+  return task;
+}
+
+bool Outside::look() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_one();
+  return true;
+}
+
+void Outside::add(Task::Kind kind, const Message& message, const std::vector<int>& ranks, const std::string& text) {
+  Task task;
+  task.kind = kind;
+  task.message = message;
+  task.ranks = ranks;
+  task.text = text;
+  std::lock_guard<std::mutex> lock(mutex_);
+  tasks_.push_back(std::move(task));
+  changed_.notify_one();
+}
+
+}  // namespace gluon_syncbn

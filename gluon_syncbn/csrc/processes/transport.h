@@ -1,0 +1,51 @@
+// What carries the messages of one process to others of its job.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace gluon_syncbn {
+
+struct Message {
+  enum Kind : int64_t {
+    kVector,  // what the process brings to an exchange
+    kGaveUp,  // the process has given up its step: the key is the number of its next resume
+    kLeft,    // the process ends
+  };
+  int64_t kind = kVector;
+  int64_t key = 0;
+  int64_t round = 0;  // of kGaveUp, the highest that the process has had
+  std::vector<double> numbers;
+};
+
+class Transport {
+ public:
+  // Takes in a message of a rank, on any thread.
+  using Receive = std::function<void(int rank, Message message)>;
+
+  virtual ~Transport() = default;
+
+  // Sends a message to each of these ranks, without waiting for them.
+  virtual void send(const Message& message, const std::vector<int>& ranks) = 0;
+
+  // Takes in what is there. False if another thread is at it. Called after messages have been sent, and while something
+  // waits.
+  virtual bool look() noexcept { return true; }
+
+  // Looks for a moment, if it may well be worth it, until there is nothing to wait for.
+  virtual void linger(const std::function<bool()>& /*is_over*/) {}
+
+  // Whether a rank has ended without a word.
+  virtual bool has_lost(int /*rank*/) { return false; }
+
+  // Whether who has come to a round shows only when one asks; `Processes::hear_who_came` is the answer.
+  virtual bool must_be_asked() const { return false; }
+  virtual void ask_who_came(int64_t /*key*/, int64_t /*round*/, const std::vector<int>& /*ranks*/) {}
+
+  // The step has failed here, or was given up, and no message can say so.
+  virtual void give_up(const std::string& /*why*/) {}
+};
+
+}  // namespace gluon_syncbn
