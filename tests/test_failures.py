@@ -14,6 +14,7 @@ import testing
 from endings import Passage, forward, trouble
 from failures import FAULTS, LATE, arrays_of, break_off, learning, same, wait_until_failed
 from mxnet import autograd, gluon
+from mxnet.contrib.amp.loss_scaler import LossScaler
 from mxnet.gluon import nn
 from testing import HANG, LONG, MODES, cpus, guarded, has_failed, initialized, on_devices, random_shards, sequential
 
@@ -125,6 +126,24 @@ def test_a_step_on_some_devices_updates_a_weight_on_all_or_none(told, mode, back
             mx.nd.waitall()
         gluon_syncbn.abandon_step()
     assert unchanged(before, net)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_update_that_reads_gradients_on_its_way_changes_nothing_either(direction, mode, backend):
+    """The loss scaler of AMP does so when the KVStore has been asked for all updates, and has yet to make them."""
+    net = small_net(mode)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="device", update_on_kvstore=True)
+    trainer._amp_loss_scaler = LossScaler()
+    train(net, trainer)
+    for _ in range(4):
+        before = learned(net)
+        gluon_syncbn.convert_sync_batchnorm(net, timeout=0.2)
+        losses = forward(net, parts()[: 1 if direction == "forward" else 2])
+        autograd.backward(losses[:1])
+        with pytest.raises(mx.MXNetError, match=f"had failed: .*{direction} pass waited 0.2 s for 1 of 2 devices"):
+            trainer.step(4)
+        gluon_syncbn.abandon_step()
+        assert unchanged(before, net)
 
 
 def test_gradients_that_are_added_are_cleared_before_the_first_update_too(mode, backend):

@@ -19,7 +19,7 @@ import ctypes
 import os
 import threading
 import time
-from typing import Iterable, List, Sequence
+from typing import Iterable, List, NoReturn, Sequence
 
 import mxnet as mx
 
@@ -274,9 +274,14 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     except mx.MXNetError as problem:
         fail(str(problem).split("\nStack trace")[0].strip())
     if failure():
-        tell()
-        raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
+        refuse_update()
     return 0
+
+
+def refuse_update() -> NoReturn:
+    """Raise the error of an update whose step has failed."""
+    tell()
+    raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
 
 
 def has_opened(gate_number: int) -> bool:

@@ -21,7 +21,7 @@ from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.updates import clear_added_gradients, undo_held_updates
+from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -95,12 +95,15 @@ def failing_what_cannot_be_read(read):
     """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, whatever it was that failed.
 
     MXNet then forgets the error for all that shares it, and goes on with what it has skipped. So the step fails before
-    an array is read. An error of a synchronized layer is raised as a `SyncBatchNormError`.
+    an array is read; and within an update, some of which is yet to be skipped, MXNet does not read it at all (LARS and
+    the loss scaler of AMP read gradients there). An error of a synchronized layer is raised as a `SyncBatchNormError`.
     """
 
     @functools.wraps(read)
     def reading(*array):
         has_error = array and failures.is_in_use() and not failures.is_readable(*array)
+        if has_error and is_updating():
+            failures.refuse_update()
         try:
             done = read(*array)
         except mx.MXNetError as error:

@@ -11,6 +11,7 @@ error raised, before anything is copied.
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
@@ -40,6 +41,18 @@ from gluon_syncbn.step.unmet import check_met, check_module
 
 # Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
 _NUMBERS = ("num_update", "m_schedule")
+
+
+class _Here(threading.local):
+    updates = 0  # that this thread is within
+
+
+_here = _Here()
+
+
+def is_updating() -> bool:
+    """Whether this thread is within an update."""
+    return _here.updates > 0
 
 
 @contextlib.contextmanager
@@ -183,9 +196,11 @@ def _guarding(
         steps.hold(HeldUpdate(gate, list(indices), weakref.ref(optimizer), numbers, counts))
     for probe in probes:
         probe.wait_to_read()
+    _here.updates += 1
     try:
         yield
     finally:
+        _here.updates -= 1
         failures.seal([array for some in gradients for array in some] + written())
 
 
