@@ -38,7 +38,7 @@ class Synchronization:
 
     def __init__(self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0):
         self.options = options
-        self.passes = Passes(layer)
+        self.passes = Passes(layer, options.groups_of)
         self._layer = weakref.ref(layer)
         self._first_step = first_step
         self._spec: Tuple[Tuple, LayerSpec] = (), options  # what the latest was made of, and that

@@ -524,6 +524,41 @@ def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode,
         assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is given up now." in caplog.text
 
 
+def test_a_group_that_has_trained_by_itself_hides_no_step_that_broke_off(mode, caplog):
+    net = small_net(mode, 4)
+    gluon_syncbn.convert_sync_batchnorm(net, group_size=2)
+    for begun, told in (([0], "cpu(0)"), ([1, 0, 3], "cpu(3)")):
+        Ways.in_one_scope(net, parts(4)[2:])
+        mx.nd.waitall()
+        assert LATE not in caplog.text
+        losses = forward(net, parts(4))
+        for rank in begun:
+            losses[rank].backward()
+        Ways.in_one_scope(net, parts(4))
+        mx.nd.waitall()
+        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is given up now." in caplog.text
+        caplog.clear()
+
+
+def test_groups_that_train_in_a_thread_each_are_not_taken_for_steps_that_broke_off(mode, caplog):
+    """One is between its two backward passes, again and again, when the other begins a step."""
+    net = small_net(mode, 4)
+    gluon_syncbn.convert_sync_batchnorm(net, group_size=2)
+    Ways.in_one_scope(net, parts(4))
+
+    def train_pair(first):
+        for _ in range(20):
+            losses = forward(net, parts(4)[first : first + 2])
+            for loss in losses:
+                loss.backward()
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train_pair, (0, 2)))
+    mx.nd.waitall()
+    assert not caplog.text
+
+
 def test_the_trainer_still_notices_a_gradient_that_is_not_fresh():
     net = small_net("imperative")
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None)

@@ -37,45 +37,65 @@ from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 
 
-class Passes:
-    """How often Python has started the passes of one layer on each device."""
+Group = List[mx.Context]
 
-    def __init__(self, layer: mx.gluon.nn.BatchNorm):
+
+class Passes:
+    """How often Python has started the passes of one layer on each device.
+
+    ``groups_of`` divides its devices into those that wait for each other. (Of a group that lies in several processes,
+    as if it began with the first device of this one: a step that runs everywhere is even in either way.)
+    """
+
+    def __init__(self, layer: mx.gluon.nn.BatchNorm, groups_of: Callable[[List[mx.Context]], Dict[int, Group]]):
         self._layer = weakref.ref(layer)
+        self._groups_of = groups_of
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: nothing is under way."""
         self._devices: List[mx.Context] = []
+        self._groups: List[Group] = []
+        self._callers: Dict[mx.Context, int] = {}  # the threads of the last forward passes
         self._forwards: Counter = Counter()
         self._backwards: Counter = Counter()
 
-    def is_unfinished(self) -> bool:
-        """Whether the forward pass that begins now begins a new step, and the one before broke off on some device."""
+    def is_unfinished(self, device: Optional[mx.Context] = None) -> bool:
+        """Whether a step broke off in a group: that of ``device``, or one that this thread alone has called; or in any.
+
+        It is known when all devices of the group have begun equally many forward passes: the next begins a new step.
+        Of another thread's group it is not: its backward passes may be under way.
+        """
+        groups = self._groups
+        if device is not None:
+            me = {threading.get_ident()}
+            groups = [group for group in groups if device in group or {*map(self._callers.get, group)} == me]
         # In this order: between the two looks, the threads of other devices may run both passes of the new step. So
         # whoever sees their backward passes sees their forward passes, too, which this device is yet to begin.
-        return not _is_even(self._backwards, self._devices) and _is_even(self._forwards, self._devices)
+        uneven = [group for group in groups if not _is_even(self._backwards, [group])]
+        return any(_is_even(self._forwards, [group]) for group in uneven)
 
     def is_even(self) -> bool:
-        """Whether all devices have begun equally many forward passes."""
-        return _is_even(self._forwards, self._devices)
+        """Whether all devices of a group have begun equally many forward passes."""
+        return _is_even(self._forwards, self._groups)
 
     def is_balanced(self) -> bool:
-        """Whether all devices have begun equally many passes of each direction."""
-        return self.is_even() and _is_even(self._backwards, self._devices)
+        """Whether all devices of a group have begun equally many passes of each direction."""
+        return self.is_even() and _is_even(self._backwards, self._groups)
 
     def started(self) -> List[mx.Context]:
-        """The devices that have had most backward passes."""
-        most = max(self._backwards.values(), default=0)
-        return [device for device in self._devices if self._backwards[device] == most]
+        """The devices that have had more backward passes than others of their group."""
+        least = {id(group): min(self._backwards[device] for device in group) for group in self._groups}
+        return [device for group in self._groups for device in group if self._backwards[device] > least[id(group)]]
 
     def begin_forward(self, device: mx.Context) -> None:
         """Count a forward pass in training mode on ``device``."""
         devices = self._devices_now()
         if devices != self._devices:  # it has moved
             self.forget()
-            self._devices = devices
+            self._devices, self._groups = devices, list(self._groups_of(devices).values())
         self._forwards[device] += 1
+        self._callers[device] = threading.get_ident()
 
     def end_backward(self, device: mx.Context) -> None:
         """Count a backward pass that reaches ``device``, unless the layer has moved since its last forward pass."""
@@ -122,8 +142,8 @@ def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
     return True
 
 
-def _is_even(counts: Counter, devices: List[mx.Context]) -> bool:
-    return len({counts[device] for device in devices}) <= 1
+def _is_even(counts: Counter, groups: List[Group]) -> bool:
+    return all(len({counts[device] for device in group}) <= 1 for group in groups)
 
 
 class HeldUpdate(NamedTuple):
