@@ -302,11 +302,14 @@ def test_nan_and_infinity_on_one_device_reach_every_device(where, value, activat
     check_tensors(outputs, gradients, norm.step(shards, heads, seen=outputs), **testing.precision(layer))
 
 
-def test_constant_channels(mode, backend):
-    layer, norm = make([SHAPE] * 2, mode=mode, momentum=0)
-    check_step(layer, norm, [np.full(SHAPE, 7, np.float32)] * 2, random_shards([SHAPE] * 2, seed=1))
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_constant_channels(count, mode, backend):
+    """With a shorter last shard; their mean is that constant on any number of devices, and their variance 0."""
+    shapes = [SHAPE] * (count - 1) + [(1, *SHAPE[1:])]
+    layer, norm = make(shapes, mode=mode, momentum=0)
+    check_step(layer, norm, [np.full(shape, 0.7, np.float32) for shape in shapes], random_shards(shapes, seed=1))
     assert all((item.asnumpy() == 0).all() for item in layer.running_var.list_data())
-    assert all((item.asnumpy() == 7).all() for item in layer.running_mean.list_data())
+    assert all((item.asnumpy() == np.float32(0.7)).all() for item in layer.running_mean.list_data())
 
 
 def test_one_value_in_all(mode, backend):
