@@ -307,6 +307,18 @@ def test_an_error_that_has_nothing_to_do_with_the_step_hides_none():
             pass
 
 
+def test_an_error_that_came_before_does_not_hide_that_of_the_layer():
+    """Of all errors MXNet's ``waitall`` raises that which was first in its list."""
+    net = small_net("imperative")
+    net(parts(1)[0])
+    gluon_syncbn.convert_sync_batchnorm(net, timeout=0.5)
+    array = mx.nd.random.normal(0, -1, shape=(1,))  # noqa: F841 (it fails)
+    with autograd.record():
+        net(parts(1)[0])
+    with pytest.raises(SyncBatchNormError, match=f"(?s)^SyncBatchNorm '.*{SKIPPED}.*MXNet's own error: .*scale"):
+        mx.nd.waitall()
+
+
 def test_who_reads_after_another_has_got_the_error():
     """MXNet has forgotten it, and would return memory that nobody has written."""
     small_net("imperative")(parts()[0])

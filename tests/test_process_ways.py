@@ -14,7 +14,7 @@ OF_THREE = "groups last_batch values unfreezing two_nets module"
 BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
-    ("mpi", 2, f"{TURNS} nets_in_another_order last_step", BY_ITSELF),
+    ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
     ("mpi", 2, AROUND, {}),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),

@@ -24,6 +24,7 @@ from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
+_LAYER = "SyncBatchNorm '"  # in the error of a layer
 
 
 def abandon_step() -> None:
@@ -88,7 +89,9 @@ def leave_failed_step() -> None:
 
 def _with_cause(error: str, pending: str) -> str:
     """The first error of a step may only say that MXNet skipped something; the one that is pending says why."""
-    return error if not pending or pending in error or error in pending else f"{error} MXNet's own error: {pending}"
+    if error in pending:
+        return pending[pending.index(error) :]
+    return error if pending in error else f"{error} MXNet's own error: {pending}"
 
 
 def failing_what_cannot_be_read(read):
@@ -109,8 +112,11 @@ def failing_what_cannot_be_read(read):
         except mx.MXNetError as error:
             if failures.is_in_use():
                 error = failures.explained(error)
-                failures.fail_by_reading(str(error).split("\nStack trace")[0].strip())
-            is_ours = "SyncBatchNorm '" in str(error) and not isinstance(error, SyncBatchNormError)
+                text = str(error).split("\nStack trace")[0].strip()
+                failures.fail_by_reading(text)
+                if not array and _LAYER in failures.failure():  # of all errors, ``waitall`` raises that which came first
+                    raise SyncBatchNormError(_with_cause(failures.failure(), text)) from None
+            is_ours = _LAYER in str(error) and not isinstance(error, SyncBatchNormError)
             raise (SyncBatchNormError(str(error)) if is_ours else error) from None
         if has_error:
             raise SyncBatchNormError(

@@ -75,6 +75,7 @@ def build(norm):
 def break_off():
     if is_victim:
         mx.nd.waitall()
+        time.sleep(0.3)  # until its messages of the step before have left, too
         FAULTS[FAULT]()
 
 

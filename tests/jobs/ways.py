@@ -27,7 +27,7 @@ from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from processes import SummingTrainer, WithHorovod, WithMPI
-from reference import Norm, check, total
+from reference import Norm, check, check_all, total
 from testing import MODES, cpus, initialized, random_shards, reference_of, sequential, set_mode, shards_and_heads
 
 import gluon_syncbn
@@ -41,9 +41,9 @@ JOINS_ITSELF = ("by_environment", "portable")
 late = Late(lambda device: 1.0)  # what comes behind it arrives later at its layer
 
 
-def make(devices, mode="imperative", **options):
+def make(devices, mode="imperative", timeout=60, **options):
     """A layer and its reference."""
-    layer = initialized(SyncBatchNorm(in_channels=4, timeout=60, **options), devices)
+    layer = initialized(SyncBatchNorm(in_channels=4, timeout=timeout, **options), devices)
     testing.random_affine(layer, 4)
     size = options.get("group_size")
     norm = reference_of(layer, group_size=size, renorm=options.get("renorm"))
@@ -217,6 +217,23 @@ def nets_in_turns():
         second = nets[0](x[1])
     autograd.backward([first, second, *both])
     mx.nd.waitall()
+
+
+def a_device_behind_a_late_process():
+    """A device waits for another, which waits for another process: longer than a device may take."""
+    devices = cpus(2)
+    (pair, norm), (everyone, its_norm) = make(devices, timeout=1, group_size=2), make(devices)
+    train(everyone, its_norm, devices, 1)
+    shards, heads = draw(0, 2 * SIZE)
+    mine = slice(2 * RANK, 2 * RANK + 2)
+    time.sleep(4 if RANK == SIZE - 1 else 0)
+    inputs = testing.on_devices(shards[mine], devices)
+    with autograd.train_mode():
+        first = pair(inputs[0])
+        after = [everyone(x) for x in inputs]
+        outputs = [first, pair(inputs[1] + 0 * after[1])]
+    expected = norm.step(shards, heads)
+    check_all("output", [item.asnumpy() for item in outputs], expected.outputs[mine], units=16)
 
 
 def forked_child():
