@@ -36,7 +36,6 @@ from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 
-
 Group = List[mx.Context]
 
 
