@@ -1,7 +1,7 @@
 """What synchronizing over processes costs on this machine: one exchange, and a training step.
 
     OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
-    OMP_NUM_THREADS=1 python benchmarks/processes.py --hosts 2,4 --sizes 4,8,16,32
+    OMP_NUM_THREADS=1 python benchmarks/processes.py --hosts 2,4 --sizes 4,8,16,32 [--lengths 513,4097]
 
 Exchanges through memory that the processes share follow one another as those of layers do. In other runs they go by
 messages, on a thread of their own, and take turns with MPI's own collectives; with Horovod, its own ``allreduce`` of
@@ -28,7 +28,7 @@ import threading
 import time
 
 MARK = "MEASURED "
-LENGTHS = (513, 4097)
+LENGTHS = "513,4097"
 EXCHANGES, STEPS, WARM_UP = 300, 12, 4
 MANY = 8  # of more processes than these on this machine there are fewer exchanges
 IMAGES = (4, 3, 128, 128)
@@ -71,13 +71,13 @@ def on_a_thread(work) -> None:
     thread.join()
 
 
-def measure_exchanges(engine: str) -> dict:
+def measure_exchanges(engine: str, lengths: str) -> dict:
     """Milliseconds by length and way: median and 90th percentile of an exchange."""
     import numpy as np
 
     group = join_for_exchanges(engine)
     found = {}
-    for length in LENGTHS:
+    for length in map(int, lengths.split(",")):
         count = EXCHANGES if group.size <= MANY else EXCHANGES // 5
         if group.shares_memory:
             found[f"{length}, memory"] = summary(group.time_exchanges(length, 10 * count) * 1e-6)
@@ -231,11 +231,11 @@ def measure_steps(engine: str, devices: int) -> list:
     return seconds[WARM_UP:]
 
 
-def work(engine: str, what: str, devices: str = "1") -> None:
+def work(engine: str, what: str, how: str = "") -> None:
     if what == "step":
-        found = measure_steps(engine, int(devices))
+        found = measure_steps(engine, int(how))
     else:
-        found = measure_beside_a_loader() if what == "loader" else measure_exchanges(engine)
+        found = measure_beside_a_loader() if what == "loader" else measure_exchanges(engine, how)
     from gluon_syncbn.distributed.default import is_first_of_job
 
     if is_first_of_job():
@@ -247,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="mpi,horovod")
     parser.add_argument("--sizes", default="2,4,8")
+    parser.add_argument("--lengths", default=LENGTHS, help="of exchanges, in float64 numbers")
     parser.add_argument("--rounds", type=int, default=3, help="how often the two kinds of a step take turns")
     parser.add_argument("--hosts", help="exchanges only, over so many hosts that are made here: 2,4")
     parser.add_argument("--loader", action="store_true", help="exchanges beside a data loader only")
@@ -264,11 +265,11 @@ def main() -> None:
             show(f"mpi, 2 processes, {'memory' if memory else 'messages'}", launch("mpi", 2, "loader", memory=memory))
         return None
     if options.hosts:
-        return measure_hosts(engines, sizes, list(map(int, options.hosts.split(","))))
+        return measure_hosts(engines, sizes, list(map(int, options.hosts.split(","))), options.lengths)
     for engine in engines:
         for size in sizes:
             for memory in (1, 0):
-                show(f"{engine}, {size} processes", launch(engine, size, "exchange", memory=memory))
+                show(f"{engine}, {size} processes", launch(engine, size, "exchange", options.lengths, memory=memory))
     print("\nResNet-50, ms a step: 2 devices in one process; 2 processes with one each; ratio of throughput")
     for engine in engines:
         pairs = [(launch("none", 1, "step", 2), launch(engine, 2, "step", 1)) for _ in range(options.rounds)]
@@ -283,7 +284,7 @@ def show(what: str, found: dict) -> None:
         print(f"{what}, {name}: {median:.3f}, {ninety:.3f}", flush=True)
 
 
-def measure_hosts(engines: list, sizes: list, counts: list) -> None:
+def measure_hosts(engines: list, sizes: list, counts: list, lengths: str) -> None:
     from common import module_of_hosts
 
     made = module_of_hosts()
@@ -292,7 +293,7 @@ def measure_hosts(engines: list, sizes: list, counts: list) -> None:
             with made.Hosts(count, network) as hosts:
                 show(
                     f"{engine}, {size} processes on {count} hosts, {network}",
-                    launch(engine, size, "exchange", hosts=hosts),
+                    launch(engine, size, "exchange", lengths, hosts=hosts),
                 )
 
 
