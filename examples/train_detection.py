@@ -247,7 +247,7 @@ def train(options) -> list:
         np.random.seed(options.seed + len(history))
     elif job.size > 1:
         finish_initialization(net, options)
-        job.broadcast(net.collect_params())
+        job.broadcast(trainer)
     net.hybridize(static_alloc=True, static_shape=True)  # now that all calls to come have targets, too
     while len(history) < options.epochs:
         started = time.perf_counter()

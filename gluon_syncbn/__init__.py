@@ -22,6 +22,7 @@ Training
 Several processes
     init_process_group       synchronizes over the processes of a job (MPI, Horovod)
     ProcessGroup             the processes of a job, as `init_process_group` returns them
+    DistributedTrainer       a Trainer that averages gradients over the processes of an MPI job
 
 ``help(gluon_syncbn.SyncBatchNorm)`` and so on have the details. ``python -m gluon_syncbn`` checks the installation.
 ``python -m gluon_syncbn.run script.py`` runs a script with this layer in place of MXNet's.
@@ -36,6 +37,7 @@ from gluon_syncbn._devices import devices
 from gluon_syncbn._hooks import install_hooks
 from gluon_syncbn._install import install, uninstall
 from gluon_syncbn._profile import Report, profile
+from gluon_syncbn._trainer import DistributedTrainer
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics
@@ -51,6 +53,7 @@ install_hooks()
 
 __version__ = "0.1.0"
 _PUBLIC = [
+    "DistributedTrainer",
     "ProcessGroup",
     "Report",
     "SyncBatchNorm",

@@ -9,10 +9,8 @@ import mxnet as mx
 import numpy as np
 import pytest
 from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
-from mxnet import autograd
 from PIL import Image
-from processes import SummingTrainer
-from testing import cpus, initialized, run_python, sequential
+from testing import run_python
 from train_detection import PadBoxes, parse_arguments
 
 
@@ -90,35 +88,6 @@ def test_arguments(capsys):
 def test_too_many_boxes_are_not_dropped():
     with pytest.raises(ValueError, match="has 3 objects, more than 2"):
         PadBoxes(2)([mx.nd.ones((3, 4))])
-
-
-def test_gradients_of_processes_while_layers_are_unfrozen():
-    """One message, of the widest dtype of those who learn now: here of two processes that see the same."""
-    devices, messages = cpus(2), []
-    first, last = mx.gluon.nn.Dense(2, in_units=3), mx.gluon.nn.Dense(1, in_units=2, dtype="float64")
-    net = initialized(sequential(first, last), devices)
-    parameters = net.collect_params().values()
-
-    def add_up(values):
-        messages.append((values.size, values.dtype))
-        values *= 2
-
-    trainer = SummingTrainer(add_up, 2, net.collect_params(), "sgd", {"learning_rate": 1.0})
-    for frozen in (1, None, 0):
-        for number, layer in enumerate(net):
-            layer.collect_params().setattr("grad_req", "null" if number == frozen else "write")
-        with autograd.record():
-            heads = [net[1](net[0](mx.nd.ones((1, 3), ctx=device)).astype("float64")) for device in devices]
-        autograd.backward(heads)
-        expected = []
-        for parameter in parameters:
-            gradients = [] if parameter.grad_req == "null" else parameter.list_grad()
-            expected.append(parameter.data(mx.cpu(0)).asnumpy() - sum(gradient.asnumpy() for gradient in gradients))
-        trainer.step(1)
-        for parameter, value in zip(parameters, expected):
-            for array in parameter.list_data():
-                np.testing.assert_allclose(array.asnumpy(), value, rtol=1e-6, atol=1e-6)
-    assert messages == [(8, np.float32), (11, np.float64), (3, np.float64)]
 
 
 @pytest.mark.parametrize("norm", ["syncbn", "bn"])

@@ -15,11 +15,12 @@ BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HO
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
-    ("mpi", 2, AROUND, {}),
+    ("mpi", 2, f"{AROUND} one_set_of_weights", {}),
+    ("mpi", 3, "one_set_of_weights", NO_MEMORY),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
-    ("horovod", 4, "groups last_batch", {}),
+    ("horovod", 4, "groups last_batch one_set_of_weights", {}),
     # As over several hosts.
     ("mpi", 3, "by_environment groups last_batch values branches nets_in_turns", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY}),
@@ -62,7 +63,7 @@ def test_an_exchange_that_the_program_leaves_is_an_error_on_all():
     done = run_job("mpi", 2, "ways_out.py", "leave")
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 2, done.stdout
     assert "ERROR 1 MXNetError: SystemExit(5)" in done.stdout
-    assert "ERROR 0 MXNetError: SyncBatchNorm 'head': forward pass: process 1 has ended." in done.stdout
+    assert "ERROR 0 SyncBatchNorm 'head': forward pass: process 1 has ended." in done.stdout
 
 
 def test_gradients_that_wait_for_a_step_that_was_given_up_end_the_job():

@@ -115,6 +115,14 @@ class MPIProcessGroup(ProcessGroup):
         except self._mpi.Exception as problem:
             raise CommunicatorError(f"MPI failed: {problem}") from problem
 
+    def add_up(self, values: np.ndarray) -> None:
+        """Replace the array by its sum over all processes. They have met just before: MPI takes nothing back."""
+        self._comm.Allreduce(self._mpi.IN_PLACE, values)
+
+    def broadcast(self, values: np.ndarray) -> None:
+        """Replace the array by that of the first process, as `add_up`."""
+        self._comm.Bcast(values.view(np.uint8))  # MPI has no float16
+
     def leave(self):
         super().leave()
         if self.state.has_lost_some and not self._mpi.Is_finalized():

@@ -79,6 +79,14 @@ class Processes:
         with self._exchanging(what, place, seconds):
             pass
 
+    def gather(self, what: str, key: str, vector: np.ndarray, seconds: float) -> np.ndarray:
+        """The vectors of all processes, in rank order; the n-th calls with this key belong together.
+
+        Raises as `prepare`.
+        """
+        with self._exchanging(what, None, seconds) as occasion:
+            return self._gather(key, vector, occasion)
+
     def catch_up(
         self, what: str, layers: Dict[str, int], vector: np.ndarray, seconds: float
     ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:

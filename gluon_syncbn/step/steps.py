@@ -19,7 +19,9 @@ Other processes must know where a step breaks off here that is under way (`Steps
 call of a layer on, until a ``backward()`` has reached that layer (any, if its parameters are frozen). For this the
 first layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew)
 never are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
-``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next.
+``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next. A step is
+also under way while the gradients of a Trainer that waits for other processes (`gluon_syncbn.DistributedTrainer`) are
+fresh.
 """
 
 import threading
@@ -30,7 +32,13 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import device_of, has_fresh_gradient, has_gradient, set_fresh_gradient
+from gluon_syncbn.base.mxnet_private import (
+    device_of,
+    has_fresh_gradient,
+    has_gradient,
+    parameters_of,
+    set_fresh_gradient,
+)
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.meeting.positions import Nets
@@ -177,6 +185,7 @@ class Steps:
         # With the mode of the last call: training, prediction, or none yet.
         self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
         self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()
+        self.trainers_of_jobs: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()  # who wait for other processes
         self.before_update: Callable[[], None] = lambda: None  # what `gluon_syncbn.devices` has yet to do
         self._lock = threading.Lock()  # of layers, passes and updates
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized
@@ -260,7 +269,13 @@ class Steps:
 
     def is_under_way(self) -> bool:
         """Whether a step has begun here that other processes may be in the middle of, too."""
-        return bool(self._open or self._open_executors) or self.is_uneven()
+        is_open = bool(self._open or self._open_executors) or self.is_uneven()
+        return is_open or any(map(has_fresh_gradient, self._arrays_of_jobs()))
+
+    def _arrays_of_jobs(self) -> List[mx.nd.NDArray]:
+        """The parameters that are updated together with those of other processes."""
+        parameters = [parameter for trainer in self.trainers_of_jobs for parameter in parameters_of(trainer)]
+        return [array for parameter in parameters if has_gradient(parameter) for array in parameter.list_data()]
 
     def is_uneven(self) -> bool:
         """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
@@ -291,6 +306,8 @@ class Steps:
             self._open.clear()
             self._left.clear()
         self._open_executors.clear()
+        for array in self._arrays_of_jobs():
+            set_fresh_gradient(array, False)
         with self._notes_lock:  # of a backward() that Ctrl-C has ended in the middle of `begin_backward`
             self._calls = 0
             self._put_notes_back()

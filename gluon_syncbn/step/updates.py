@@ -148,7 +148,7 @@ def _warn_if_alone(trainer: mx.gluon.Trainer) -> None:
         warnings.warn(
             "The layers of this net synchronize with other processes, but its gluon.Trainer does not add up their "
             "gradients, so each process trains weights of its own. Use horovod.mxnet.DistributedTrainer, or with MPI "
-            "the Trainer of docs/processes.md. If you add up gradients yourself before Trainer.step, silence this: "
+            "gluon_syncbn.DistributedTrainer. If you add up gradients yourself before Trainer.step, silence this: "
             "warnings.filterwarnings('ignore', message='The layers of this net synchronize').",
             stacklevel=users_line(),
         )

@@ -26,7 +26,7 @@ import testing
 from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
-from processes import SummingTrainer, WithHorovod, WithMPI
+from processes import WithHorovod, WithMPI
 from reference import Norm, check, check_all, total
 from testing import MODES, cpus, initialized, random_shards, reference_of, sequential, set_mode, shards_and_heads
 
@@ -646,7 +646,7 @@ def trainers_that_step_alone():
         (1, resumed, {}, {}),
         (0, trainer, {}, {"process_group": "none"}),
         (0, trainer, {}, None),  # a net without layers of ours
-        (0, lambda net: SummingTrainer(lambda values: None, SIZE, net.collect_params(), "sgd", {}), {}, {}),
+        (0, averaging_trainer, {}, {}),
     ):
         net = nn.Dense(2, in_units=4 * 3 * 3) if layer is None else make(cpus(1), **layer)[0]
         net.initialize(force_reinit=True)
@@ -660,6 +660,71 @@ def trainers_that_step_alone():
                 made.allreduce_grads() if "update_on_kvstore" in options else made.step(1)
         found = [item for item in caught if "does not add up their gradients" in str(item.message)]
         assert len(found) == times and all(item.filename.endswith("ways.py") for item in found), (build, options)
+
+
+def averaging_trainer(net):
+    made = gluon_syncbn.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    made.broadcast_parameters()
+    return made
+
+
+def one_set_of_weights():
+    """`DistributedTrainer`: weights of the first process, mean gradients of who learns now, steps that break off."""
+    if ENGINE == "horovod":
+        with pytest.raises(ValueError, match="connected by horovod. Use horovod.mxnet.DistributedTrainer"):
+            gluon_syncbn.DistributedTrainer(nn.Dense(1).collect_params(), "sgd")
+        return
+    devices = cpus(2)
+    mx.random.seed(RANK)
+    layers = nn.Dense(2), SyncBatchNorm(timeout=20), nn.Dense(1, dtype="float64")
+    net = sequential(*layers[:2], nn.HybridLambda(lambda F, x: F.cast(x, "float64")), layers[2])
+    initialized(net, devices)
+    parameters = net.collect_params()
+
+    def passes(number):
+        x = np.random.RandomState(10 * number + RANK).standard_normal((4, 3)).astype(np.float32)
+        with autograd.record():
+            losses = [net(mx.nd.array(part, ctx=device)).sum() for part, device in zip(np.split(x, 2), devices)]
+        autograd.backward(losses)
+
+    net(mx.nd.ones((1, 3), ctx=mx.cpu(0)))
+    passes(0)
+    apart = gluon_syncbn.DistributedTrainer(parameters, "sgd")
+    with pytest.raises(ValueError, match=r"process 1 trains other parameters than process 0.*broadcast_parameters\(\)"):
+        apart.step(1)
+    trainer = averaging_trainer(net)
+    for number, frozen in enumerate((0, None, 2, None)):
+        for place, layer in enumerate(layers):
+            layer.collect_params(".*(weight|bias|gamma|beta)").setattr(
+                "grad_req", "null" if place == frozen else "write"
+            )
+        passes(number)
+        learning = [parameter for parameter in parameters.values() if parameter.grad_req != "null"]
+        before = [parameter.data(devices[0]).asnumpy() for parameter in learning]
+        sums = [sum(item.asnumpy() for item in parameter.list_grad()) for parameter in learning]
+        totals = np.split(job.gathered(*sums).mean(axis=0), np.cumsum([item.size for item in sums])[:-1])
+        trainer.step(1)
+        for parameter, old, gradient in zip(learning, before, totals):
+            for array in parameter.list_data():
+                np.testing.assert_allclose(array.asnumpy(), old - gradient.reshape(old.shape), rtol=1e-5, atol=1e-5)
+        job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
+    if RANK == 0:  # who gives up has backward passes behind it, and the others wait for it in their update
+        passes(4)
+        mx.nd.waitall()
+        time.sleep(1)
+        gluon_syncbn.abandon_step()
+    else:
+        passes(4)
+        with pytest.raises(gluon_syncbn.SyncBatchNormError, match="DistributedTrainer: the update: process 0 gave the"):
+            trainer.step(1)
+        gluon_syncbn.abandon_step()
+    passes(5)
+    trainer.step(1)
+    job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
+    layers[RANK].collect_params(".*weight|.*gamma").setattr("grad_req", "null")
+    passes(6)
+    with pytest.raises(ValueError, match="process 1 trains other parameters"):
+        trainer.step(1)
 
 
 def training():
