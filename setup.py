@@ -137,7 +137,7 @@ setup(
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
     python_requires=">=3.8,<3.12",
     # Not mxnet itself: it would overwrite an installed mxnet-cu. The extras choose one.
-    install_requires=["numpy<1.24"],
+    install_requires=["numpy<1.24", "tqdm"],
     extras_require={
         "cpu": ["mxnet==1.9.1"],
         "cu112": ["mxnet-cu112==1.9.1"],

@@ -5,6 +5,7 @@ Layers and nets
     convert_sync_batchnorm   makes every BatchNorm of a net synchronize
     convert_batchnorm        makes them plain BatchNorm again, for deployment
     freeze_statistics        normalizes with the running statistics in training too
+    update_statistics        estimates the running statistics of a trained net anew
     install, uninstall       replace ``gluon.contrib.nn.SyncBatchNorm`` by this layer, and undo that
 
 Symbols and Modules
@@ -37,6 +38,7 @@ from gluon_syncbn._devices import devices
 from gluon_syncbn._hooks import install_hooks
 from gluon_syncbn._install import install, uninstall
 from gluon_syncbn._profile import Report, profile
+from gluon_syncbn._statistics import update_statistics
 from gluon_syncbn._trainer import DistributedTrainer
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.block import SyncBatchNorm
@@ -71,6 +73,7 @@ _PUBLIC = [
     "profile",
     "symbol",
     "uninstall",
+    "update_statistics",
 ]
 
 

@@ -15,12 +15,12 @@ BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HO
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
-    ("mpi", 2, f"{AROUND} one_set_of_weights", {}),
+    ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew", {}),
     ("mpi", 3, "one_set_of_weights", NO_MEMORY),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
-    ("horovod", 4, "groups last_batch one_set_of_weights", {}),
+    ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew", {}),
     # As over several hosts.
     ("mpi", 3, "by_environment groups last_batch values branches nets_in_turns", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY}),

@@ -86,6 +86,19 @@ def find_shapes(block: HybridBlock, symbol: mx.sym.Symbol, arguments: Tuple) -> 
             item._finish_deferred_init()
 
 
+@contextlib.contextmanager
+def without_graphs(blocks: List[HybridBlock]) -> Iterator[None]:
+    """Let hybridized blocks call their children one by one. Their graphs are kept."""
+    active = [block for block in blocks if block._active]
+    for block in active:
+        block._active = False
+    try:
+        yield
+    finally:
+        for block in active:
+            block._active = True
+
+
 def has_operator(block: HybridBlock) -> bool:
     """Whether what runs a graph of the block has been made."""
     return block._cached_op is not None

@@ -727,6 +727,26 @@ def one_set_of_weights():
         trainer.step(1)
 
 
+def statistics_anew():
+    """Of all batches of all processes, each of which counts alike; where one fails, the others need not wait."""
+    layer, _ = make(cpus(2))
+    batches = random_shards([(size, *SHAPE[1:]) for size in (2, 5, 3)] * SIZE, seed=1)
+    gluon_syncbn.update_statistics(layer, batches[3 * RANK : 3 * RANK + 3])
+    means = np.mean([batch.astype(np.float64).mean((0, 2, 3)) for batch in batches], axis=0)
+    squares = np.mean([np.square(batch.astype(np.float64)).mean((0, 2, 3)) for batch in batches], axis=0)
+    first, second = cpus(2)
+    job.check_same([layer.running_mean.data(second).asnumpy(), layer.running_var.data(first).asnumpy()])
+    np.testing.assert_allclose(layer.running_mean.data(first).asnumpy(), means, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(layer.running_var.data(second).asnumpy(), squares - means**2, rtol=1e-6, atol=1e-6)
+    before = layer.running_mean.data(first).asnumpy()
+    error = ValueError if RANK == 0 else gluon_syncbn.SyncBatchNormError
+    with pytest.raises(error, match="for 2 devices" if RANK == 0 else "process 0 gave the step up"):
+        gluon_syncbn.update_statistics(layer, [batches[0], batches[1][: 1 if RANK == 0 else 2]])
+    assert (layer.running_mean.data(first).asnumpy() == before).all()
+    gluon_syncbn.update_statistics(layer, batches[:1])
+    assert (layer.running_mean.data(first).asnumpy() != before).any()
+
+
 def training():
     """Weights stay those of one device, step by step; either goes on from a checkpoint of the other."""
     processes = {"mpi": WithMPI, "horovod": WithHorovod}[ENGINE]()
