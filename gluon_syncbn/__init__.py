@@ -29,6 +29,10 @@ Several processes
 ``python -m gluon_syncbn.run script.py`` runs a script with this layer in place of MXNet's.
 """
 
+from gluon_syncbn.base.requirements import check_mxnet
+
+check_mxnet()
+
 from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 
 set_cpu_resources()  # before anything computes, or it is too late for MXNet 1.6

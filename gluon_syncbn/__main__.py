@@ -44,6 +44,7 @@ def main() -> int:
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
     print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
+    print(f"beside it    {_companions()}")
     print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
     print(f"CPU devices  {_cpu_devices()}")
@@ -53,7 +54,7 @@ def main() -> int:
     if mx.context.num_gpus():
         print(f"             {_back_end([mx.gpu(0)], 'GPU')}")
     print(f"processes    {_engines()}")
-    warned = _warnings()
+    warned = _warnings(group)
     try:
         is_native = choose(LayerSpec("doctor"), devices).backend.name == "native"
         with gluon_syncbn.profile() if is_native else contextlib.nullcontext() as report:
@@ -136,8 +137,33 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _warnings() -> List[str]:
+def _companions() -> str:
+    """Packages that are often used with it, and their versions."""
     found = []
+    for package in ("gluoncv", "opencv-python", "opencv-python-headless"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found) or "neither GluonCV nor OpenCV"
+
+
+def _why_no_opencv() -> str:
+    """Why OpenCV is installed and cannot be imported; else an empty text."""
+    try:
+        import cv2  # noqa: F401
+    except ModuleNotFoundError:
+        return ""
+    except (ImportError, AttributeError) as problem:
+        return str(problem)
+    return ""
+
+
+def _warnings(group: Optional[gluon_syncbn.ProcessGroup]) -> List[str]:
+    found = []
+    problem = _why_no_opencv()
+    if problem:
+        found.append(
+            f"OpenCV cannot be imported ({problem}). Run: apt-get install libgl1, or pip install 'opencv-python<4.10'"
+        )
     if native.unavailable_reason:
         found.append(
             "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then, in the "
@@ -150,7 +176,8 @@ def _warnings() -> List[str]:
     for name, value, enough in cpu_resources.too_few():
         found.append(f"{name}={value} may be too few for several CPU devices. Unset it to have {enough}.")
     if mx.context.num_gpus() == 0 and os.environ.get("OMP_NUM_THREADS") is None:
-        found.append("several CPU contexts share the cores best with OMP_NUM_THREADS=1, or cores ÷ contexts.")
+        of = "CPU contexts" if group is None else "processes"
+        found.append(f"several {of} share the cores best with OMP_NUM_THREADS=1, or cores ÷ {of.split()[-1]}.")
     return found
 
 

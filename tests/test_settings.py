@@ -5,9 +5,11 @@ MXNet make many of both, on import, or says that it is too late.
 """
 
 import re
+import subprocess
+import sys
 
 import pytest
-from testing import LONG, NOT_COMPILED, run_python
+from testing import HANG, LONG, NOT_COMPILED, lean_environment, run_python
 
 NAMES = ["MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY"]
 OURS = "16384 16"
@@ -177,3 +179,32 @@ def test_the_doctor_tells_what_runs_here_whether_it_works_and_what_to_change(bef
 def test_the_doctor_prints_its_usage():
     """That it is a command is shown by the pages, where it runs."""
     assert run_python(DOCTOR.format(["--help"])).stdout.startswith("usage: python -m gluon_syncbn")
+
+
+NO_MXNET = """
+import builtins, sys
+assert "mxnet" not in sys.modules
+imported = builtins.__import__
+
+def importing(name, *how, **more):
+    if name.split(".")[0] == "mxnet":
+        raise {error}
+    return imported(name, *how, **more)
+
+builtins.__import__ = importing
+import gluon_syncbn
+"""
+WITHOUT = [
+    (AttributeError("no numpy.bool"), "cannot be imported with NumPy 1.*pip install 'numpy<1.24'"),
+    (ModuleNotFoundError("no mxnet", name="mxnet"), "MXNet is not installed. Run: pip install 'mxnet==1.9.1'"),
+    (ModuleNotFoundError("no requests", name="requests"), "^ModuleNotFoundError: no requests"),
+]
+
+
+@pytest.mark.parametrize("error, words", WITHOUT, ids=["new NumPy", "no MXNet", "another"])
+def test_an_installation_that_cannot_work_names_the_command_that_repairs_it(error, words):
+    """As MXNet fails with a newer NumPy, and where it is not there."""
+    made = f"ModuleNotFoundError({error.msg!r}, name={error.name!r})" if isinstance(error, ImportError) else repr(error)
+    command = [sys.executable, "-c", NO_MXNET.format(error=made)]
+    done = subprocess.run(command, env=lean_environment(), timeout=HANG, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and re.search(words, done.stderr.splitlines()[-1]), done.stderr

@@ -1,0 +1,27 @@
+"""What must be installed before this package can be imported."""
+
+from importlib import metadata
+
+
+def check_mxnet() -> None:
+    """Import MXNet.
+
+    Raises
+    ------
+    ImportError
+        It is not installed, or does not work with the NumPy that is: the text has the command that repairs it.
+    """
+    try:
+        import mxnet  # noqa: F401
+    except AttributeError as problem:  # of what newer versions of NumPy have not
+        raise ImportError(
+            f"gluon_syncbn: MXNet cannot be imported with NumPy {metadata.version('numpy')} (another package may have "
+            f"replaced an older one). Run: pip install 'numpy<1.24'"
+        ) from problem
+    except ModuleNotFoundError as problem:
+        if problem.name != "mxnet":
+            raise
+        raise ImportError(
+            "gluon_syncbn: MXNet is not installed. Run: pip install 'mxnet==1.9.1' 'numpy<1.24', or for GPUs "
+            "mxnet-cu117 or mxnet-cu112 in place of mxnet."
+        ) from problem
