@@ -26,6 +26,7 @@ from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.meeting.statistics import Moments, merge
 from gluon_syncbn.step.abandon import abandon_step
+from gluon_syncbn.synchronization import synchronization_of
 
 _NAME = "update_statistics"
 
@@ -42,9 +43,10 @@ def update_statistics(
     "Rethinking 'Batch' in BatchNorm", 2021) and as ``torch.optim.swa_utils.update_bn``. Use it after training, after
     weights have been averaged, or before you freeze statistics.
 
-    Nothing else of the net changes. Frozen layers (``use_global_stats``) keep their statistics, as does a layer that no
-    batch has reached. The net is called layer by layer, hybridized or not. In a job of several processes all of them
-    call the function, each with its own batches, equally many, and all get the same statistics.
+    Nothing else of the net changes, but that a schedule of ``renorm`` counts the batches. Frozen layers
+    (``use_global_stats``) keep their statistics, as does a layer that no batch has reached. The net is called layer by
+    layer, hybridized or not. In a job of several processes all of them call the function, each with its own batches,
+    equally many, and all get the same statistics.
 
     Parameters
     ----------
@@ -86,18 +88,19 @@ def update_statistics(
     if count is not None and count < 1:
         raise ValueError(f"{_NAME}: count must be at least 1, not {count!r}.")
     before = {layer: [_values(layer.running_mean), _values(layer.running_var)] for layer in layers}
-    group = find(None, _NAME)
+    group = _group_of(layers)
     try:
-        with contextlib.nullcontext() if contexts == own else devices(contexts, net):
+        with contextlib.nullcontext() if contexts == own else devices(contexts):
             seen = _observe(net, layers, batches, contexts, count)
+        mx.nd.waitall()  # the last layer may have failed
         found = _over_processes(group, layers, seen)
+        _replace({layer: [moments.mean, moments.var] for layer, moments in found.items()})
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
         abandon_step()
         _replace(before)
         raise
-    _replace({layer: [moments.mean, moments.var] for layer, moments in found.items()})
     return net
 
 
@@ -114,6 +117,15 @@ def _layers_of(net: Block) -> List[nn.BatchNorm]:
     if not layers:
         raise ValueError(f"{_NAME}: all BatchNorms of '{net.name}' are frozen." if norms else f"{_NAME}: no BatchNorm.")
     return layers
+
+
+def _group_of(layers: List[nn.BatchNorm]) -> Optional[ProcessGroup]:
+    """The processes of the layers, or else those that were chosen for all."""
+    found = [sync.process_group() for sync in map(synchronization_of, layers) if sync is not None]
+    groups = {group for group in found if group is not None}
+    if len(groups) > 1:
+        raise ValueError(f"{_NAME}: the layers of the net synchronize with different processes.")
+    return groups.pop() if groups else find(None, _NAME)
 
 
 def _observe(net, layers, batches, contexts, count) -> Dict[nn.BatchNorm, List[Moments]]:
@@ -162,7 +174,13 @@ def _watching(layers: List[nn.BatchNorm]) -> Iterator[Dict[nn.BatchNorm, List[Tu
     """Per layer and call within the block: how many values per channel, their mean and M2, on the device."""
     calls: Dict[nn.BatchNorm, List[Tuple]] = defaultdict(list)
 
+    owners: Dict[gluon.Parameter, nn.BatchNorm] = {}  # several layers may share statistics
+    for layer in layers:
+        owners.setdefault(layer.running_mean, layer)
+
     def watch(layer, inputs):
+        if not autograd.is_training():
+            return
         x = inputs[0].as_nd_ndarray()
         with mx.util.np_array(False), mx.util.np_shape(False):
             x = widened(x)[0].astype("float64")
@@ -170,7 +188,7 @@ def _watching(layers: List[nn.BatchNorm]) -> Iterator[Dict[nn.BatchNorm, List[Tu
             channels = [-1 if place == axis else 1 for place in range(x.ndim)]
             mean = mx.nd.mean(x, axis=axis, exclude=True)
             m2 = mx.nd.square(mx.nd.broadcast_sub(x, mean.reshape(channels))).sum(axis=axis, exclude=True)
-        calls[layer].append((x.size / x.shape[axis], mean, m2))
+        calls[owners[layer.running_mean]].append((x.size / x.shape[axis], mean, m2))
 
     handles = [layer.register_forward_pre_hook(watch) for layer in layers]
     try:

@@ -1,18 +1,21 @@
 """`DistributedTrainer`: one set of weights in several processes, which MPI connects."""
 
+import threading
 import zlib
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
-from gluon_syncbn.base.mxnet_private import parameters_of
+from gluon_syncbn.base.mxnet_private import is_sparse
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
+from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
+from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import steps
 
 _NAME = "DistributedTrainer"
@@ -25,9 +28,10 @@ class DistributedTrainer(gluon.Trainer):
     over each process's devices, and ``step`` takes the batch size of one process. In a process that is alone it is
     `mxnet.gluon.Trainer`.
 
-    Every process makes it, with the same parameters in the same order, and calls ``step`` equally often. Before the
-    gradients are added up, the processes meet as those of a `SyncBatchNorm` do: if one does not come, has ended, or has
-    given up the step, the others get an error that names it.
+    Every process makes it, with the same parameters in the same order, whatever their names, and calls ``step`` equally
+    often, from one thread. Before the gradients are added up, the processes meet as those of a `SyncBatchNorm` do: if
+    one does not come, has ended, or has given up the step, the others get an error that names it. At the first step,
+    where others learn than before, and after a step that was given up, the values of the parameters are compared.
 
     Parameters
     ----------
@@ -42,8 +46,9 @@ class DistributedTrainer(gluon.Trainer):
     Raises
     ------
     ValueError
-        The processes are connected by Horovod, which has a Trainer of its own; a gradient is sparse; or, by ``step`` on
-        all processes, the parameters that learn differ.
+        The processes are connected by Horovod, which has a Trainer of its own; a parameter or gradient is sparse;
+        ``ignore_stale_grad``, by which each process would update others; or, by ``step`` on all processes, the
+        parameters that learn, or their values, differ.
     SyncBatchNormError
         By ``step``: another process did not come, has ended, or gave the step up.
 
@@ -64,7 +69,7 @@ class DistributedTrainer(gluon.Trainer):
         process_group: Optional[ProcessGroupLike] = None,
     ):
         group = find(process_group, _NAME)
-        self._group: Optional[MPIProcessGroup] = None
+        self.is_alone = group is None
         if group is None:
             super().__init__(params, optimizer, optimizer_params)
             return
@@ -73,13 +78,17 @@ class DistributedTrainer(gluon.Trainer):
                 f"{_NAME}: these processes are connected by {group.name}. Use horovod.mxnet.DistributedTrainer, or "
                 f"init_process_group('mpi')."
             )
+        # Trainer sorts them by name, and names may differ from process to process.
+        self._in_order: List[gluon.Parameter] = list(params.values() if hasattr(params, "values") else params)
+        sparse = next((one.name for one in self._in_order if is_sparse(one)), None)
+        if sparse is not None:
+            raise ValueError(f"{_NAME}: '{sparse}' is sparse, and cannot be added up over processes.")
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         self._group = group
-        steps.trainers_of_jobs.add(self)
-        self._scale /= group.size
         self._number = processes_of(group).count_layers(_NAME)
         self._values = np.empty(0, np.float32)  # all gradients, in memory that is asked for anew where others learn
-        self._compared = 0  # a checksum of what learns; its values were the same in all processes
+        self._compared: Optional[Tuple] = None  # what learned when values were compared, and the step's generation
+        steps.trainers_of_jobs.add(self)
 
     def broadcast_parameters(self) -> None:
         """Give all processes the parameters and statistics of the first process. All of them call it.
@@ -88,24 +97,51 @@ class DistributedTrainer(gluon.Trainer):
         ------
         DeferredInitializationError
             A parameter has no shape yet: call the net once, as a prediction.
-        SyncBatchNormError
+        ValueError, SyncBatchNormError
             As ``step``.
         """
-        if self._group is None:
+        if self.is_alone:
             return
-        values = [parameter.data(parameter.list_ctx()[0]).asnumpy() for parameter in parameters_of(self)]
-        self._meet("broadcast of parameters", [_checksum([(value.shape, str(value.dtype)) for value in values])])
-        for parameter, value in zip(parameters_of(self), values):
-            self._group.broadcast(value)
-            parameter.set_data(mx.nd.array(value, dtype=value.dtype))
+        values = [parameter.data(parameter.list_ctx()[0]).asnumpy() for parameter in self._in_order]
+        facts = [_checksum([(value.shape, str(value.dtype)) for value in values])]
+
+        def broadcast():
+            self._check_same(self._meet("broadcast of parameters", facts))
+            for value in values:
+                self._group.broadcast(value)
+
+        _uninterrupted(broadcast)
+        for parameter, value in zip(self._in_order, values):
+            for array in parameter.list_data():
+                _write(array, value)
+        self._compared = None
+
+    def step(self, batch_size, ignore_stale_grad=False):
+        """As that of `mxnet.gluon.Trainer`; ``batch_size`` is that of one process."""
+        self._check_stale(ignore_stale_grad)
+        super().step(batch_size, ignore_stale_grad)
+
+    def update(self, batch_size, ignore_stale_grad=False):
+        """As that of `mxnet.gluon.Trainer`, after ``allreduce_grads``."""
+        self._check_stale(ignore_stale_grad)
+        super().update(batch_size, ignore_stale_grad)
+
+    def _check_stale(self, ignore_stale_grad: bool) -> None:
+        if ignore_stale_grad and not self.is_alone:
+            raise ValueError(
+                f"{_NAME}: with ignore_stale_grad each process would update other parameters. Freeze what is not to "
+                f"learn (grad_req='null'), in all processes."
+            )
 
     def _allreduce_grads(self):
-        if self._group is None:
+        if self.is_alone:
             return super()._allreduce_grads()
-        learning = [parameter for parameter in parameters_of(self) if parameter.grad_req != "null"]
+        learning = [parameter for parameter in self._in_order if parameter.grad_req != "null"]
         if not learning:
             return None
-        self._check(learning)
+        facts = [(place, one.shape, str(one.dtype)) for place, one in enumerate(self._in_order) if one in learning]
+        now = facts, failures.generation()
+        was_compared, self._compared = self._compared == now, None  # until it has ended well
         ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])
         dtype = np.result_type(np.float32, *(parameter.dtype for parameter in learning))
         if (self._values.size, self._values.dtype) != (ends[-1], dtype):
@@ -116,41 +152,75 @@ class DistributedTrainer(gluon.Trainer):
             part[:] = first.asnumpy().ravel()
             for gradient in others:
                 part += gradient.asnumpy().ravel()
-        self._meet("update", [])
-        self._group.add_up(self._values)
+
+        def add_up():
+            rows = self._meet("update", [_checksum(facts), was_compared])
+            self._check_same(rows[:, :1])
+            if not rows[:, 1].all():
+                self._check_same(self._meet("comparison of parameters", [_checksum_of(learning)]))
+            self._group.add_up(self._values)
+
+        _uninterrupted(add_up)
+        self._values /= self._group.size
         for parameter, part in zip(learning, parts):
             for gradient in parameter.list_grad():
-                gradient[:] = part.reshape(parameter.shape)
+                _write(gradient, part.reshape(parameter.shape))
+        self._compared = now
+        steps.end_update_of_job()
 
-    def _check(self, learning: List[gluon.Parameter]) -> None:
-        """Compare the parameters that learn with those of the other processes, where they are others than before."""
-        facts = [(parameter.shape, str(parameter.dtype)) for parameter in learning]
-        checksum = _checksum([facts, [place for place, one in enumerate(parameters_of(self)) if one in learning]])
-        if checksum == self._compared:
-            return
-        sparse = next((one.name for one in learning if one.list_grad()[0].stype != "default"), None)
-        if sparse is not None:
-            raise ValueError(f"{_NAME}: the gradient of '{sparse}' is sparse, which cannot be added up over processes.")
-        values = 0
-        for parameter in learning:
-            values = zlib.crc32(parameter.data(parameter.list_ctx()[0]).asnumpy().tobytes(), values)
-        self._meet("comparison of parameters", [checksum, values])
-        self._compared = checksum
-
-    def _meet(self, occasion: str, facts: List[int]) -> None:
-        """Wait for the other processes, whose facts must be the same."""
-        assert self._group is not None
-        vector, seconds = np.array([0, *facts], dtype=np.float64), seconds_for_processes(None)
+    def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
+        """Wait for the other processes. Returns the facts of all, a row each."""
+        vector, seconds = np.array(facts, dtype=np.float64), seconds_for_processes(None)
         key = f"{_NAME}.{self._number}.{occasion}"
-        rows = processes_of(self._group).gather(f"{_NAME}: the {occasion}", key, vector, seconds)
+        return processes_of(self._group).gather(f"{_NAME}: the {occasion}", key, vector, seconds)
+
+    def _check_same(self, rows: np.ndarray) -> None:
         other = next((rank for rank, row in enumerate(rows) if (row != rows[0]).any()), None)
         if other is not None:
             raise ValueError(
                 f"{_NAME}: process {other} trains other parameters than process 0, or from other values. Every process "
                 f"must make the same net, freeze the same parameters, and call broadcast_parameters() before the first "
-                f"step."
+                f"step, and where an update was interrupted."
             )
+
+
+def _uninterrupted(work: Callable[[], None]) -> None:
+    """Do what all processes do together, on a thread. Ctrl-C comes when it has ended, or the wait has been cut short.
+
+    Else one process could leave the others alone in MPI, which takes nothing back.
+    """
+    errors: List[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as problem:
+            errors.append(problem)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        with waiting.cut_short("it was interrupted"):
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _write(array: mx.nd.NDArray, values: np.ndarray) -> None:
+    with mx.util.np_shape(True), mx.autograd.pause():
+        mx.nd.array(values, dtype=array.dtype).copyto(array.as_nd_ndarray())
 
 
 def _checksum(facts: Any) -> int:
     return zlib.crc32(repr(facts).encode())
+
+
+def _checksum_of(parameters: List[gluon.Parameter]) -> int:
+    """Of their values."""
+    total = 0
+    for parameter in parameters:
+        total = zlib.crc32(parameter.data(parameter.list_ctx()[0]).asnumpy().tobytes(), total)
+    return total

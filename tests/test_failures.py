@@ -571,6 +571,29 @@ def test_groups_that_train_in_a_thread_each_are_not_taken_for_steps_that_broke_o
     assert not caplog.text
 
 
+def test_groups_that_take_turns_in_one_thread_are_not_taken_for_steps_that_broke_off(mode, caplog):
+    net = small_net(mode, 4)
+    gluon_syncbn.convert_sync_batchnorm(net, group_size=2)
+    for _ in range(3):
+        inputs = parts(4)
+        with autograd.record():
+            losses = [net(x) for x in inputs[:2]]
+            losses[0].backward()
+            losses.append(net(inputs[2]))
+            losses[1].backward()
+            losses.append(net(inputs[3]))
+        autograd.backward(losses[2:])
+    mx.nd.waitall()
+    assert not caplog.text
+
+
+def test_an_array_that_fails_in_an_update_tells_its_own_error():
+    net = small_net("imperative")
+    Ways.in_one_scope(net, parts())
+    with pytest.raises(mx.MXNetError, match="scale"), gluon_syncbn.guard_update(net.collect_params()):
+        mx.nd.random.normal(0, -1, shape=(1,)).asnumpy()
+
+
 def test_the_trainer_still_notices_a_gradient_that_is_not_fresh():
     net = small_net("imperative")
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=None)

@@ -165,6 +165,46 @@ def test_what_is_refused_changes_nothing(build, batches, options, error, words, 
     assert not is_known or all((old == new).all() for old, new in zip(before, everything(net)[0]))
 
 
+class SkipsOne(gluon.Block):
+    """Does not call its norm for a shard of one image."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.norm = SyncBatchNorm(in_channels=3, **options)
+
+    def forward(self, x):
+        return self.norm(x) if len(x) > 1 else x
+
+
+def test_a_layer_that_fails_in_the_middle_keeps_what_it_had():
+    """The error shows when everything has been asked for: nothing reads what the last layer computes."""
+    net = initialized(SkipsOne(timeout=0.3), 2)
+    with pytest.raises(mx.MXNetError, match=r"waited 0.3 s for 1 of 2 devices"):
+        update_statistics(net, draw())
+    check(net.norm, (np.zeros(3), np.ones(3)), 0)
+    update_statistics(net, draw()[::2])
+    check(net.norm, moments(draw()[::2]))
+
+
+def test_layers_that_predict_and_layers_that_share_statistics():
+    class Teacher(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.fixed, self.one = (SyncBatchNorm(in_channels=3) for _ in range(2))
+                self.other = SyncBatchNorm(in_channels=3, params=self.one.params)
+
+        def forward(self, x):
+            with autograd.predict_mode():
+                self.fixed(x)
+            return self.one(x) + self.other(x + 10)
+
+    net = initialized(Teacher(), 2)
+    update_statistics(net, draw())
+    check(net.fixed, (np.zeros(3), np.ones(3)), 0)
+    check(net.one, moments([np.concatenate([batch, batch + 10]) for batch in draw()]), 1e-5)
+
+
 def test_not_initialized_and_no_block():
     with pytest.raises(ValueError, match="is not initialized"):
         update_statistics(SyncBatchNorm(in_channels=3), draw())

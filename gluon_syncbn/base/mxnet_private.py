@@ -191,6 +191,11 @@ def arrays_of(parameter: Parameter) -> List[mx.nd.NDArray]:
     return list(parameter._data or ())
 
 
+def is_sparse(parameter: Parameter) -> bool:
+    """Whether it, or its gradient, is."""
+    return parameter._stype != "default" or parameter._grad_stype != "default"
+
+
 def has_gradient(parameter: Parameter) -> bool:
     return parameter.grad_req != "null" and parameter._grad is not None
 
@@ -255,6 +260,8 @@ def is_for_one_process(trainer: mx.gluon.Trainer) -> bool:
     """Whether it adds up no gradients of other processes: neither itself, nor its KVStore or Horovod's optimizer."""
     kvstore = trainer._kvstore_params["kvstore"]
     name = kvstore.type if isinstance(kvstore, mx.kvstore.KVStore) else kvstore
+    if getattr(trainer, "is_alone", False):  # of `gluon_syncbn.DistributedTrainer`
+        return True
     return (
         type(trainer)._allreduce_grads is mx.gluon.Trainer._allreduce_grads
         and (name is None or (isinstance(name, str) and "dist" not in name and name != "horovod"))

@@ -121,7 +121,7 @@ class MPIProcessGroup(ProcessGroup):
 
     def broadcast(self, values: np.ndarray) -> None:
         """Replace the array by that of the first process, as `add_up`."""
-        self._comm.Bcast(values.view(np.uint8))  # MPI has no float16
+        self._comm.Bcast(values.reshape(-1).view(np.uint8))  # MPI has no float16
 
     def leave(self):
         super().leave()

@@ -47,7 +47,8 @@ def merge(gathered: np.ndarray) -> Moments:
     has_step = gathered.shape[1] % 2 == 0
     means, m2s = np.split(gathered[:, 1:-1] if has_step else gathered[:, 1:], 2, axis=1)
     count = counts.sum()
-    mean = means[0] + ((means - means[0]) * (counts / count)).sum(axis=0)  # equal means stay what they are
+    mean = (means * (counts / count)).sum(axis=0)
+    mean += ((means - mean) * (counts / count)).sum(axis=0)  # what rounding has taken: equal means stay what they are
     m2 = (m2s + counts * np.square(means - mean)).sum(axis=0)
     return Moments(count, mean, m2, gathered[:, -1].max() if has_step else None)
 

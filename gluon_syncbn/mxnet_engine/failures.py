@@ -279,8 +279,9 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
 
 
 def refuse_update() -> NoReturn:
-    """Raise the error of an update whose step has failed."""
-    tell()
+    """Raise the error of an update whose step has failed. If it was not a layer's, its cause is yet to be told."""
+    if library.core is None or failure().startswith(_LAYER):
+        tell()
     raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
 
 

@@ -105,7 +105,7 @@ def failing_what_cannot_be_read(read):
     @functools.wraps(read)
     def reading(*array):
         has_error = array and failures.is_in_use() and not failures.is_readable(*array)
-        if has_error and is_updating():
+        if has_error and is_updating() and not failures.is_by_reading():
             failures.refuse_update()
         try:
             done = read(*array)

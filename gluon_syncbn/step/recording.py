@@ -43,7 +43,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
     if not mx.autograd.is_training():
         return
     passes = layer._sync.passes
-    if mx.autograd.is_recording() and passes.is_unfinished(device):
+    if mx.autograd.is_recording() and passes.is_unfinished(device, steps.begins_record()):
         started = ", ".join(map(str, passes.started()))
         _log.warning(
             "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "

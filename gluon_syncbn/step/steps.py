@@ -20,8 +20,8 @@ call of a layer on, until a ``backward()`` has reached that layer (any, if its p
 first layer of each graph counts that learns. Training passes that nobody records (statistics that are estimated anew)
 never are under way. One that is recorded and has no backward pass is no longer when its thread enters the next
 ``autograd.record()``; unless the program has shown that it answers calls of one ``record()`` after the next. A step is
-also under way while the gradients of a Trainer that waits for other processes (`gluon_syncbn.DistributedTrainer`) are
-fresh.
+also under way from ``backward()`` on until a Trainer that waits for other processes (`gluon_syncbn.DistributedTrainer`)
+has added gradients up.
 """
 
 import threading
@@ -32,13 +32,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 import mxnet as mx
 from mxnet.gluon import Block
 
-from gluon_syncbn.base.mxnet_private import (
-    device_of,
-    has_fresh_gradient,
-    has_gradient,
-    parameters_of,
-    set_fresh_gradient,
-)
+from gluon_syncbn.base.mxnet_private import device_of, has_fresh_gradient, has_gradient, set_fresh_gradient
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
 from gluon_syncbn.meeting.positions import Nets
@@ -67,15 +61,17 @@ class Passes:
         self._forwards: Counter = Counter()
         self._backwards: Counter = Counter()
 
-    def is_unfinished(self, device: Optional[mx.Context] = None) -> bool:
-        """Whether a step broke off in a group: that of ``device``, or one that this thread alone has called; or in any.
+    def is_unfinished(self, device: Optional[mx.Context] = None, is_first: bool = False) -> bool:
+        """Whether a step broke off in the group of ``device``; or in any.
+
+        Where the pass ``is_first`` in its ``record()``, also in a group that this thread alone has called.
 
         It is known when all devices of the group have begun equally many forward passes: the next begins a new step.
         Of another thread's group it is not: its backward passes may be under way.
         """
         groups = self._groups
         if device is not None:
-            me = {threading.get_ident()}
+            me = {threading.get_ident()} if is_first else None
             groups = [group for group in groups if device in group or {*map(self._callers.get, group)} == me]
         # In this order: between the two looks, the threads of other devices may run both passes of the new step. So
         # whoever sees their backward passes sees their forward passes, too, which this device is yet to begin.
@@ -186,6 +182,7 @@ class Steps:
         self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
         self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()
         self.trainers_of_jobs: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()  # who wait for other processes
+        self._has_gradients_of_job = False  # that none of them has used
         self.before_update: Callable[[], None] = lambda: None  # what `gluon_syncbn.devices` has yet to do
         self._lock = threading.Lock()  # of layers, passes and updates
         self._layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have synchronized
@@ -259,6 +256,10 @@ class Steps:
             if self._inside[me] <= 0:
                 del self._inside[me]
 
+    def begins_record(self) -> bool:
+        """Whether this thread has called no layer in its ``record()`` yet."""
+        return self._scope.has_begun
+
     def take_new_net(self) -> Optional[Block]:
         """The net that has the first layer that this thread has called in ``autograd.record()``; each net once."""
         net, self._scope.net = self._scope.net, None
@@ -269,13 +270,7 @@ class Steps:
 
     def is_under_way(self) -> bool:
         """Whether a step has begun here that other processes may be in the middle of, too."""
-        is_open = bool(self._open or self._open_executors) or self.is_uneven()
-        return is_open or any(map(has_fresh_gradient, self._arrays_of_jobs()))
-
-    def _arrays_of_jobs(self) -> List[mx.nd.NDArray]:
-        """The parameters that are updated together with those of other processes."""
-        parameters = [parameter for trainer in self.trainers_of_jobs for parameter in parameters_of(trainer)]
-        return [array for parameter in parameters if has_gradient(parameter) for array in parameter.list_data()]
+        return bool(self._open or self._open_executors) or self.is_uneven() or self._has_gradients_of_job
 
     def is_uneven(self) -> bool:
         """Whether ``backward()`` has been called for some devices only, of those that have run a layer in this step."""
@@ -306,8 +301,7 @@ class Steps:
             self._open.clear()
             self._left.clear()
         self._open_executors.clear()
-        for array in self._arrays_of_jobs():
-            set_fresh_gradient(array, False)
+        self._has_gradients_of_job = False
         with self._notes_lock:  # of a backward() that Ctrl-C has ended in the middle of `begin_backward`
             self._calls = 0
             self._put_notes_back()
@@ -375,6 +369,7 @@ class Steps:
         """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
         with self._notes_lock:
             self._calls = max(0, self._calls - 1)
+            self._has_gradients_of_job = bool(self.trainers_of_jobs)
             for note in self._notes.values():
                 note.count()
             reached = {note.passes for note in self._notes.values() if note.is_counted}
@@ -414,6 +409,10 @@ class Steps:
         """Note that weights are about to be updated: the backward passes of all devices have begun."""
         with self._lock:
             self._heads = Counter(dict.fromkeys(self._heads, 0))
+
+    def end_update_of_job(self) -> None:
+        """Note that gradients have been added up over processes."""
+        self._has_gradients_of_job = False
 
     def hold(self, update: HeldUpdate) -> None:
         """Remember an update until its gates are known to have opened."""

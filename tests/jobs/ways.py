@@ -13,10 +13,12 @@ import functools
 import gc
 import os
 import re
+import signal
 import sys
 import time
 import warnings
 
+import endings
 import job
 import live
 import mxnet as mx
@@ -721,10 +723,68 @@ def one_set_of_weights():
     passes(5)
     trainer.step(1)
     job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
-    layers[RANK].collect_params(".*weight|.*gamma").setattr("grad_req", "null")
+    if RANK == 0:
+        layers[0].collect_params().setattr("grad_req", "null")
     passes(6)
-    with pytest.raises(ValueError, match="process 1 trains other parameters"):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="process 1 trains other parameters"):
+            trainer.step(1)
+    layers[0].collect_params().setattr("grad_req", "write")
+    # Ctrl-C in a process that waits for the others in its update; they come in the time in which it still waits.
+    passes(7)
+    if RANK == 0:
+        endings.send(signal.SIGINT, 1)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(1)
+    else:
+        time.sleep(1.8)
         trainer.step(1)
+    passes(8)
+    with pytest.raises(ValueError, match="where an update was interrupted"):
+        trainer.step(1)
+    trainer.broadcast_parameters()
+    passes(9)
+    trainer.step(1)
+    job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
+    with pytest.raises(ValueError, match="ignore_stale_grad"):
+        trainer.step(1, ignore_stale_grad=True)
+    short_batch(net, trainer, devices)
+    names_in_another_order()
+
+
+def short_batch(net, trainer, devices):
+    """One image in each process, on one of its devices; and an error between two steps."""
+    with gluon_syncbn.devices(devices[:1], net):
+        with autograd.record():
+            loss = net(mx.nd.ones((2, 3), ctx=devices[0]) * (1 + RANK)).sum()
+        loss.backward()
+    trainer.step(1)
+    if RANK == 0:
+        gluon_syncbn.abandon_step()
+    with autograd.record():
+        losses = [net(mx.nd.ones((2, 3), ctx=device)).sum() for device in devices]
+    autograd.backward(losses)
+    trainer.step(1)
+    job.check_same([array.asnumpy() for item in net.collect_params().values() for array in item.list_data()])
+
+
+def names_in_another_order():
+    """Gluon numbers names by what was made before, and its Trainer sorts them as texts."""
+    for _ in range(0 if RANK else 9):
+        nn.Dense(1)
+    with mx.name.NameManager():
+        net = nn.HybridSequential(prefix="")
+        net.add(*(nn.Dense(3, in_units=3, prefix=f"dense{9 + number if RANK else number}_") for number in (0, 1)))
+    net.initialize(mx.init.Constant(RANK))
+    for number, layer in enumerate(net):
+        layer.weight.set_data(mx.nd.ones((3, 3)) * (1 + number + 10 * RANK))
+    trainer = averaging_trainer(net)
+    assert [float(layer.weight.data().mean().asscalar()) for layer in net] == [1, 2]
+    with autograd.record():
+        loss = net[0](mx.nd.ones((1, 3))).sum() + net[1](mx.nd.ones((1, 3)) * 4).sum()
+    loss.backward()
+    trainer.step(1)
+    assert [float(layer.weight.data().mean().asscalar()) for layer in net] == [0, -2]
 
 
 def statistics_anew():

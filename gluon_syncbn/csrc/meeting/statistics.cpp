@@ -18,16 +18,21 @@ std::vector<double> Moments::pack() const {
 Moments merge(const Vectors& packed) {
   const size_t channels = (packed.front().size() - 1) / 2;
   const bool has_step = packed.front().size() > 1 + 2 * channels;
-  const std::vector<double>& first = packed.front();  // from it means count: equal ones stay what they are
-  Moments merged{0, {first.begin() + 1, first.begin() + 1 + channels}, std::vector<double>(channels, 0.0)};
+  Moments merged{0, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
   for (const std::vector<double>& part : packed) {
     merged.count += part[0];
     if (has_step) merged.step = std::max(merged.step, part.back());
   }
+  std::vector<double> rest(channels, 0.0);  // what rounding has taken from the mean: equal ones stay what they are
   for (const std::vector<double>& part : packed) {
     const double share = part[0] / merged.count;
-    for (size_t c = 0; c < channels; ++c) merged.mean[c] += (part[1 + c] - first[1 + c]) * share;
+    for (size_t c = 0; c < channels; ++c) merged.mean[c] += part[1 + c] * share;
   }
+  for (const std::vector<double>& part : packed) {
+    const double share = part[0] / merged.count;
+    for (size_t c = 0; c < channels; ++c) rest[c] += (part[1 + c] - merged.mean[c]) * share;
+  }
+  for (size_t c = 0; c < channels; ++c) merged.mean[c] += rest[c];
   for (const std::vector<double>& part : packed) {
     for (size_t c = 0; c < channels; ++c) {
       const double distance = part[1 + c] - merged.mean[c];
