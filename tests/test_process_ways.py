@@ -63,7 +63,7 @@ def test_an_exchange_that_the_program_leaves_is_an_error_on_all():
     done = run_job("mpi", 2, "ways_out.py", "leave")
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 2, done.stdout
     assert "ERROR 1 MXNetError: SystemExit(5)" in done.stdout
-    assert "ERROR 0 SyncBatchNorm 'head': forward pass: process 1 has ended." in done.stdout
+    assert "ERROR 0 MXNetError: SyncBatchNorm 'head': forward pass: process 1 has ended." in done.stdout
 
 
 def test_gradients_that_wait_for_a_step_that_was_given_up_end_the_job():

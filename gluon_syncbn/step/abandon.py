@@ -114,7 +114,8 @@ def failing_what_cannot_be_read(read):
                 error = failures.explained(error)
                 text = str(error).split("\nStack trace")[0].strip()
                 failures.fail_by_reading(text)
-                if not array and _LAYER in failures.failure():  # ``waitall`` raises that which came first
+                if not array and _LAYER in failures.failure() and _LAYER not in text:
+                    # It is the first of all errors that ``waitall`` raises.
                     raise SyncBatchNormError(_with_cause(failures.failure(), text)) from None
             is_ours = _LAYER in str(error) and not isinstance(error, SyncBatchNormError)
             raise (SyncBatchNormError(str(error)) if is_ours else error) from None
