@@ -139,7 +139,7 @@ class DistributedTrainer(gluon.Trainer):
         learning = [parameter for parameter in self._in_order if parameter.grad_req != "null"]
         if not learning:
             return None
-        facts = [(place, one.shape, str(one.dtype)) for place, one in enumerate(self._in_order) if one in learning]
+        facts = [(n, one.shape, str(one.dtype)) for n, one in enumerate(self._in_order) if one.grad_req != "null"]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until it has ended well
         ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])

@@ -11,6 +11,14 @@ class SyncBatchNormError(mx.MXNetError):
     """
 
 
+LAYER = "SyncBatchNorm '"  # so the error of a layer begins
+
+
+def text_of(error: BaseException) -> str:
+    """Its text, without the stack trace that MXNet appends."""
+    return str(error).split("\nStack trace")[0].strip()
+
+
 def listed_reasons(*reasons: str, end: str) -> str:
     """The end of an error, with the usual reasons on a line each, the likeliest first.
 

@@ -103,7 +103,7 @@ _PROTOTYPES = {
     "hear_who_came": (None, [c_int64, c_int64, c_int64, _INTEGERS, c_int]),
     "lose_transport": (None, [c_int64, c_char_p]),
     "end_processes": (None, [c_int64, c_char_p]),
-    "exchange": (c_char_p, [c_int64, c_char_p, c_int64, _INTEGERS, c_int, c_double, _NUMBERS, c_int64, _NUMBERS]),
+    "exchange": (c_char_p, [c_int64, c_char_p, c_int64, c_double, _NUMBERS, c_int64, _NUMBERS]),
     "time_exchanges": (c_char_p, [c_int64, c_int64, c_int64, c_int, _NUMBERS]),
     "fail_processes": (None, [c_int64, c_char_p]),
     "failure_of_processes": (c_char_p, [c_int64]),

@@ -34,6 +34,7 @@ from urllib.parse import quote
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.distributed.process_group import VECTOR, CommunicatorError, Message, ProcessGroup
 
 _POST_SECONDS = 1.0  # waits that last longer say on the board that their process has come
@@ -123,7 +124,7 @@ class HorovodProcessGroup(ProcessGroup):
             except Exception as problem:  # whatever it was, those who wait must hear of it
                 with self._lock:
                     self._under_way.clear()
-                text = str(problem).split("\nStack trace")[0].strip()
+                text = text_of(problem)
                 self._lose(text if isinstance(problem, CommunicatorError) else self._failed(text))
                 return
             for rank, row in zip(members, rows):

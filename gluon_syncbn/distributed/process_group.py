@@ -200,14 +200,11 @@ class ProcessGroup(ABC):
         """
         vector = np.ascontiguousarray(vector, dtype=np.float64)
         rows = np.empty((self.size, vector.size))
-        members = (ctypes.c_int * self.size)(*range(self.size))
         _raise(
             library.core.gluon_syncbn_exchange(
                 self.id,
                 what.encode(),
                 number_of(key),
-                members,
-                self.size,
                 seconds,
                 library.numbers(vector),
                 vector.size,

@@ -24,13 +24,13 @@ from typing import Iterable, List, NoReturn, Sequence
 import mxnet as mx
 
 from gluon_syncbn.base import library
+from gluon_syncbn.base.errors import LAYER, text_of
 from gluon_syncbn.base.library import LIBMXNET, check_call
 from gluon_syncbn.base.mxnet_private import device_of
 
 _ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
 _SECONDS_TO_FAIL = 0.05
 _turn_to_fail = threading.Lock()
-_LAYER = "SyncBatchNorm '"  # so the error of a layer begins
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 
 
@@ -145,8 +145,8 @@ def was_seen() -> bool:
     Where a layer has failed, an error of a layer: another may have to do with the step or not.
     """
     seen = last_error()
-    is_ours = _LAYER in seen or (library.core is None and "potrf" in seen)  # see poison
-    return _state.is_told or (is_ours if failure().startswith(_LAYER) else bool(seen))
+    is_ours = LAYER in seen or (library.core is None and "potrf" in seen)  # see poison
+    return _state.is_told or (is_ours if failure().startswith(LAYER) else bool(seen))
 
 
 def tell() -> None:
@@ -272,7 +272,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
         for array in (array for some in gradients for array in some):
             array.wait_to_read()
     except mx.MXNetError as problem:
-        fail(str(problem).split("\nStack trace")[0].strip())
+        fail(text_of(problem))
     if failure():
         refuse_update()
     return 0
@@ -280,7 +280,7 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
 
 def refuse_update() -> NoReturn:
     """Raise the error of an update whose step has failed. If it was not a layer's, its cause is yet to be told."""
-    if library.core is None or failure().startswith(_LAYER):
+    if library.core is None or failure().startswith(LAYER):
         tell()
     raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
 

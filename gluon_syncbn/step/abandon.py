@@ -15,7 +15,7 @@ import logging
 
 import mxnet as mx
 
-from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.errors import LAYER, SyncBatchNormError, text_of
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
@@ -24,7 +24,6 @@ from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
-_LAYER = "SyncBatchNorm '"  # in the error of a layer
 
 
 def abandon_step() -> None:
@@ -112,12 +111,12 @@ def failing_what_cannot_be_read(read):
         except mx.MXNetError as error:
             if failures.is_in_use():
                 error = failures.explained(error)
-                text = str(error).split("\nStack trace")[0].strip()
+                text = text_of(error)
                 failures.fail_by_reading(text)
-                if not array and _LAYER in failures.failure() and _LAYER not in text:
+                if not array and LAYER in failures.failure() and LAYER not in text:
                     # It is the first of all errors that ``waitall`` raises.
                     raise SyncBatchNormError(_with_cause(failures.failure(), text)) from None
-            is_ours = _LAYER in str(error) and not isinstance(error, SyncBatchNormError)
+            is_ours = LAYER in str(error) and not isinstance(error, SyncBatchNormError)
             raise (SyncBatchNormError(str(error)) if is_ours else error) from None
         if has_error:
             raise SyncBatchNormError(

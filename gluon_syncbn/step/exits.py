@@ -28,6 +28,7 @@ import time
 import mxnet as mx
 
 from gluon_syncbn.base import forks, library
+from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
@@ -43,7 +44,7 @@ def finish_pending_work() -> str:
     try:
         mx.nd.waitall()
     except mx.MXNetError as problem:
-        error = str(problem).split("\nStack trace")[0].strip()
+        error = text_of(problem)
     for device in steps.devices_in_use():
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):

@@ -138,14 +138,14 @@ EXPORTED void gluon_syncbn_lose_transport(int64_t id, const char* why) { find_pr
 
 EXPORTED void gluon_syncbn_end_processes(int64_t id, const char* why) { find_processes(id)->end(why); }
 
-// Returns when all members have brought a vector of `size` numbers, with their rows; or the error.
-EXPORTED const char* gluon_syncbn_exchange(int64_t id, const char* what, int64_t key, const int* members,
-                                           int num_members, double seconds, const double* vector, int64_t size,
-                                           double* rows) {
+// Returns when all processes have brought a vector of `size` numbers, with their rows; or the error.
+EXPORTED const char* gluon_syncbn_exchange(int64_t id, const char* what, int64_t key, double seconds,
+                                           const double* vector, int64_t size, double* rows) {
   return error_of([&] {
-    const Channel channel{what, key, {members, members + num_members}, seconds};
+    const auto processes = find_processes(id);
+    const Channel channel{what, key, processes->everyone(), seconds};
     const Exchanged all = awaited([&](Processes::Done done) {
-      find_processes(id)->exchange(channel, Processes::kNext, {vector, vector + size}, std::move(done));
+      processes->exchange(channel, Processes::kNext, {vector, vector + size}, std::move(done));
     });
     for (const std::vector<double>& row : all.rows) rows = std::copy(row.begin(), row.end(), rows);
   });
@@ -176,8 +176,7 @@ EXPORTED const char* gluon_syncbn_time_exchanges(int64_t id, int64_t key, int64_
   return error_of([&] {
     const auto chain = std::make_shared<Chain>();
     chain->processes = find_processes(id);
-    chain->channel = {"exchange", key, {}, 60};
-    for (int rank = 0; rank < chain->processes->size; ++rank) chain->channel.members.push_back(rank);
+    chain->channel = {"exchange", key, chain->processes->everyone(), 60};
     chain->numbers = static_cast<size_t>(numbers);
     chain->left = count;
     chain->found = microseconds;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 
 #include "meeting/rendezvous.h"
 
@@ -21,6 +22,12 @@ Processes::Processes(int rank_, int size_, std::string advice, std::shared_ptr<T
       outside_(std::move(outside)),
       can_resume_(can_resume),
       process_(getpid()) {}
+
+std::vector<int> Processes::everyone() const {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
 
 bool Processes::is_forked() const { return getpid() != process_; }
 
@@ -259,8 +266,7 @@ void Processes::resume(const std::string& what, double timeout_seconds, Done don
   Afterwards after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    Waiting mine{{what, 0, {}, timeout_seconds}, 0, {}, epoch_, std::move(done), true};
-    for (int other = 0; other < size; ++other) mine.channel.members.push_back(other);
+    Waiting mine{{what, 0, everyone(), timeout_seconds}, 0, {}, epoch_, std::move(done), true};
     if (!can_resume_ && !uses_memory_) {
       end_in_error(mine, what + ": " + (lost_.empty() ? "the processes cannot go on together" : lost_) + ".", after);
     } else {

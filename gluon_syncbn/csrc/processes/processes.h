@@ -89,6 +89,9 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
 
   const int rank, size;
 
+  // The ranks of all.
+  std::vector<int> everyone() const;
+
   // Listens to the memory that processes share; and sends by it, once all have agreed to.
   void share(std::shared_ptr<Transport> memory);
   void agree_on_memory();
