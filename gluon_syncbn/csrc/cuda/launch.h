@@ -19,7 +19,7 @@ struct Launch {
   unsigned tiles, parts;  // blocks: `parts` of them share a tile
 
   // What the blocks leave for each other: numbers (sums.cuh), and int32 counters.
-  int64_t partials(const Layout& layout) const { return parts > 1 ? 3 * parts * layout.channels : 0; }
+  int64_t partials() const { return parts > 1 ? tiles * ((int64_t{parts} * tile + 31) / 32 * 32) * 3 : 0; }
   int64_t counters() const { return parts > 1 ? tiles : 0; }
 };
 

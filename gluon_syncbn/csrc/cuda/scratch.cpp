@@ -80,8 +80,7 @@ Scratch::Scratch(const Sizes& sizes)
 }
 
 std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, const Launch& launch) {
-  const Sizes sizes{device, rounded(launch.partials(layout)), rounded(launch.counters()),
-                    rounded(3 + 4 * layout.channels)};
+  const Sizes sizes{device, rounded(launch.partials()), rounded(launch.counters()), rounded(3 + 4 * layout.channels)};
   Scratch* found = nullptr;
   {
     Pool& all = pool();

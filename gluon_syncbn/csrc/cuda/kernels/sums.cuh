@@ -90,6 +90,7 @@ __device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_
 struct Left {
   real_t count, a, b;
 };
+constexpr int kLeftTogether = 32;  // so many are whole cache lines of 128 bytes
 
 // Of the channel with that number in the tile: a and b.
 __device__ inline double& total(int which, int channel) {
@@ -108,14 +109,11 @@ __device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, rea
   Sum<double> sum = {own.count, own.a, own.b};
   const int parts = static_cast<int>(gridDim.y);
   if (parts > 1) {
-    // Volatile: an L1 cache may have what was there before.
-    volatile Left* const left = reinterpret_cast<Left*>(memory.partials) + first_channel(shape) + group.channel;
-    if (is_first) {
-      volatile Left& place = left[blockIdx.y * shape.channels];
-      place.count = own.count;
-      place.a = own.a;
-      place.b = own.b;
-    }
+    // A tile has cache lines of its own: no other tile's last block has brought into an L1 cache what was there before.
+    // So these are plain loads, which that cache serves.
+    const int64 per_tile = (static_cast<int64>(parts) * shape.tile + kLeftTogether - 1) / kLeftTogether * kLeftTogether;
+    Left* const left = reinterpret_cast<Left*>(memory.partials) + blockIdx.x * per_tile + group.channel;
+    if (is_first) left[blockIdx.y * shape.tile] = {own.count, own.a, own.b};
     if (!is_last_of_tile(memory.counters)) return false;
     constexpr int kParts = 4;  // whose loads are under way together
     sum.count = sum.a = sum.b = 0;
@@ -125,7 +123,7 @@ __device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, rea
       for (int n = 0; n < kParts; ++n) {
         const int one = part + n * group.lanes;
         const bool is_there = one < parts;
-        const volatile Left& place = left[(is_there ? one : part) * shape.channels];
+        const Left& place = left[(is_there ? one : part) * shape.tile];
         found[n][0] = is_there ? place.count : 0;
         found[n][1] = is_there ? place.a : 0;
         found[n][2] = is_there ? place.b : 0;
