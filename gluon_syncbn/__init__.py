@@ -6,6 +6,7 @@ Layers and nets
     convert_batchnorm        makes them plain BatchNorm again, for deployment
     freeze_statistics        normalizes with the running statistics in training too
     update_statistics        estimates the running statistics of a trained net anew
+    check, Check             finds out whether a net really synchronizes
     install, uninstall       replace ``gluon.contrib.nn.SyncBatchNorm`` by this layer, and undo that
 
 Symbols and Modules
@@ -15,7 +16,7 @@ Symbols and Modules
 
 Training
     devices                  trains on some of the devices only
-    abandon_step             gives up a failed step, before the next one
+    abandon_step             abandons a failed step, before the next one
     guard_update             keeps a failed step from updating weights, in loops without a Trainer
     SyncBatchNormError       raised where an output of a failed step is read
     profile, Report          measure which layers wait, how long, and for which device
@@ -38,6 +39,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 set_cpu_resources()  # before anything computes, or it is too late for MXNet 1.6
 
 from gluon_syncbn import symbol
+from gluon_syncbn._check import Check, check
 from gluon_syncbn._devices import devices
 from gluon_syncbn._hooks import install_hooks
 from gluon_syncbn._install import install, uninstall
@@ -59,12 +61,14 @@ install_hooks()
 
 __version__ = "0.1.0"
 _PUBLIC = [
+    "Check",
     "DistributedTrainer",
     "ProcessGroup",
     "Report",
     "SyncBatchNorm",
     "SyncBatchNormError",
     "abandon_step",
+    "check",
     "convert_batchnorm",
     "convert_symbol",
     "convert_sync_batchnorm",

@@ -98,8 +98,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
             if issubclass(layer._converted_from, ContribSyncBatchNorm):
                 _restore_axis(layer)
         layer._take_options(chosen)
-    _drop_cached_graphs(blocks)
-    _log.info("%d BatchNorm layers converted to SyncBatchNorm.", len(layers))
+    drop_graphs(blocks)
+    _log.info("%d BatchNorm layers converted to SyncBatchNorm%s.", len(layers), _whereabouts(layers))
     if not layers:
         warnings.warn(f"{block.name} has no BatchNorm layer that can be converted.", stacklevel=users_line())
     _warn_of_others(blocks)
@@ -140,7 +140,7 @@ def convert_batchnorm(block: Block) -> Block:
     for item in blocks:
         if isinstance(item, SynchronizedSymbolBlock):
             restore(item)
-    _drop_cached_graphs(blocks)
+    drop_graphs(blocks)
     _log.info("%d SyncBatchNorm layers converted back to BatchNorm.", len(layers))
     return block
 
@@ -178,7 +178,7 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     for item in blocks:
         if isinstance(item, PlainBatchNorm):
             operator_options(item)["use_global_stats"] = frozen
-    _drop_cached_graphs(blocks)
+    drop_graphs(blocks)
     return block
 
 
@@ -196,6 +196,13 @@ def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
             options_of(layer, **{**_options_so_far(layer), **options})
             if not isinstance(layer, SyncBatchNorm):
                 _synchronized(type(layer))  # which may be refused
+
+
+def _whereabouts(layers: List[SyncBatchNorm]) -> str:
+    """The end of a sentence: on which devices they are, and how many are frozen."""
+    found = ", ".join(map(str, layers[0]._sync.devices())) if layers else ""
+    frozen = sum(layer._sync.spec().use_global_stats for layer in layers)
+    return (f" on {found}" if found else "") + (f", {frozen} of them frozen" if frozen else "")
 
 
 def _options_so_far(layer: Block) -> Dict[str, Any]:
@@ -277,7 +284,8 @@ def _restore_axis(layer: SyncBatchNorm) -> None:
     operator_options(layer)["axis"] = 1
 
 
-def _drop_cached_graphs(blocks: List[Block]) -> None:
+def drop_graphs(blocks: List[Block]) -> None:
+    """The next call of each block makes its graph anew."""
     note_changes()  # in nets outside of these
     for block in blocks:
         if isinstance(block, HybridBlock):

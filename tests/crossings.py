@@ -469,6 +469,16 @@ class Events(Trial):
         check_all("unrecorded output", outputs, expect(self.case, self.norm, shards).outputs, **self.precision())
         self.compare_statistics()
 
+    def looked_at(self):
+        """`check` finds out whether it synchronizes, and changes nothing but the number of passes of a schedule."""
+        case = self.case
+        if case.calls == 2 or isinstance(case.options.get("renorm"), list):
+            return
+        result = gluon_syncbn.check(self.subject.net, mx.nd.array(np.concatenate(self.shards()), dtype=case.dtype))
+        meets = case.devices > 1 and case.options.get("group_size") != 1
+        assert [layer.state for layer in result.layers] == ["synchronized" if meets else "not synchronized"], result
+        assert result.is_synchronized == meets, result
+
     def freeze_and_thaw(self):
         gluon_syncbn.freeze_statistics(self.subject.net)
         self.check_step(training=False)

@@ -15,12 +15,12 @@ BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HO
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
-    ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew", {}),
+    ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew is_checked", {}),
     ("mpi", 3, "one_set_of_weights", NO_MEMORY),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
-    ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew", {}),
+    ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew is_checked", {}),
     # As over several hosts.
     ("mpi", 3, "by_environment groups last_batch values branches nets_in_turns", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY}),
@@ -71,7 +71,7 @@ def test_gradients_that_wait_for_a_step_that_was_given_up_end_the_job():
     done = run_job("horovod", 2, "ways_out.py", "gradients")
     assert done.stdout.count("TRAINED") == 2 and done.stdout.count("GIVES UP") == 2, done.stdout
     assert "ERROR 1 ValueError: a bad batch" in done.stdout, done.stdout
-    assert re.search(r"ERROR 0 .*'stem': backward pass: process 1 gave the step up", done.stdout), done.stdout
+    assert re.search(r"ERROR 0 .*'stem': backward pass: process 1 abandoned the step", done.stdout), done.stdout
     assert "Start the job again from its last checkpoint" in done.stdout and "HANGS" not in done.stdout, done.stdout
 
 
@@ -85,4 +85,4 @@ def test_gradients_that_one_process_skips_end_the_job():
 def test_ctrl_c_ends_a_wait_of_the_main_thread_and_the_others_hear_of_it():
     done = run_job("mpi", 2, "ways_out.py", "interrupt")
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 4, done.stdout
-    assert "ERROR 0 KeyboardInterrupt" in done.stdout and "process 0 gave the step up" in done.stdout, done.stdout
+    assert "ERROR 0 KeyboardInterrupt" in done.stdout and "process 0 abandoned the step" in done.stdout, done.stdout

@@ -135,6 +135,12 @@ def set_name(block: Block, name: str) -> None:
     block._prefix, block._name = name + "_", name
 
 
+def set_dropout(block: nn.Dropout, rate: float) -> float:
+    """Set the rate of a Dropout. Returns what it was."""
+    before, block._rate = block._rate, rate
+    return before
+
+
 def set_parameter(block: Block, attribute: str, parameter: Parameter) -> None:
     """Replace a parameter that the block has made for itself."""
     del block._reg_params[attribute]
@@ -186,9 +192,34 @@ def context_list(parameter: Parameter) -> Optional[List[mx.Context]]:
     return parameter._ctx_list
 
 
+def is_deferred(parameter: Parameter) -> bool:
+    """Whether it waits for its shape."""
+    return bool(parameter._deferred_init)
+
+
+@contextlib.contextmanager
+def on_copies(parameters: Iterable[Parameter], contexts: List[mx.Context]) -> Iterator[None]:
+    """Give parameters copies of their arrays on these contexts, with gradients of their own; and theirs at the end."""
+    names = ("_data", "_grad", "_ctx_list", "_ctx_map")
+    kept = [(item, [getattr(item, name) for name in names]) for item in parameters if item._data is not None]
+    try:
+        for parameter, _ in kept:
+            parameter.reset_ctx(contexts)
+        yield
+    finally:
+        for parameter, own in kept:
+            for name, value in zip(names, own):
+                setattr(parameter, name, value)
+
+
 def arrays_of(parameter: Parameter) -> List[mx.nd.NDArray]:
     """One per context; none before ``initialize``."""
     return list(parameter._data or ())
+
+
+def is_numpy_array(array: mx.nd.NDArray) -> bool:
+    """Whether it is of MXNet's NumPy interface."""
+    return isinstance(array, mx.np.ndarray)
 
 
 def is_sparse(parameter: Parameter) -> bool:

@@ -239,7 +239,7 @@ def a_device_behind_a_late_process():
 
 
 def forked_child():
-    """A child of one process is none of the job: it gives up a step of its own, and may fork again."""
+    """A child of one process is none of the job: it abandons a step of its own, and may fork again."""
     layer, norm = make(cpus(1))
     train(layer, norm, cpus(1), 0)
     child = os.fork()
@@ -480,7 +480,7 @@ def breaks_off(is_first, kind, layer, other, outside):
 
 
 def given_up():
-    """What is under way in one process is given up in all, and goes on with the next step."""
+    """What is under way in one process is abandoned in all, and goes on with the next step."""
     (layer, norm), (other, _), outside = make(cpus(1)), make(cpus(1)), initialized(nn.Dense(2, in_units=36))
     moments = "in record", "after another backward", "between two backward", "in the next record", "a label that failed"
     is_first = RANK == 0
@@ -488,7 +488,7 @@ def given_up():
     breaks_off(False, "in the next record", layer, other, outside)  # so that it is known
     for kind in moments * 2:
         began = time.monotonic()
-        error, words = (ValueError, "bad batch") if is_first else (mx.MXNetError, "process 0 .*gave the step up")
+        error, words = (ValueError, "bad batch") if is_first else (mx.MXNetError, "process 0 .*abandoned the step")
         with pytest.raises(error, match=words):
             breaks_off(is_first, kind, layer, other, outside)
         if not is_first:
@@ -505,7 +505,7 @@ def given_up():
 
 
 def start_again(layer, norm, devices):
-    """Other running statistics, where those of a step that was given up may have come in some processes only."""
+    """Other running statistics, where those of a step that was abandoned may have come in some processes only."""
     layer.running_mean.set_data(mx.nd.arange(4))
     layer.running_var.set_data(mx.nd.arange(1, 5))
     for number in range(len(devices) * SIZE):
@@ -534,7 +534,7 @@ def dropped_net():
 
 
 def steps_of_a_schedule():
-    """One number for a layer, whatever others do, after steps that some left out, and after one that was given up."""
+    """One number for a layer, whatever others do, after steps that some left out, and after one that was abandoned."""
     devices, total = cpus(2), 2 * SIZE
     # The batch is so far off that the limits, which are those of the step, decide.
     far = functools.partial(shards_and_heads, mean=100, std=9)
@@ -710,7 +710,7 @@ def one_set_of_weights():
             for array in parameter.list_data():
                 np.testing.assert_allclose(array.asnumpy(), old - gradient.reshape(old.shape), rtol=1e-5, atol=1e-5)
         job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
-    if RANK == 0:  # who gives up has backward passes behind it, and the others wait for it in their update
+    if RANK == 0:  # who abandons has backward passes behind it, and the others wait for it in their update
         passes(4)
         mx.nd.waitall()
         time.sleep(1)
@@ -800,11 +800,31 @@ def statistics_anew():
     np.testing.assert_allclose(layer.running_var.data(second).asnumpy(), squares - means**2, rtol=1e-6, atol=1e-6)
     before = layer.running_mean.data(first).asnumpy()
     error = ValueError if RANK == 0 else gluon_syncbn.SyncBatchNormError
-    with pytest.raises(error, match="for 2 devices" if RANK == 0 else "process 0 gave the step up"):
+    with pytest.raises(error, match="for 2 devices" if RANK == 0 else "process 0 abandoned the step"):
         gluon_syncbn.update_statistics(layer, [batches[0], batches[1][: 1 if RANK == 0 else 2]])
     assert (layer.running_mean.data(first).asnumpy() == before).all()
     gluon_syncbn.update_statistics(layer, batches[:1])
     assert (layer.running_mean.data(first).asnumpy() != before).any()
+
+
+def is_checked():
+    """A net over all processes, of which each has another number of images; and one within each process."""
+    for group, whom in ((None, f"cpu(0), cpu(1) of {SIZE} processes"), ("none", "cpu(0), cpu(1)")):
+        mx.random.seed(7)
+        net = sequential(nn.Conv2D(4, 3, in_channels=3), SyncBatchNorm(process_group=group), nn.Dense(2))
+        initialized(net, 2, "hybridize")
+        images = mx.nd.array(random_shards([(2 + RANK, 3, 6, 5)], seed=RANK)[0])
+        result = gluon_syncbn.check(net, images)
+        assert result.is_synchronized and result.layers[0].text == whom, str(result)
+        assert all(item.found < 1e-5 for item in result.differences.values()), str(result)
+    grouped = initialized(SyncBatchNorm(in_channels=3, group_size=2 * SIZE), 2)
+    assert gluon_syncbn.check(grouped, images).layers[0].state == "synchronized"
+    error = ValueError if RANK == 0 else gluon_syncbn.SyncBatchNormError
+    with pytest.raises(error, match="too few for 2" if RANK == 0 else "process 0 abandoned the step"):
+        gluon_syncbn.check(grouped, images[: 1 if RANK == 0 else 2])
+    layer, norm = make(cpus(2))
+    for seed in range(2):
+        job.check_step(layer, norm, *draw(seed, 2 * SIZE), cpus(2))
 
 
 def training():
