@@ -3,7 +3,7 @@
     python tests/failures.py --backend native|portable --mode MODE [--cases 100] [--seed 0] [--fault NAME] ...
 
 A small net trains on three CPU devices. In one step a fault of `FAULTS` happens; the program reads the loss at some
-time, gives the step up or just goes on. A second net has the same weights and sees the same data, but not the failed
+time, abandons the step or just goes on. A second net has the same weights and sees the same data, but not the failed
 step. What must hold: weights and optimizer states are bit for bit those before the failed step; running statistics are
 those before it, or those of its own forward pass; the next step has the outputs and input gradients of `nn.BatchNorm`
 on the whole batch, and bit for bit those that the second net had before the fault; the step after it leaves the second
@@ -420,7 +420,7 @@ def run_case(case, is_strict=False):
     if case.settle == "abandon" or not fault.is_given_up_by_itself:
         gluon_syncbn.abandon_step()
         compare("after abandon_step")
-    elif not fault.raises:  # else it is given up when a layer is called
+    elif not fault.raises:  # else it is abandoned when a layer is called
         wait_until_failed()
         for attempt in range(2):
             try:
@@ -441,7 +441,7 @@ def run_case(case, is_strict=False):
         results = step(net, trainer, 2)
         step(net, trainer, 3)
         step(twin, its_trainer, 3)
-        is_late = fault.raises == "between backward passes" and case.settle != "abandon"  # the next step gives it up
+        is_late = fault.raises == "between backward passes" and case.settle != "abandon"  # the next step abandons it
         wrong.extend(logged if not is_late else [] if LATE in str(logged) else [f"not noticed: {logged}"])
         if not changed:
             if is_reduced or not case.steps:  # else each device has weights of its own

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 from standalone import library
-from testing import HANG, LONG
+from testing import GRACE, HANG, LONG
 
 from gluon_syncbn import SyncBatchNormError
 from gluon_syncbn.backends.portable.rendezvous import Rendezvous
@@ -66,7 +66,7 @@ class Portable(MeetingPoint):
 def cut_short(because):
     """As `waiting.cut_short_from_now_on`, for the library of these tests, too."""
     waiting.cut_short_from_now_on(because)
-    library().gluon_syncbn_cut_waits_short(because.encode())
+    library().gluon_syncbn_cut_waits_short(because.encode(), ctypes.c_double(GRACE), ctypes.c_double(GRACE))
 
 
 KINDS = {"native": Native, "portable": Portable}

@@ -1,6 +1,6 @@
 """A failed step changes nothing, and the next one is right: failures.py draws steps; what one step promises besides.
 
-A step that broke off between two ``backward()`` is given up, too, and no other is taken for one.
+A step that broke off between two ``backward()`` is abandoned, too, and no other is taken for one.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormError
 
 DEVICES = cpus(2)
-NOT_SINCE = "A step was given up. No weight has been updated since it failed."
-GIVEN_UP = "A step was given up. Weights and optimizer states are as they were before it."
+NOT_SINCE = "A step was abandoned. No weight has been updated since it failed."
+GIVEN_UP = "A step was abandoned. Weights and optimizer states are as they were before it."
 SKIPPED = "waited 0.5 s for 1 of 2 devices"
 
 
@@ -427,7 +427,7 @@ for _ in range(2):
 
 
 def test_nets_without_our_layers_are_not_watched():
-    assert "given up" not in testing.run_python(NO_LAYERS).stderr
+    assert "abandoned" not in testing.run_python(NO_LAYERS).stderr
 
 
 def test_a_failure_before_the_net_is_told_to_all_devices_at_once_and_with_its_cause(backend, caplog):
@@ -533,7 +533,7 @@ def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode,
         caplog.clear()
         Ways.in_one_scope(net, parts(3))
         mx.nd.waitall()
-        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is given up now." in caplog.text
+        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is abandoned now." in caplog.text
 
 
 def test_a_group_that_has_trained_by_itself_hides_no_step_that_broke_off(mode, caplog):
@@ -548,7 +548,7 @@ def test_a_group_that_has_trained_by_itself_hides_no_step_that_broke_off(mode, c
             losses[rank].backward()
         Ways.in_one_scope(net, parts(4))
         mx.nd.waitall()
-        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is given up now." in caplog.text
+        assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is abandoned now." in caplog.text
         caplog.clear()
 
 

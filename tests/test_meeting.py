@@ -300,4 +300,4 @@ print("RIGHT")
 def test_what_threads_ask_and_note_is_not_lost_where_they_change():
     """Shapes that MXNet reads while another thread asks for some; backward passes that are counted at a time."""
     done = run_python(OFTEN)
-    assert done.stdout == "RIGHT\n" and "given up" not in done.stderr, done.stdout + done.stderr
+    assert done.stdout == "RIGHT\n" and "abandoned" not in done.stderr, done.stdout + done.stderr

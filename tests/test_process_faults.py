@@ -24,7 +24,7 @@ ENDED = {
     False: f": (another process has ended the job. process {VICTIM}: it has ended|Horovod was shut down: )",
 }
 GAVE_UP = {
-    True: f": process {VICTIM} gave the step up",
+    True: f": process {VICTIM} abandoned the step",
     False: f": another process has ended the job. process {VICTIM}: ",
 }
 BOTH_WAYS = itertools.product(("killed", "stopped", "raising", "ending", "absent", "caught"), LAYERS)

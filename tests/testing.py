@@ -6,6 +6,7 @@ Here is all that the tests know of the inside of the package; they import `gluon
 import os
 import re
 import subprocess
+import threading
 from collections import namedtuple
 from typing import Optional
 
@@ -49,6 +50,18 @@ pathlib.Path.exists = lambda path: path.suffix != '.so' and exists(path)
 """
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+
+def have_another_thread() -> None:
+    """Have one that might call nets, as far as anybody knows.
+
+    So a result that is read before all devices have been called is waited for, which most tests of waits begin with.
+    (test_early_reading.py has what happens where there is no such thread.)
+    """
+    threading.Thread(target=threading.Event().wait, name="of a test", daemon=True).start()
+
+
+have_another_thread()
+os.register_at_fork(after_in_child=have_another_thread)  # of a process that is prepared
 
 # Of a step: lists of arrays, one for each device, and two sums over devices.
 Observed = namedtuple("Observed", "outputs input_gradients gamma_gradient beta_gradient")

@@ -95,7 +95,7 @@ _PROTOTYPES = {
     "leave_error": (None, [c_char_p]),
     "stop_calling_python": (None, []),
     "set_waiting_times": (None, [c_double, c_double]),
-    "cut_waits_short": (None, [c_char_p, c_double]),
+    "cut_waits_short": (None, [c_char_p, c_double, c_double]),
     "wait_for_exchanges": (None, [c_double]),
     "make_processes": (c_int64, [c_int, c_int, c_char_p, c_int, c_int]),
     "next_task": (None, [c_int64, c_double, c_int, POINTER(Task)]),

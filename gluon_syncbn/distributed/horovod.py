@@ -9,11 +9,11 @@ Horovod's operation runs in MXNet's engine, and cannot be taken back. Where a pr
 with it Horovod is shut down, on all processes, which releases them within milliseconds: a job that has lost a process,
 or a step, starts again from its last checkpoint. A thread of its own waits for each operation.
 
-Where the processes share memory they only meet by Horovod, and a step can be given up. But gradients may wait for those
-of another process that has given the step up: a program that does not give up a step within 10 s after it has failed is
-taken to wait for them, and Horovod is shut down there, too.
+Where the processes share memory they only meet by Horovod, and a step can be abandoned. But gradients may wait for
+those of another process that has abandoned the step: a program that does not abandon a step within 10 s after it has
+failed is taken to wait for them, and Horovod is shut down there, too.
 
-Who has come, and why a process has given up, is written to a board, where the launcher keeps one (``horovodrun`` with
+Who has come, and why a process has abandoned, is written to a board, where the launcher keeps one (``horovodrun`` with
 gloo does). It is used by waits that last for more than a second, and by processes that fail.
 """
 
@@ -38,7 +38,7 @@ from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.distributed.process_group import VECTOR, CommunicatorError, Message, ProcessGroup
 
 _POST_SECONDS = 1.0  # waits that last longer say on the board that their process has come
-_PENDING_SECONDS = 10.0  # for a step that has failed to be given up; else it waits for gradients of others in vain
+_PENDING_SECONDS = 10.0  # for a step that has failed to be abandoned; else it waits for gradients of others in vain
 _REASON_SECONDS = 0.1  # for the reason of another process to be on the board
 _SHUTDOWN_SECONDS = 5.0  # it takes milliseconds, or else minutes
 _HEADER = 1  # the number of the round
@@ -170,7 +170,7 @@ class HorovodProcessGroup(ProcessGroup):
             if self._ended_by:
                 return
             self._ended_by = (
-                f"Horovod was shut down on all processes, because a step was given up here ({why.rstrip('.')}). "
+                f"Horovod was shut down on all processes, because a step was abandoned here ({why.rstrip('.')}). "
                 f"Start the job again from its last checkpoint"
             )
         self._end(self._ended_by)

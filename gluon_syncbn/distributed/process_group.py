@@ -63,7 +63,7 @@ class ProcessGroup(ABC):
     name : str
         The name of the communicator: 'mpi' or 'horovod'.
     can_resume : bool
-        Whether the communicator lets processes go on together after a step that was given up.
+        Whether the communicator lets processes go on together after a step that was abandoned.
     knows_who_came : bool
         Whether messages show by themselves which processes have come.
     rank, size : int
@@ -196,7 +196,7 @@ class ProcessGroup(ABC):
         Raises
         ------
         ExchangeError
-            A process did not come, has ended, or gave the step up; or vectors differ in length.
+            A process did not come, has ended, or abandoned the step; or vectors differ in length.
         """
         vector = np.ascontiguousarray(vector, dtype=np.float64)
         rows = np.empty((self.size, vector.size))
@@ -241,13 +241,13 @@ class ProcessGroup(ABC):
         return state
 
     def abandon(self, is_under_way: bool) -> None:
-        """Give up a step that has failed, or one that ``is_under_way``: nobody need wait for this process any more."""
+        """Abandon a step that has failed, or one that ``is_under_way``: nobody need wait for this process any more."""
         why = library.core.gluon_syncbn_abandon(self.id, is_under_way).decode()
         if why and not (self.can_resume or self.shares_memory):
             self._give_up(why)
 
     def resume(self, what: str, seconds: float) -> None:
-        """Return when all processes have given the step up. Raises ExchangeError if they do not."""
+        """Return when all processes have abandoned the step. Raises ExchangeError if they do not."""
         _raise(library.core.gluon_syncbn_resume(self.id, what.encode(), seconds))
 
     def go_to_round(self, least: int) -> None:

@@ -1,11 +1,11 @@
-"""What the processes of a job agree on before they exchange anything, and again after a step that was given up.
+"""What the processes of a job agree on before they exchange anything, and again after a step that was abandoned.
 
 An exchange itself is the compiled core's, also what becomes of it when a process does not come
-(csrc/processes/processes.h). Before the first one of each channel, and before the first after a step that was given up,
-the core asks Python to prepare it, on a thread that may wait. In this order:
+(csrc/processes/processes.h). Before the first one of each channel, and before the first after a step that was
+abandoned, the core asks Python to prepare it, on a thread that may wait. In this order:
 
-1. If a step was given up, all processes must have given it up. Then they go on together: layers from their latest step,
-   and what not all have agreed on is agreed on again.
+1. If a step was abandoned, all processes must have abandoned it. Then they go on together: layers from their latest
+   step, and what not all have agreed on is agreed on again.
 2. Whether all processes can exchange through memory that they share. All do, or none.
 3. The net of the layer is compared: its class, the names of its parameters within it, and its layers with their
    channels, dtypes and options. Nets have numbers, in the order in which they first train. Their first rounds may come
@@ -74,7 +74,7 @@ class Processes:
         Raises
         ------
         SyncBatchNormError
-            Processes did not come, or the layer differs there, or the step has been given up.
+            Processes did not come, or the layer differs there, or the step has been abandoned.
         """
         with self._exchanging(what, place, seconds):
             pass

@@ -26,7 +26,7 @@ class _Cut:
     """Whether waits are cut short."""
 
     def __init__(self) -> None:
-        self.now = ("", 0.0)  # because of what, and since when
+        self.now = ("", 0.0, 0.0)  # because of what, since when, and with which grace period
         self.under_way = 0  # how many `cut_short` there are
         self.lock = threading.Lock()
 
@@ -49,9 +49,13 @@ class Waited(NamedTuple):
             return f"waited {self.seconds:g} s for {whom}"
         return f"waited {self.seconds:.1f} s for {whom}, and no longer because {self.because}"
 
+    def advice(self, usual: str) -> str:
+        """What an error says at its end, of what ``usual`` says: where it is known why, only the last line."""
+        return usual.split("\n")[-1] if self.because else usual
+
 
 def usual_reasons() -> str:
-    """The end of every error about a missing device."""
+    """The end of an error about a missing device, where it is not known why; its last line is what to do."""
     settings = settings_in_force()
     return listed_reasons(
         "a last batch has fewer images than there are devices: see gluon_syncbn.devices",
@@ -66,11 +70,11 @@ def usual_reasons() -> str:
 
 
 @contextlib.contextmanager
-def cut_short(because: str) -> Iterator[None]:
-    """Within the ``with`` block waits end after the grace period; on several threads, within the last block."""
+def cut_short(because: str, grace: Optional[float] = None) -> Iterator[None]:
+    """Within the ``with`` block waits end after a grace period; on several threads, within the last block."""
     with _cut.lock:
         _cut.under_way += 1
-        cut_short_from_now_on(because)
+        cut_short_from_now_on(because, grace=grace)
     try:
         yield
     finally:
@@ -80,14 +84,15 @@ def cut_short(because: str) -> Iterator[None]:
                 cut_short_from_now_on("")
 
 
-def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS) -> None:
+def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS, grace: Optional[float] = None) -> None:
     """Waits end after the grace period, "because" of this; an empty text takes it back.
 
     ``process_grace`` is the grace period of waits for other processes.
     """
-    _cut.now = (because, time.monotonic())
+    grace = GRACE_SECONDS if grace is None else grace
+    _cut.now = (because, time.monotonic(), grace)
     if library.core is not None:
-        library.core.gluon_syncbn_cut_waits_short(because.encode(), process_grace)
+        library.core.gluon_syncbn_cut_waits_short(because.encode(), grace, process_grace)
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
@@ -122,7 +127,7 @@ def _ended(began: float, timeout: float) -> Optional[Waited]:
     error = failures.failure()
     if error and now >= max(began, failures.failed_at()) + GRACE_SECONDS:
         return Waited(now - began, f"the step has failed ({error})")
-    because, since = _cut.now
-    if because and now >= max(began, since) + GRACE_SECONDS:
+    because, since, grace = _cut.now
+    if because and now >= max(began, since) + grace:
         return Waited(now - began, because)
     return None

@@ -1,11 +1,11 @@
-"""Giving up a step that cannot be finished, so that the next one begins clean.
+"""Abandoning a step that cannot be finished, so that the next one begins clean.
 
 When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
-what it has brought would meet the second device's next step. So such a step is given up: whoever waits is released with
-an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the
-beginning of a step if the one before broke off between the ``backward()`` of two devices.
+what it has brought would meet the second device's next step. So such a step is abandoned: whoever waits is released
+with an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at
+the beginning of a step if the one before broke off between the ``backward()`` of two devices.
 
-A step that has failed (`engine.failures`) must be given up, too: until then no synchronized layer computes, and no
+A step that has failed (`engine.failures`) must be abandoned, too: until then no synchronized layer computes, and no
 weight is updated. Where nobody has, the next ``autograd.record()`` does, if someone has seen the error; if not, it
 raises it.
 """
@@ -19,15 +19,17 @@ from gluon_syncbn.base.errors import LAYER, SyncBatchNormError, text_of
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
+from gluon_syncbn.step.early_reading import noticing_what_cannot_end
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
+_NAME, _ABANDONED = "gluon_syncbn.abandon_step()", "the step was abandoned"
 
 
 def abandon_step() -> None:
-    """Give up what is left of a step, and return when nothing runs any more: the next step is right.
+    """Abandon what is left of a step, and return when nothing runs any more: the next step is right.
 
     To be called before the next step by whoever has caught an exception (a bad batch, Ctrl-C, an error of this package)
     and goes on, or saves the net. Where the exception has left ``with autograd.record()`` or
@@ -54,7 +56,7 @@ def abandon_step() -> None:
     ...         gluon_syncbn.abandon_step()
     """
     error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.is_under_way()
-    with waiting.cut_short("the step was abandoned"):
+    with waiting.cut_short(_ABANDONED):
         pending = finish_pending_work()
     cpu_resources.close_step()
     has_failed = bool(failures.failure())
@@ -65,12 +67,14 @@ def abandon_step() -> None:
     failures.forget_seen()
     if has_failed:
         clear_added_gradients()
-        unseen = "" if was_seen else f" Its error was not read: {_with_cause(error or pending, pending)}"
-        _log.warning("A step was given up. %s%s", updated, unseen)
+        # Who waited until now has an error that says no more than that the step is abandoned.
+        is_known = was_seen or (not error and _ABANDONED in pending)
+        unseen = "" if is_known else f" Its error was not read: {_with_cause(error or pending, pending)}"
+        _log.warning("A step was abandoned. %s%s", updated, unseen)
 
 
 def leave_failed_step() -> None:
-    """Begin a step: give up one that has failed before, or raise its error."""
+    """Begin a step: abandon one that has failed before, or raise its error."""
     error = failures.failure()
     if not error:
         if failures.is_in_use():
@@ -80,10 +84,8 @@ def leave_failed_step() -> None:
     else:
         error = _with_cause(error, finish_pending_work())
         failures.tell()
-        raise SyncBatchNormError(
-            f"A step has failed, and its error was not read. {error} Call gluon_syncbn.abandon_step(), or just begin "
-            f"the next step."
-        )
+        advice = "" if _NAME in error else f" To go on, call {_NAME}, or begin the next step."
+        raise SyncBatchNormError(f"A step has failed, and its error was not read. {error}{advice}")
 
 
 def _with_cause(error: str, pending: str) -> str:
@@ -103,26 +105,31 @@ def failing_what_cannot_be_read(read):
 
     @functools.wraps(read)
     def reading(*array):
-        has_error = array and failures.is_in_use() and not failures.is_readable(*array)
-        if has_error and is_updating() and not failures.is_by_reading():
-            failures.refuse_update()
-        try:
-            done = read(*array)
-        except mx.MXNetError as error:
-            if failures.is_in_use():
-                error = failures.explained(error)
-                text = text_of(error)
-                failures.fail_by_reading(text)
-                if not array and LAYER in failures.failure() and LAYER not in text:
-                    # It is the first of all errors that ``waitall`` raises.
-                    raise SyncBatchNormError(_with_cause(failures.failure(), text)) from None
-            is_ours = LAYER in str(error) and not isinstance(error, SyncBatchNormError)
-            raise (SyncBatchNormError(str(error)) if is_ours else error) from None
-        if has_error:
-            raise SyncBatchNormError(
-                "MXNet could not compute this array. Its error was raised in another thread that read it, or it was "
-                "dropped when the step was given up."
-            )
-        return done
+        with noticing_what_cannot_end():
+            return _read(read, *array)
 
     return reading
+
+
+def _read(read, *array):
+    has_error = array and failures.is_in_use() and not failures.is_readable(*array)
+    if has_error and is_updating() and not failures.is_by_reading():
+        failures.refuse_update()
+    try:
+        done = read(*array)
+    except mx.MXNetError as error:
+        if failures.is_in_use():
+            error = failures.explained(error)
+            text = text_of(error)
+            failures.fail_by_reading(text)
+            if not array and LAYER in failures.failure() and LAYER not in text:
+                # It is the first of all errors that ``waitall`` raises.
+                raise SyncBatchNormError(_with_cause(failures.failure(), text)) from None
+        is_ours = LAYER in str(error) and not isinstance(error, SyncBatchNormError)
+        raise (SyncBatchNormError(str(error)) if is_ours else error) from None
+    if has_error:
+        raise SyncBatchNormError(
+            "MXNet could not compute this array. Its error was raised in another thread that read it, or it was "
+            "dropped when the step was abandoned."
+        )
+    return done

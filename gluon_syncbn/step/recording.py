@@ -46,7 +46,7 @@ def begin_forward(layer: mx.gluon.nn.BatchNorm, device: mx.Context) -> None:
     if mx.autograd.is_recording() and passes.is_unfinished(device, steps.begins_record()):
         started = ", ".join(map(str, passes.started()))
         _log.warning(
-            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is given up now. (Did an "
+            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is abandoned now. (Did an "
             "exception come in between?) Its gradients are undefined.",
             layer.name,
             started,

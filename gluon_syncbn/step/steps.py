@@ -35,6 +35,7 @@ from mxnet.gluon import Block
 from gluon_syncbn.base.mxnet_private import device_of, has_fresh_gradient, has_gradient, set_fresh_gradient
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.distributed.default import has_groups
+from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 
@@ -91,6 +92,18 @@ class Passes:
         least = {id(group): min(self._backwards[device] for device in group) for group in self._groups}
         return [device for group in self._groups for device in group if self._backwards[device] > least[id(group)]]
 
+    def half_called(self) -> Optional["HalfCalled"]:
+        """What this thread alone has begun, on some devices of a group, and nobody on the others; None if nothing."""
+        me = {threading.get_ident()}
+        for direction, counts in (("forward", self._forwards), ("backward", self._backwards)):
+            for group in self._groups:
+                group = [device for device in group if active_sets.includes(device, active_sets.current)]
+                most = max((counts[device] for device in group), default=0)
+                missing = [device for device in group if counts[device] < most]
+                if missing and {self._callers[device] for device in group if device in self._callers} == me:
+                    return HalfCalled(direction, [device for device in group if device not in missing], missing)
+        return None
+
     def begin_forward(self, device: mx.Context) -> None:
         """Count a forward pass in training mode on ``device``."""
         devices = self._devices_now()
@@ -116,6 +129,14 @@ class Passes:
             if has_gradient(parameter):
                 return parameter.list_data()
         return []
+
+
+class HalfCalled(NamedTuple):
+    """Passes of one direction that were begun on some devices only."""
+
+    direction: str
+    called: List[mx.Context]
+    missing: List[mx.Context]
 
 
 class _Note:
@@ -285,6 +306,14 @@ class Steps:
             if self._uneven or self._open_executors or len(set(self._heads.values())) > 1:
                 return False
         return all(passes.is_balanced() for passes in self._watched_now())
+
+    def half_called(self) -> Optional[HalfCalled]:
+        """The passes that this thread alone has begun on some devices, and nobody on the others; None if nothing."""
+        with self._lock:
+            if not self._uneven and len(set(self._heads.values())) < 2:
+                return None
+            passes = [*self._uneven, *self._watched]
+        return next(filter(None, (item.half_called() for item in passes)), None)
 
     def close_if_balanced(self) -> None:
         """Tell `cpu_resources` that all passes that have begun can end, if that is so."""

@@ -3,7 +3,7 @@
 In a failed step the gates (`engine.failures`) make MXNet skip the updates of weights, and of what the optimizer keeps
 in arrays. What it keeps in Python has changed when the update was *called*: the number of updates, by which Adam
 corrects its means and schedules choose the learning rate. So that is remembered at the gates, until they are known to
-have opened, and put back when the step is given up.
+have opened, and put back when the step is abandoned.
 
 A Trainer's first step also copies all parameters into its KVStore, and back. There the gates are waited for, and the
 error raised, before anything is copied.
@@ -210,7 +210,7 @@ def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
 
 def clear_added_gradients() -> None:
     """Set gradients with ``grad_req='add'`` to zero: a failed step may have added anything to them."""
-    with mx.autograd.pause():  # a step may be given up where the next one is recorded
+    with mx.autograd.pause():  # a step may be abandoned where the next one is recorded
         for trainer in list(steps.trainers):
             for parameter in parameters_of(trainer):
                 if parameter.grad_req == "add" and has_gradient(parameter):
@@ -218,7 +218,7 @@ def clear_added_gradients() -> None:
 
 
 def undo_held_updates() -> str:
-    """Take back what optimizers have counted of updates that were held back. The step was given up; nothing runs.
+    """Take back what optimizers have counted of updates that were held back. The step was abandoned; nothing runs.
 
     Returns which weights it has updated, for the log.
     """

@@ -1,7 +1,7 @@
 // Layers over 12 devices, each a thread: they meet in groups of 12, 4, 3 and 1, of all devices or of those that a short
 // step has, forward and backward, with a schedule of Batch Renormalization, while another thread asks the groups all
 // that Python asks, makes and drops others, and switches the profile. Statistics, sums and limits are compared with
-// what was brought. Then two processes of one device each: after each step that they give up their first exchanges have
+// what was brought. Then two processes of one device each: after each step that they abandon their first exchanges have
 // to be prepared, which takes its time, and two backward passes of one forward pass come in the meantime. Run under
 // ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
 
@@ -192,7 +192,7 @@ void meet_in_two_processes(int steps) {
       other.get_future().wait();
       check(first.sums()[0] == 3 && second.sums()[0] == 21, "backward passes of one forward pass have changed places");
       for (Meeting* meeting : {&forward, &first, &second}) meeting->end_pass();
-      // One that has given up does not take part in what the other has yet to begin.
+      // One that has abandoned does not take part in what the other has yet to begin.
       for (++finished; finished < 2 * (step + 1);) std::this_thread::yield();
       mine.abandon(true);
       wait_until_done([&](std::function<void()> done) { mine.resume("", 60, [done](const Exchanged&) { done(); }); });

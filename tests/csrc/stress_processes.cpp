@@ -1,8 +1,8 @@
 // Four processes of a job, each a `Processes` of its own here, exchange vectors under several keys on several threads:
 // through memory that they share, as processes of a host do, or by messages that another thread carries. In each step
-// all of them come, or one of them gives the step up, does not come, or brings another length; then all give it up and
+// all of them come, or one of them abandons the step, does not come, or brings another length; then all abandon it and
 // go on together. At last one leaves. Every exchange must end once, with the rows of all in their order or with the
-// error, and nothing of a step that was given up may be met in the next. Run under ThreadSanitizer and
+// error, and nothing of a step that was abandoned may be met in the next. Run under ThreadSanitizer and
 // AddressSanitizer. Usage: stress_processes [steps]
 
 #include <algorithm>

@@ -1,11 +1,11 @@
-"""Faults at random moments of steps; when all processes have given the step up, the next ones are right.
+"""Faults at random moments of steps; when all processes have abandoned the step, the next ones are right.
 
     mpirun -np 3 python tests/jobs/recovery.py mpi SEED FAULTS
 
 All processes draw the same from the seed: how many of them a fault comes to, which it is, and when: in the user's own
 code before, within or after a step, or at one of the exchanges in Python that a step begins with, in which nets are
 compared and processes go on together. Faults come to the steps of which each episode consists, and to the first step
-after one, which then begins anew. A process that had nothing to give up (its part of the step was over) may hear of it
+after one, which then begins anew. A process that had nothing to abandon (its part of the step was over) may hear of it
 in its next step; it gives that up and begins it anew, too. Each prints ``RIGHT`` at the end.
 """
 
@@ -143,7 +143,7 @@ for episode in range(FAULTS):
             job.check_like(net, twin, episode, [DEVICE], shape=SHAPE, is_alone=True)
             break
         except Exception as problem:
-            if not may_fail or "gave the step up" not in str(problem):
+            if not may_fail or "abandoned the step" not in str(problem):
                 job.say(
                     f"WRONG in episode {episode} of seed {SEED} on process {group.rank}: {drawn}, {drawn_again};{said}"
                 )

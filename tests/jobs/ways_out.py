@@ -1,6 +1,6 @@
 """A program goes its own way: it calls ``MPI.Finalize()``, raises SystemExit where nets are compared, leaves
 ``init_process_group`` by Ctrl-C in one process, before the other has come, and calls it again, leaves
-``gluon_syncbn.devices`` by Ctrl-C, or gives up or skips a step when gradients of the other process wait for its own.
+``gluon_syncbn.devices`` by Ctrl-C, or abandons or skips a step when gradients of the other process wait for its own.
 
 mpirun -np 2 python tests/jobs/ways_out.py mpi finalize|leave|again|interrupt
 horovodrun -np 2 python tests/jobs/ways_out.py horovod gradients|skipped

@@ -122,7 +122,7 @@ class Group(LayerGroup):
             raise SyncBatchNormError(
                 f"{self.spec.where}: forward pass {waited.text(f'{size - len(self.devices)} of {size} devices')}. "
                 f"Arrived: {arrived}. Missing: devices that have never run it; it was made for num_devices={size}. "
-                f"{waiting.usual_reasons()}"
+                f"{waited.advice(waiting.usual_reasons())}"
             )
 
 

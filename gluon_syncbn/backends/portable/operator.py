@@ -214,7 +214,7 @@ class _AllReduce(mx.operator.CustomOp):
         if self._forward_generation != failures.generation():
             raise SyncBatchNormError(
                 f"{spec.where}: the backward pass on {self._device} cannot be run: its forward pass never ran, "
-                f"because an operator before it had failed, or its step was given up."
+                f"because an operator before it had failed, or its step was abandoned."
             )
         self._check_step("backward")
         if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete

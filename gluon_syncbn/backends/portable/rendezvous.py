@@ -174,5 +174,5 @@ class Rendezvous:
         return (
             f"{self._what} {waited.text(f'{len(missing)} of {len(self._ranks)} devices')}. "
             f"Arrived: {', '.join(arrived)}. Missing: {', '.join(self._ranks[rank] for rank in missing)}. "
-            f"{self._advice()}"
+            f"{waited.advice(self._advice())}"
         ).rstrip()

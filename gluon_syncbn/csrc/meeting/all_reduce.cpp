@@ -65,7 +65,7 @@ ForwardCall ForwardCall::load(const Group& group, const std::string& device, con
   if (is_possible) return {count, static_cast<uint64_t>(round_id), static_cast<int64_t>(active_set)};
   throw std::runtime_error("SyncBatchNorm '" + group.name + "': the backward pass on " + device +
                            " cannot be run: its forward pass never ran, because an operator before it had failed, or "
-                           "its step was given up.");
+                           "its step was abandoned.");
 }
 
 }  // namespace gluon_syncbn

@@ -58,7 +58,7 @@ struct Membership {
 struct Link {
   std::shared_ptr<Processes> processes;  // none if this one is alone
   // Asks Python for the key of a direction of a subgroup, and the ranks of its members. That may take its time:
-  // processes may have to compare their nets first, or go on together after a step that was given up. Throws
+  // processes may have to compare their nets first, or go on together after a step that was abandoned. Throws
   // RendezvousError.
   std::function<std::pair<int64_t, std::vector<int>>(bool is_forward, int64_t subgroup, int64_t active_set)> prepare;
   size_t first_device = 0;     // the number of this process's first one among those of all processes
@@ -104,7 +104,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // The step of the layer that comes next on `device`: how many of its training passes the schedule of Batch
   // Renormalization has counted. Devices that meet bring theirs, and take the latest. Those that do not (in other
   // subgroups, or left out of a short step) go on together whenever nothing runs: when the active set changes, or a
-  // step is given up.
+  // step is abandoned.
   int64_t step_of(const std::string& device);
 
   // Goes on from `least`, if no device is further; returns the latest of all. No operator may be running.

@@ -188,7 +188,7 @@ std::string Rendezvous::missing_text(const Round& round, const Waited& waited) c
   const std::string whom =
       std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) + " devices";
   return what_ + " " + waited.text(whom) + ". Arrived: " + names(round, true) + ". Missing: " + names(round, false) +
-         ". " + advice_;
+         ". " + waited.advice(advice_);
 }
 
 std::string Rendezvous::different_lengths_text(const Round& round) const {

@@ -10,7 +10,7 @@
 // could not be computed. That array may have to do with no layer; if it has, then `fail` is called, too, sooner or
 // later: by a pass, a gate or a watch that the failed step stops. `reset` leads back to open, when Python gives the
 // step up (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows
-// that its forward pass ran in a step that was given up, or never.
+// that its forward pass ran in a step that was abandoned, or never.
 #pragma once
 
 #include <atomic>

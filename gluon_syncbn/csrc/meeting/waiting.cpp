@@ -57,7 +57,7 @@ struct Shared {
   std::mutex mutex;
   int watches = 0;
   Clock::time_point cut_short_at;
-  Seconds process_grace{0};
+  Seconds grace{0}, process_grace{0};
   std::string because;
 };
 Shared& shared() {
@@ -106,6 +106,10 @@ std::string Waited::text(const std::string& whom) const {
   return "waited " + duration + " s for " + whom + (because.empty() ? "" : ", and no longer because " + because);
 }
 
+std::string Waited::advice(const std::string& usual) const {
+  return because.empty() ? usual : usual.substr(usual.rfind('\n') + 1);
+}
+
 Clock::duration ticks(double seconds) {
   constexpr double kMost = 1e9;  // more would not fit into a time
   return std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
@@ -122,7 +126,7 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
     return Waited{seconds, "the step has failed (" + step().failure() + ")"};
   }
   std::lock_guard<std::mutex> lock(shared().mutex);
-  const Seconds grace = is_for_processes ? shared().process_grace : waiting_times().grace;
+  const Seconds grace = is_for_processes ? shared().process_grace : shared().grace;
   if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + grace) {
     return Waited{seconds, shared().because};
   }
@@ -140,10 +144,11 @@ EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
 
 // Ends waits, from now on, after the grace period (for other processes after theirs), "because" of this; an empty text
 // takes it back.
-EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double process_grace) {
+EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double grace, double process_grace) {
   gluon_syncbn::Shared& shared = gluon_syncbn::shared();
   std::lock_guard<std::mutex> lock(shared.mutex);
   shared.cut_short_at = gluon_syncbn::Clock::now();
+  shared.grace = gluon_syncbn::Seconds(grace);
   shared.process_grace = gluon_syncbn::Seconds(process_grace);
   shared.because = because;
 }

@@ -54,10 +54,13 @@ struct Waited {
 
   // "waited 60 s for WHOM", and if it ended before the timeout, why.
   std::string text(const std::string& whom) const;
+
+  // What an error says at its end, of what `usual` says: where it is known why, only the last line, what to do.
+  std::string advice(const std::string& usual) const;
 };
 
-// When a wait that began at `began` ends now, and why; nothing if it goes on. Waits for other processes may have a
-// longer grace period when Python cuts waits short.
+// When a wait that began at `began` ends now, and why; nothing if it goes on. Python says how long the grace period is
+// when it cuts waits short, and that of waits for other processes.
 std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds, bool is_for_processes = false);
 
 // A time for the clock, as long as it can tell.

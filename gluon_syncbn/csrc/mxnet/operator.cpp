@@ -315,7 +315,7 @@ void Operator::begin_backward() const {
   if (has_failed) throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
   throw std::runtime_error(where +
                            " cannot be run: its forward pass never ran, because an operator before it had "
-                           "failed, or its step was given up.");
+                           "failed, or its step was abandoned.");
 }
 
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used) {

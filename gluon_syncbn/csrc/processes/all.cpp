@@ -192,12 +192,12 @@ EXPORTED const char* gluon_syncbn_failure_of_processes(int64_t id) { return kept
 
 EXPORTED void gluon_syncbn_state_of_processes(int64_t id, State* state) { *state = find_processes(id)->state(); }
 
-// Why the step is given up.
+// Why the step is abandoned.
 EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way) {
   return kept(find_processes(id)->abandon(is_under_way != 0));
 }
 
-// Returns when all processes have given the step up, or the error.
+// Returns when all processes have abandoned the step, or the error.
 EXPORTED const char* gluon_syncbn_resume(int64_t id, const char* what, double seconds) {
   return error_of(
       [&] { awaited([&](Processes::Done done) { find_processes(id)->resume(what, seconds, std::move(done)); }); });

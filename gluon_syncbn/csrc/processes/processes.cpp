@@ -83,13 +83,13 @@ std::string Processes::refusal(Waiting& mine) {
     return "the step had failed before (" + without_end(failure_) +
            "). Call gluon_syncbn.abandon_step() before the next step";
   }
-  if (is_resuming_) return "the step was given up";
+  if (is_resuming_) return "the step was abandoned";
   if (!uses_memory_ && !lost_.empty()) return lost_;
   if (mine.round == kNext) {
     int64_t& last = last_[mine.channel.key];
     mine.round = last = std::max(last + 1, floor_);
   } else if (mine.round <= highest_given_up_) {
-    return "its forward pass belongs to a step that was given up";
+    return "its forward pass belongs to a step that was abandoned";
   }
   return obstacle(mine);
 }
@@ -100,9 +100,9 @@ std::string Processes::obstacle(const Waiting& waiting) const {
   for (int other : waiting.channel.members) {
     if (other == rank) continue;
     if (left_.count(other) > 0 && !has_come(waiting, other)) return "process " + std::to_string(other) + " has ended";
-    // What it had sent before is of the step that it gave up.
+    // What it had sent before is of the step that it abandoned.
     if (has_given_up(other) && !has_given_up(rank)) {
-      return "process " + std::to_string(other) + " gave the step up (an exception, or gluon_syncbn.abandon_step())";
+      return "process " + std::to_string(other) + " abandoned the step (an exception, or gluon_syncbn.abandon_step())";
     }
   }
   return "";
@@ -442,13 +442,14 @@ std::string Processes::missing_text(const Waiting& waiting, const std::optional<
   const std::vector<int>& members = waiting.channel.members;
   if (!came) {
     const std::string whom = "the other " + std::to_string(members.size() - 1) + " processes";
-    return waiting.channel.what + " " + waited.text(whom) + "; which of them came is not known. " + advice_;
+    return waiting.channel.what + " " + waited.text(whom) + "; which of them came is not known. " +
+           waited.advice(advice_);
   }
   std::vector<int> arrived, missing;
   for (int member : members) (member == rank || came->count(member) > 0 ? arrived : missing).push_back(member);
   const std::string whom = std::to_string(missing.size()) + " of " + std::to_string(members.size()) + " processes";
   return waiting.channel.what + " " + waited.text(whom) + ". Arrived: " + names_of(arrived) +
-         ". Missing: " + names_of(missing) + ". " + advice_;
+         ". Missing: " + names_of(missing) + ". " + waited.advice(advice_);
 }
 
 std::string Processes::name_of(int other) const {

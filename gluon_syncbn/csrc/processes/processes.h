@@ -9,19 +9,19 @@
 // waits. All get one row per member, in the order of ranks: the same input, in the same order, gives the same bits.
 //
 // No thread waits for an exchange. One ends with its last message; or with an error, when its timeout, or less
-// (meeting/waiting.h), is over, or when a member of it has ended or given the step up. The watchdog looks for both.
+// (meeting/waiting.h), is over, or when a member of it has ended or abandoned the step. The watchdog looks for both.
 //
 // A process is in one of three states:
 //
 //   open       Exchanges are made.
 //   failed     One has ended with an error, or devices of this process have not met. Every further one fails at once,
-//              with the same text, until Python gives the step up (`abandon`). The others learn of it from a message.
-//   resuming   The step was given up, in failure or in the middle. Nothing is exchanged but that: each process tells
+//              with the same text, until Python abandons the step (`abandon`). The others learn of it from a message.
+//   resuming   The step was abandoned, in failure or in the middle. Nothing is exchanged but that: each process tells
 //              the others the highest round that it has had, and when it has heard of all (`resume`), it is open again,
 //              numbers its rounds from there on, and drops what is older. So nothing of the old step can be taken for a
 //              part of the next.
 //
-// `epoch` counts what was given up. What has been prepared for an exchange in one epoch (nets are compared, by Python)
+// `epoch` counts what was abandoned. What has been prepared for an exchange in one epoch (nets are compared, by Python)
 // holds in that epoch only, and an exchange that began in one cannot fail a later one.
 //
 // Messages go by one of two transports, the same in all processes: the one that the processes have met by, or memory
@@ -117,17 +117,17 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   // The step has failed in this process.
   void fail(const std::string& error);
 
-  // Python gives up a step that is under way here, or none: then only one that has failed is given up. Returns why, or
-  // an empty text where there is nothing to give up.
+  // Python abandons a step that is under way here, or none: then only one that has failed is abandoned. Returns why, or
+  // an empty text where there is nothing to abandon.
   std::string abandon(bool is_under_way);
 
-  // Calls back when all processes have given the step up; `what` begins the error if they do not.
+  // Calls back when all processes have abandoned the step; `what` begins the error if they do not.
   void resume(const std::string& what, double timeout_seconds, Done done);
 
   // This process ends.
   void leave();
 
-  uint64_t epoch() const { return epoch_; }  // how often a step has been given up
+  uint64_t epoch() const { return epoch_; }  // how often a step has been abandoned
   std::string failure() const;               // why the step has failed; empty if it has not
   State state() const;
 

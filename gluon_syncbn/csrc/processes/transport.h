@@ -11,7 +11,7 @@ namespace gluon_syncbn {
 struct Message {
   enum Kind : int64_t {
     kVector,  // what the process brings to an exchange
-    kGaveUp,  // the process has given up its step: the key is the number of its next resume
+    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume
     kLeft,    // the process ends
   };
   int64_t kind = kVector;
@@ -44,7 +44,7 @@ class Transport {
   virtual bool must_be_asked() const { return false; }
   virtual void ask_who_came(int64_t /*key*/, int64_t /*round*/, const std::vector<int>& /*ranks*/) {}
 
-  // The step has failed here, or was given up, and no message can say so.
+  // The step has failed here, or was abandoned, and no message can say so.
   virtual void give_up(const std::string& /*why*/) {}
 };
 
