@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --net resnet50 --update --only native "native, unguarded"
 
 With --update a step includes that of a Trainer; `native, unguarded` neither watches a step nor guards its update. In
-`native, waits for nobody` each device normalizes with its own moments at once; the difference to `native` is the cost
+`native, no exchange` each device normalizes with its own moments at once; the difference to `native` is the cost
 of synchronization.
 
 All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
@@ -121,7 +121,7 @@ def main() -> None:
         "nn.BatchNorm": {},
         "native": {"backend": "native"},
         "native, not fused": {"backend": "native", "fuse": False},
-        "native, waits for nobody": {"backend": "native", "waits": False},
+        "native, no exchange": {"backend": "native", "waits": False},
         "portable": {"backend": "portable"},
     }
     if options.net == "chain":

@@ -147,7 +147,8 @@ class Report:
         waits.set_yticks(places, [row.layer for row in rows], fontsize=7)
         waits.set_ylim(-0.7, len(rows) - 0.3)
         waits.set_xlabel("from the first to the last device's arrival: median and 90% (ms)")
-        waits.legend(loc="lower right")
+        above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "frameon": False, "fontsize": 8}  # and not on a bar
+        waits.legend(ncol=2, **above)
         before = np.zeros(len(rows))
         for number, device in enumerate(self.devices):
             shares = np.array([row.last.get(device, 0) / row.calls for row in rows])
@@ -156,7 +157,7 @@ class Report:
             before += shares
         lasts.set_xlabel("was the last to come (%)")
         lasts.set_xlim(0, 100)
-        lasts.legend(loc="lower right", fontsize=7)
+        lasts.legend(ncol=4, **above)
         figure.suptitle(
             f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time",
             fontsize=10,

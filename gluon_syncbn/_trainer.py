@@ -30,8 +30,8 @@ class DistributedTrainer(gluon.Trainer):
 
     Every process makes it, with the same parameters in the same order, whatever their names, and calls ``step`` equally
     often, from one thread. Before the gradients are added up, the processes meet as those of a `SyncBatchNorm` do: if
-    one does not come, has ended, or has given up the step, the others get an error that names it. At the first step,
-    where others learn than before, and after a step that was given up, the values of the parameters are compared.
+    one does not come, has ended, or has abandoned the step, the others get an error that names it. At the first step,
+    where others learn than before, and after a step that was abandoned, the values of the parameters are compared.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class DistributedTrainer(gluon.Trainer):
         ``ignore_stale_grad``, by which each process would update others; or, by ``step`` on all processes, the
         parameters that learn, or their values, differ.
     SyncBatchNormError
-        By ``step``: another process did not come, has ended, or gave the step up.
+        By ``step``: another process did not come, has ended, or abandoned the step.
 
     Examples
     --------

@@ -14,7 +14,7 @@ from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
 from gluon_syncbn.graphs.trace import Layers, tracing
 from gluon_syncbn.layer.decision import check_devices, symbol_synchronizes
-from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_axis, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
@@ -162,6 +162,7 @@ class SyncBatchNorm(nn.BatchNorm):
         **kwargs,
     ):
         check_option_names(kwargs, [*_BATCH_NORM, *OPTIONS], type(self).__name__)
+        check_axis(axis, type(self).__name__)
         super().__init__(
             axis=axis,
             momentum=momentum,

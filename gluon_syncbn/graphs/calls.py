@@ -250,7 +250,12 @@ def following_changes(call):
         if graph is None or not graph.is_lowered:
             return cpu_resources.in_one_call(buffers, device, call, self, *args)
         graph.begin_forward(device)
-        out = cpu_resources.in_one_call(buffers, device, call, self, *args)
+        try:
+            out = cpu_resources.in_one_call(buffers, device, call, self, *args)
+        except mx.MXNetError:
+            with _making:
+                drop_operator(self)  # it would raise another error from now on, about itself
+            raise
         if device is not None and mx.autograd.is_training() and failures.is_in_use():
             error = f"an operator of '{self.name}', or one before it, had failed on {device}."
             outputs = [item for item in flatten(out, "output")[0] if item is not None]

@@ -29,6 +29,7 @@ Schedule = Tuple[Tuple[float, float, float], ...]
 # What a user may give: (r_max, d_max), or such a schedule.
 RenormLike = Union[Tuple[float, float], Sequence[Tuple[float, float, float]]]
 
+_MOST_AXES = 8  # of an input; a larger axis is taken for a number of channels
 _NATIVE_OPTIONS = ("in_place", "renorm")
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
@@ -116,9 +117,7 @@ class LayerSpec:
             _check_kvstore(self.kvstore, where)
         check_process_group(self.process_group, where)
         made["dtype"] = _dtype(self.dtype, where)
-        if isinstance(self.axis, bool) or not isinstance(self.axis, numbers.Integral):
-            raise TypeError(f"{where}: axis must be an integer, not {self.axis!r}.")
-        made["axis"] = int(self.axis)
+        made["axis"] = check_axis(self.axis, where)
         for option, value in (("momentum", self.momentum), ("eps", self.epsilon)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise ValueError(f"{where}: {option} must be a number, not {value!r}.")
@@ -271,6 +270,18 @@ def _dtype(dtype, where: str) -> str:
     if name not in ("float32", "float64"):
         raise ValueError(f"{where}: dtype must be 'float32' or 'float64', not {dtype!r}.")
     return name
+
+
+def check_axis(axis, where: str) -> int:
+    """Return the axis. Raises TypeError or ValueError, starting with ``where``, for what can be none."""
+    if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
+        raise TypeError(f"{where}: axis must be an integer, not {axis!r}.")
+    if not -_MOST_AXES <= axis < _MOST_AXES:
+        raise ValueError(
+            f"{where}: axis={axis} is no axis of an input. The first argument is axis, as in nn.BatchNorm; that of "
+            f"contrib's SyncBatchNorm is in_channels: write in_channels={axis}."
+        )
+    return int(axis)
 
 
 def _count(value, where: str, option: str) -> Optional[int]:

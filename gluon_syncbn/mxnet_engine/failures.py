@@ -119,12 +119,12 @@ def failed_at() -> float:
 
 
 def generation() -> int:
-    """The number of the steps that were given up, from 1: a backward pass must be of its forward pass's."""
+    """The number of the steps that were abandoned, from 1: a backward pass must be of its forward pass's."""
     return _state.generation if library.core is None else library.core.gluon_syncbn_step_generation()
 
 
 def reset() -> None:
-    """The step was given up; nothing runs."""
+    """The step was abandoned; nothing runs."""
     _state.error, _state.generation = "", _state.generation + 1
     _state.is_told = False
     if library.core is not None:
