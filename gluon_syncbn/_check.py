@@ -1,6 +1,7 @@
 """`check`: whether a net is really synchronized, by one training pass on copies of its parameters."""
 
 import contextlib
+import zlib
 from collections import defaultdict
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, Parameter, SymbolBlock, nn
 
+from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
     arrays_of,
@@ -25,6 +27,7 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.convert import drop_graphs, is_plain
 from gluon_syncbn.distributed.process_group import ProcessGroup
+from gluon_syncbn.graphs.calls import keeping_graphs
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.nets.symbol_block import plain_norms
@@ -34,17 +37,18 @@ from gluon_syncbn.synchronization import Synchronization, synchronization_of
 
 _NAME = "gluon_syncbn.check"
 _SHOWN = 3  # names of layers in a line
-# A difference counts if it is more than so many times what rounding makes, and so many units of the dtype.
-_TIMES_USUAL, _UNITS = 30, 16
+# A difference counts if it is more than this share, and so many units of the dtype, and times what rounding makes.
+_SHARE, _UNITS, _TIMES_USUAL = 1e-3, 16, 30
+_RANDOM = 0.1  # two passes that differ by this share are of a net that draws random numbers
 _CONVERT = "plain; convert_sync_batchnorm(net) makes them synchronize"
 _INPUT = "gradients of the input"
 
 
 class Difference(NamedTuple):
-    """How far the devices are from one device with the whole batch, as a share of the largest value."""
+    """How far the devices are from one device with the whole batch: the root of the mean square, as a share."""
 
     found: float
-    usual: float  # between two passes on one device, with the images in another order: what rounding makes
+    usual: float  # between passes on one device, of images in another order and changed in their last bits
 
 
 class CheckedLayer(NamedTuple):
@@ -65,15 +69,18 @@ class Check:
     differences : dict of str to Difference
         Of outputs, gradients and running statistics, each with ``found`` and ``usual``. Empty if the layers have
         different groups, or groups over several processes: no one device is comparable then.
+    notes : list of str
+        What else there is to know, for example that the net draws random numbers.
     is_synchronized : bool
-        Whether all layers synchronize that were called and are not frozen, at least one, and no difference is more than
-        rounding makes.
+        Whether all layers synchronize that were called and are not frozen, at least one, and no difference is far more
+        than rounding makes.
     """
 
     def __init__(self, title: str, unit: float) -> None:
         self.layers: List[CheckedLayer] = []
         self.differences: Dict[str, Difference] = {}
         self._title, self._unit = title, unit
+        self.notes: List[str] = []
 
     @property
     def is_synchronized(self) -> bool:
@@ -81,7 +88,7 @@ class Check:
         return states == {"synchronized"} and not any(map(self._is_large, self.differences.values()))
 
     def _is_large(self, item: Difference) -> bool:
-        return not item.found <= _TIMES_USUAL * item.usual + _UNITS * self._unit  # NaN is
+        return not item.found <= max(_SHARE, _UNITS * self._unit, _TIMES_USUAL * item.usual)  # NaN is
 
     def __str__(self):
         lines = [self._title]
@@ -91,10 +98,11 @@ class Check:
             which = "" if state == "synchronized" else f" ({shown})"
             lines.append(f"{len(names):6} {state}{text and ': '}{text}{which}")
         if self.differences:
-            lines.append(f"  {'largest difference from one device':38}found    usual for its rounding")
+            lines.append(f"  {'difference from one device':38}found    usual, by rounding")
         for name, item in self.differences.items():
             large = "  too large" if self._is_large(item) else ""
             lines.append(f"    {name:36}{item.found:.1e}  {item.usual:.1e}{large}")
+        lines += [f"  ({note})" for note in self.notes]
         return "\n".join([*lines, f"  {self._verdict()}"])
 
     def __repr__(self):
@@ -102,6 +110,8 @@ class Check:
         return f"<Check: {self._verdict()}, {count} of {len(self.layers)} layers>"
 
     def _verdict(self) -> str:
+        if {layer.state for layer in self.layers} <= {"frozen", "not called"}:
+            return "nothing to synchronize"
         return "synchronized" if self.is_synchronized else "NOT synchronized"
 
 
@@ -110,12 +120,12 @@ def check(net: Block, *inputs: Any) -> Check:
 
     This function runs a training pass on all devices, and one on the first device with the whole batch. It compares
     outputs, gradients and running statistics, and prints a table: which BatchNorm layers synchronize with whom, which
-    do not and why, and the largest differences beside those that rounding makes.
+    do not and why, and the differences beside those that rounding makes.
 
-    The net is called as it is, hybridized or not, but with copies of its parameters and without dropout. Weights,
-    running statistics and gradients do not change, nor do MXNet's random numbers, unless the net draws some itself.
-    (Parameters that wait for their shapes get them, and a schedule of ``renorm`` counts the passes.) The whole batch
-    must fit on the first device.
+    The net is called as it is, hybridized or not, but with copies of its parameters and without its Dropout layers.
+    Weights, running statistics and gradients do not change, nor do MXNet's random numbers, unless the net draws some
+    itself. (Parameters that wait for their shapes get them, hooks are called, and a schedule of ``renorm`` counts the
+    passes.) The whole batch must fit on the first device.
 
     In a job of several processes all of them call the function, each with its own images; the first one prints.
 
@@ -124,8 +134,8 @@ def check(net: Block, *inputs: Any) -> Check:
     net : Block
         Initialized on the devices that train.
     inputs
-        The net's inputs in training: arrays whose first axis is the batch. They are split over the devices. One or
-        two images per device are enough.
+        The net's inputs in training: arrays whose first axis is the batch, of images that differ. They are split over
+        the devices. Two images per device are enough.
 
     Returns
     -------
@@ -137,8 +147,8 @@ def check(net: Block, *inputs: Any) -> Check:
     TypeError
         ``net`` is no Gluon block, or an input is no array.
     ValueError
-        The net is not initialized; inputs have different numbers of images, or fewer than there are devices; the net
-        returns no array whose first axis is the batch; or a step is under way.
+        The net is not initialized; inputs have different numbers of images, fewer than there are devices, or images
+        that are all alike; the net returns no array whose first axis is the batch; or a step is under way.
     SyncBatchNormError
         Devices did not meet.
 
@@ -152,16 +162,17 @@ def check(net: Block, *inputs: Any) -> Check:
     group = _group_of(norms)
     try:
         arrays = _checked(net, inputs)
-        with _without_dropout(blocks):
-            _finish_shapes(net, norms, arrays)
-            passes = _Passes(net, norms, arrays, group)
-            where = ", ".join(map(str, passes.contexts)) + (f" of {group.size} processes" if group is not None else "")
-            result = _compare(f"{net.name}: {len(passes.batch[0])} images on {where}", passes, norms, group)
+        if any(map(is_deferred, _parameters_of(blocks))):
+            _find_shapes(net, arrays)
+        with _without_dropout(blocks), keeping_graphs(blocks):
+            result = _compare(_Passes(net, norms, arrays, group), norms)
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
-        abandon_step()
+        with on_copies(_parameters_of(blocks), _contexts_of(net)):  # its gradients are not of a failed step
+            abandon_step()
         raise
+    steps.forget_passes()
     for block in blocks:
         if isinstance(block, SymbolBlock):
             nodes = [norm for norm in plain_norms(block) if not norm.spec.use_global_stats]
@@ -178,8 +189,8 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
             raise TypeError(f"{_NAME}: inputs must be arrays whose first axis is the batch, not {type(item).__name__}.")
     if not inputs:
         raise TypeError(f"{_NAME}: pass what the net is called with, for example check(net, images).")
-    if autograd.is_recording() or steps.is_under_way():
-        raise ValueError(f"{_NAME}: a step is under way. Call it before record(), or after backward().")
+    if autograd.is_recording() or steps.is_under_way() or steps.half_called() is not None:
+        raise ValueError(f"{_NAME}: a step is under way. Call it between two steps.")
     if len({len(item) for item in inputs}) > 1:
         raise ValueError(
             f"{_NAME}: inputs have different numbers of images ({', '.join(str(len(i)) for i in inputs)})."
@@ -188,22 +199,32 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
     if not contexts:
         raise ValueError(f"{_NAME}: '{net.name}' is not initialized.")
     if len(inputs[0]) < len(contexts):
-        raise ValueError(f"{_NAME}: {len(inputs[0])} images are too few for {len(contexts)} devices.")
-    return [item if isinstance(item, mx.nd.NDArray) else mx.nd.array(item) for item in inputs]
+        raise ValueError(f"{_NAME}: too few images ({len(inputs[0])}) for {len(contexts)} devices.")
+    elsewhere = [item.name for item in net.collect_params().values() if contexts_of(item) not in ([], contexts)]
+    if elsewhere:
+        raise ValueError(
+            f"{_NAME}: {len(elsewhere)} parameters ({', '.join(elsewhere[:_SHOWN])}, ...) are on other devices than "
+            f"{', '.join(map(str, contexts))}. Call net.collect_params().reset_ctx(devices)."
+        )
+    arrays = [item if isinstance(item, mx.nd.NDArray) else _array(item) for item in inputs]
+    if len(arrays[0]) > 1 and all((item == item[:1]).min() for item in (array.asnumpy() for array in arrays)):
+        raise ValueError(f"{_NAME}: the images are all alike, so their order cannot matter. Pass random or real ones.")
+    return arrays
 
 
-def _parameters_of(net: Block, norms: List[nn.BatchNorm]) -> List[Parameter]:
-    hidden = [item for norm in norms for item in norm.collect_params().values()]
-    return list({id(item): item for item in [*net.collect_params().values(), *hidden]}.values())
+def _array(item: np.ndarray) -> mx.nd.NDArray:
+    dtype = item.dtype if np.issubdtype(item.dtype, np.integer) else "float32"
+    return (mx.np if mx.util.is_np_array() else mx.nd).array(item, dtype=dtype)
 
 
-def _finish_shapes(net: Block, norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray]) -> None:
-    if any(map(is_deferred, _parameters_of(net, norms))):
-        net(*(item[:1].as_in_context(_contexts_of(net)[0]) for item in inputs))
+def _parameters_of(blocks: List[Block]) -> List[Parameter]:
+    """Also those of blocks that Gluon does not know as children."""
+    return list({id(item): item for block in blocks for item in block.params.values()}.values())
 
 
 def _contexts_of(net: Block) -> List[mx.Context]:
-    return next((contexts for contexts in map(contexts_of, net.collect_params().values()) if contexts), [])
+    """The devices of most parameters: a head may have been left on one."""
+    return max(map(contexts_of, net.collect_params().values()), key=len, default=[])
 
 
 def _group_of(norms: List[nn.BatchNorm]) -> Optional[ProcessGroup]:
@@ -213,6 +234,18 @@ def _group_of(norms: List[nn.BatchNorm]) -> Optional[ProcessGroup]:
     if len(groups) > 1:
         raise ValueError(f"{_NAME}: the layers of the net synchronize with different processes.")
     return groups.pop() if groups else None
+
+
+def _find_shapes(net: Block, inputs: List[mx.nd.NDArray]) -> None:
+    """Let parameters have shapes. In training one device would wait for the others, so this is a prediction."""
+    try:
+        with autograd.pause(train_mode=False):
+            net(*(item[:1].as_in_context(_contexts_of(net)[0]) for item in inputs))
+    except (TypeError, ValueError, mx.MXNetError) as problem:
+        raise ValueError(
+            f"{_NAME}: parameters of '{net.name}' have no shapes yet, and a prediction with the first image did not "
+            f"find them ({type(problem).__name__}: {text_of(problem)}). Call the net once before."
+        ) from problem
 
 
 @contextlib.contextmanager
@@ -261,16 +294,20 @@ class _Passes:
 
     def __init__(self, net: Block, norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray], group):
         self._net, self._inputs, self._group, self._blocks = net, inputs, group, all_blocks(net)
+        self._changed = False  # whether images are changed in their last bits
         self._syncs = [sync for sync in map(synchronization_of, norms) if sync is not None]
-        self._parameters = _parameters_of(net, norms)
+        self._parameters = _parameters_of(self._blocks)
         self.contexts = _contexts_of(net)
-        self.learning = [norm for norm in norms if not operator_options(norm)["use_global_stats"]]
+        called = [norm for norm in norms if arrays_of(norm.running_mean)]  # others have no shape
+        self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
         self.batch = [np.concatenate(self._of_all(item.asnumpy())) for item in inputs]
         sizes = self._of_all(np.array([len(inputs[0])]))
         first = 0 if group is None else int(np.concatenate(sizes)[: group.rank].sum())
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
         self._shards = [_Part([context], images) for context, images in zip(self.contexts, own)]
         self._kept: Optional[List[int]] = None  # outputs whose first axis is the batch
+        where = ", ".join(map(str, self.contexts)) + (f" of {group.size} processes" if group is not None else "")
+        self.title = f"{net.name}: {len(self.batch[0])} images on {where}"
 
     def _of_all(self, array: np.ndarray) -> List[np.ndarray]:
         """The arrays of all processes, which may differ in their first axis."""
@@ -282,6 +319,12 @@ class _Passes:
         padded[: array.size] = array.ravel()
         rows = processes.gather(_NAME, f"{_NAME}.array", padded, seconds)
         return [row[:size].astype(array.dtype).reshape(-1, *array.shape[1:]) for row, size in zip(rows, sizes)]
+
+    def have_same_weights(self) -> bool:
+        """Whether all processes have the same γ, β and other weights."""
+        weights = [item for item in self._parameters if item.grad_req != "null" and arrays_of(item)]
+        mine = np.array([[zlib.crc32(arrays_of(item)[0].asnumpy().tobytes()) for item in weights]], dtype=np.float64)
+        return all(np.array_equal(row, mine) for row in self._of_all(mine))
 
     def parts(self) -> List[_Part]:
         """The groups of devices that synchronize; none if layers have different ones, or they lie in processes."""
@@ -306,11 +349,14 @@ class _Passes:
             drop_graphs(self._blocks)
 
     def on_one_device(self, parts: List[_Part], step: int = 1) -> _Numbers:
-        """The numbers of each part on its first device alone, with its images in this order: 1, or -1."""
+        """The numbers of each part on its first device alone, with its images in this order: 1, or -1, in which they
+        are changed in their last bits, too."""
         found = []
+        self._changed = step < 0
         for part in parts:
             with _alone(self._syncs), self._copies(part.contexts[:1]):
                 found.append(self._train([_Part(part.contexts[:1], part.images[::step])]))
+        self._changed = False
         order = np.argsort(np.concatenate([item.images for item in found]))
         return _Numbers(
             np.concatenate([item.images for item in found])[order],
@@ -356,10 +402,14 @@ class _Passes:
         )
 
     def _input(self, number: int, part: _Part) -> mx.nd.NDArray:
-        like = self._inputs[number]
-        made = mx.nd.array(self.batch[number][part.images], ctx=part.contexts[0], dtype=like.dtype)
+        like, values = self._inputs[number], self.batch[number][part.images]
+        are_images = values.ndim > 2 and np.issubdtype(values.dtype, np.floating)  # and no labels, and no indices
+        if are_images and self._changed:
+            up = np.random.RandomState(number).uniform(size=values.shape) < 0.5
+            values = np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
+        made = mx.nd.array(values, ctx=part.contexts[0], dtype=like.dtype)
         made = made.as_np_ndarray() if is_numpy_array(like) else made
-        if made.dtype in (np.float16, np.float32, np.float64):
+        if are_images:
             made.attach_grad()
         return made
 
@@ -380,25 +430,31 @@ class _Passes:
         return found
 
 
-def _compare(title: str, passes: _Passes, norms: List[nn.BatchNorm], group: Optional[ProcessGroup]) -> Check:
+def _compare(passes: _Passes, norms: List[nn.BatchNorm]) -> Check:
     parts = passes.parts()
     expected = passes.on_one_device(parts) if parts else None
     again = passes.on_one_device(parts, -1) if parts else None
     before, found = passes.on_all_devices()
     kinds = [np.float32, *(item.dtype for item in found.outputs)]  # momentum is a float32 in `nn.BatchNorm`
-    result = Check(title, max(float(np.finfo(kind).eps) for kind in kinds))
+    result = Check(passes.title, max(float(np.finfo(kind).eps) for kind in kinds))
     learned = dict(zip(passes.learning, zip(before, found.statistics)))
     result.layers = [CheckedLayer(norm.name, *_state(norm, passes.contexts, learned.get(norm))) for norm in norms]
     if expected is not None and again is not None:
         both = _differences(found, expected), _differences(again, expected)
         result.differences = {name: Difference(both[0][name], both[1][name]) for name in both[0]}
+        if any(item.usual > _RANDOM for item in result.differences.values()):
+            result.notes.append("The net draws random numbers: two passes on one device differ, too.")
+    else:
+        result.notes.append("Not compared with one device: the groups are not the same devices of one process.")
+    if not passes.have_same_weights():
+        result.notes.append("The weights of the processes differ: see DistributedTrainer.broadcast_parameters.")
     return result
 
 
 def _state(norm: nn.BatchNorm, contexts: List[mx.Context], learned) -> Tuple[str, str]:
     """The state of a layer, and with whom it synchronizes, or why it does not."""
     if learned is None:
-        return "frozen", "use_global_stats"
+        return ("not called", "") if arrays_of(norm.running_mean) == [] else ("frozen", "use_global_stats")
     before, after = learned
     if operator_options(norm)["momentum"] != 1 and all(np.array_equal(before[item], after[item]) for item in after):
         return "not called", ""
@@ -418,20 +474,22 @@ def _state(norm: nn.BatchNorm, contexts: List[mx.Context], learned) -> Tuple[str
 
 
 def _differences(found: _Numbers, expected: _Numbers) -> Dict[str, float]:
-    """How far the numbers are from those expected, as shares of the largest of their array, or layer."""
+    """How far the numbers are from those expected; the largest of what is of one kind."""
     rows = np.searchsorted(expected.images, found.images)
     shares: Dict[str, List[float]] = defaultdict(list)
 
-    def compare(name: str, numbers: np.ndarray, right: np.ndarray, scale: Any) -> None:
-        apart = np.abs(numbers.astype(np.float64) - right.astype(np.float64))
-        shares[name].append(float(np.max(apart / np.where(scale > 0, scale, 1.0))))
+    def compare(name: str, numbers: np.ndarray, right: np.ndarray, scale: Any = None) -> None:
+        right = right.astype(np.float64)
+        scale = np.sqrt(np.mean(right**2)) if scale is None else scale
+        apart = (numbers.astype(np.float64) - right) / np.where(scale > 0, scale, 1.0)
+        shares[name].append(float(np.sqrt(np.mean(apart**2))))
 
     for name, some, right in (("outputs", found.outputs, expected.outputs), (_INPUT, found.inputs, expected.inputs)):
         for item, its in zip(some, right):
-            compare(name, item, its[rows], np.max(np.abs(its)))
-    largest = max((np.max(np.abs(item)) for item in expected.parameters), default=0)
-    for item, its in zip(found.parameters, expected.parameters):
-        compare("gradients of gamma and beta", item, its, largest)
+            compare(name, item, its[rows])
+    if expected.parameters:
+        gradients = (np.concatenate(items) for items in (found.parameters, expected.parameters))
+        compare("gradients of gamma and beta", *gradients)
     for layer, its_layer in zip(found.statistics, expected.statistics):
         for context, item in layer.items():
             its, var = its_layer[context], np.max(its_layer[context][1])

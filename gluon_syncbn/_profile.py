@@ -159,7 +159,8 @@ class Report:
         lasts.set_xlim(0, 100)
         lasts.legend(ncol=4, **above)
         figure.suptitle(
-            f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time",
+            f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time"
+            + (f"; {_SHOWN} of {len(self.rows)} rows, those that wait longest" if len(self.rows) > _SHOWN else ""),
             fontsize=10,
         )
         figure.savefig(path, dpi=110)

@@ -136,9 +136,16 @@ class DistributedTrainer(gluon.Trainer):
     def _allreduce_grads(self):
         if self.is_alone:
             return super()._allreduce_grads()
+        try:
+            return self._average_gradients()
+        except BaseException:
+            steps.drop_update()
+            raise
+
+    def _average_gradients(self) -> None:
         learning = [parameter for parameter in self._in_order if parameter.grad_req != "null"]
         if not learning:
-            return None
+            return
         facts = [(n, one.shape, str(one.dtype)) for n, one in enumerate(self._in_order) if one.grad_req != "null"]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until it has ended well

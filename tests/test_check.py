@@ -202,6 +202,84 @@ def test_a_symbol_inside(mode):
     assert [tuple(layer)[:2] for layer in result.layers] == [("n", "synchronized")] and result.is_synchronized
 
 
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_a_check_that_fails_changes_nothing(mode, grad_req, monkeypatch):
+    """Neither gradients that were added up, nor dropout, which it turns off."""
+    net = initialized(build(), 2, mode)
+    net.collect_params().setattr("grad_req", grad_req)
+    gluon.Trainer(net.collect_params(), "sgd")
+    with pytest.raises((mx.MXNetError, ValueError)):
+        gluon_syncbn.check(net, mx.nd.random.normal(shape=(4, 3)))  # before the shapes are known
+    with autograd.record():
+        losses = [net(part).sum() for part in gluon.utils.split_and_load(images(), cpus(2))]
+    autograd.backward(losses)
+    before, given = everything(net), images()
+    monkeypatch.setattr(np.random, "RandomState", None)  # that draws the weights of outputs
+    with pytest.raises(TypeError):
+        gluon_syncbn.check(net, given)
+    monkeypatch.undo()
+    after = everything(net)
+    assert before[0] == after[0] and before[2] == after[2]
+    for old, new in zip(before[1], after[1]):
+        np.testing.assert_array_equal(old, new)
+    assert gluon_syncbn.check(net, images()).is_synchronized
+
+
+def test_dropout_is_back_afterwards(mode):
+    net = initialized(sequential(lambda: SyncBatchNorm(in_channels=3), lambda: nn.Dropout(0.5)), 2, mode)
+    with pytest.raises(ValueError, match="all alike"):
+        gluon_syncbn.check(net, mx.nd.ones((4, 3, 5, 5)))
+    for _ in range(2):
+        with autograd.train_mode():
+            outputs = [net(x) for x in gluon.utils.split_and_load(images(), cpus(2))]
+        assert 0.3 < np.mean([(out.asnumpy() == 0).mean() for out in outputs]) < 0.7
+        gluon_syncbn.check(net, images())
+
+
+def test_what_else_a_net_may_have(mode, tmp_path):
+    """Indices, which have no gradient; blocks that Gluon does not know; a layer that is never called; one image per
+    device; dead channels. It can be exported afterwards."""
+
+    class Net(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(6, flatten=False, in_units=4)
+                if mode == "imperative":  # a graph cannot have such
+                    self.hidden = [self.dense]
+                    del self._children["dense"]
+                self.embedding, self.norm = nn.Embedding(9, 4), SyncBatchNorm(axis=-1, in_channels=6)
+                self.unused = SyncBatchNorm() if mode == "imperative" else nn.Activation("relu")
+
+        def hybrid_forward(self, F, x):
+            return self.norm(self.dense(self.embedding(x)))
+
+    net = initialized(Net(), 2, mode)
+    if mode == "imperative":
+        net.dense.initialize(ctx=cpus(2))
+    net.dense.weight.grad(mx.cpu(1))[:] = 7
+    for indices in (np.array([[1, 2, 3], [4, 5, 6]]), mx.nd.array([[1, 2, 3], [4, 5, 6]])):
+        result = gluon_syncbn.check(net, indices)
+        assert result.is_synchronized and "gradients of the input" not in result.differences
+    assert (net.dense.weight.grad(mx.cpu(1)).asnumpy() == 7).all()
+    two = sequential(lambda: nn.Dense(5), lambda: SyncBatchNorm(), lambda: nn.Dense(4), lambda: SyncBatchNorm())
+    initialized(two, 2, mode)(images(1))
+    for seed in range(6):
+        assert gluon_syncbn.check(two, images(2, seed=seed)).is_synchronized
+    if mode != "imperative":
+        two.export(str(tmp_path / "net"))
+
+
+def test_mxnets_numpy(mode):
+    mx.npx.set_np()
+    try:
+        net = initialized(sequential(lambda: nn.Conv2D(4, 3), lambda: SyncBatchNorm()), 2, mode)
+        for given in (images().as_np_ndarray(), images().asnumpy()):
+            assert gluon_syncbn.check(net, given).is_synchronized
+    finally:
+        mx.npx.reset_np()
+
+
 def test_errors():
     net = build()
     with pytest.raises(TypeError, match="expected a Gluon block"):
@@ -213,10 +291,14 @@ def test_errors():
         ((), TypeError, "pass what the net is called with"),
         (("images",), TypeError, "not str"),
         ((images(), images(2)), ValueError, "different numbers of images .4, 2."),
-        ((images(1),), ValueError, "1 images are too few for 2 devices"),
+        ((images(1),), ValueError, r"too few images \(1\) for 2 devices"),
+        ((mx.nd.ones((4, 3, 9, 8)),), ValueError, "the images are all alike"),
     ):
         with pytest.raises(error, match=text):
             gluon_syncbn.check(net, *inputs)
+    head = initialized(nn.Dense(2, in_units=5), 1)  # as those of GluonCV's segmentation nets, which are made on one
+    with pytest.raises(ValueError, match=r"2 parameters \(.*weight.* are on other devices than cpu\(0\), cpu\(1\)"):
+        gluon_syncbn.check(sequential(net, head), images())
     with autograd.record(), pytest.raises(ValueError, match="a step is under way"):
         gluon_syncbn.check(net, images())
     scalar = sequential(net, lambda: nn.HybridLambda(lambda F, x: F.sum(x)))

@@ -410,6 +410,11 @@ def test_one_warning_with_numbers_names_and_the_line_that_mends_it(mode):
     assert train(net) == []
     (text,) = train(make_net(SyncBatchNorm, *[nn.BatchNorm] * 3, prefix="net_"))
     assert text.startswith("3 of the 4 ") and "(net_batchnorm1, net_batchnorm2, net_batchnorm3): each device" in text
+    own = type("Own", (nn.BatchNorm,), {"forward": lambda self, x: x * 1})
+    with pytest.warns(
+        UserWarning, match=r"\): each device .* there\. They have a forward pass of their own, and cannot"
+    ):
+        step(make_net(SyncBatchNorm, own), *draw(0, [SHAPES[0]] * 2), cpus(2))
     net = set_mode(make_net(SyncBatchNorm, nn.BatchNorm), mode)
     convert_sync_batchnorm(net)
     for norms in ([SyncBatchNorm, FROZEN], [nn.BatchNorm]):

@@ -48,7 +48,7 @@ def refused(action, *words):
         action()
     assert time.perf_counter() - started < 20
     text = str(error.value).split("Stack trace")[0]
-    for word in ("no longer because a result of ", "and then read. Arrived: cpu(0)", *words):
+    for word in ("waited only ", "because a result of ", "and then read", *words):
         assert word in text, text
     assert "Usual reasons" not in text and text.count("abandon_step") == 1
     gluon_syncbn.abandon_step()
@@ -65,7 +65,7 @@ def loop(read):
         loss.backward()
         read(loss)
 
-forward = "a result of cpu(0) is read before the net is called on cpu(1). First call all devices, outputs = ["
+forward = "a result of cpu(0) is read before the net has been called on cpu(1). Call it on all devices, outputs = ["
 for read in (lambda x: x.asscalar(), lambda x: x.wait_to_read(), lambda x: mx.nd.waitall(), print):
     refused(lambda: loop(read), forward)
     right_step(net, inputs)
@@ -76,7 +76,8 @@ def one_backward():
     losses[0].backward()
     net[0].weight.grad(mx.cpu(0)).asnumpy()
 
-refused(one_backward, "backward pass waited", "is read before backward() reaches cpu(1)", "autograd.backward(losses)")
+words = "backward pass waited only ", "before backward() has been called for cpu(1)", "autograd.backward(losses)"
+refused(one_backward, *words)
 right_step(net, inputs)
 
 # In the first step of a net, and of three devices.
@@ -86,7 +87,7 @@ def two():
     with autograd.record():
         outputs = [net(x) for x in inputs[:2]]
         outputs[1].asnumpy()
-refused(two, "a result of cpu(0), cpu(1) is read before the net is called on cpu(2)")
+refused(two, "a result of cpu(0), cpu(1) is read before the net has been called on cpu(2)")
 right_step(net, inputs)
 
 # A DataLoader's processes, and a progress bar, call nothing.
@@ -97,7 +98,7 @@ def train():
         for x in gluon.utils.split_and_load(batch, [mx.cpu(i) for i in range(3)]):
             with autograd.record():
                 net(x).asnumpy()
-refused(train, "the net is called on cpu(1), cpu(2)")
+refused(train, "the net has been called on cpu(1), cpu(2)")
 print("RIGHT")
 """
 
@@ -159,6 +160,40 @@ with autograd.record():
     outputs = [net(inputs[0]), net(mx.nd.Custom(inputs[1], op_type="sleep_here"))]
     first = outputs[0].asnumpy()
 autograd.backward(outputs)
+mx.nd.waitall()
+
+# An operator that waits for something, and is read between two devices.
+right_step(net, inputs, lambda: mx.nd.Custom(inputs[0], op_type="sleep_here").asnumpy())
+
+# A thread that Python's own list does not have.
+import _thread
+done, answers = threading.Event(), []
+def other():
+    time.sleep(1.5)
+    answers.append(net(inputs[1]))
+    done.set()
+with autograd.train_mode():
+    first = net(inputs[0])
+    def raw():
+        with autograd.train_mode():
+            other()
+    _thread.start_new_thread(raw, ())
+    first.asnumpy()
+done.wait()
+mx.nd.waitall()
+
+# A prediction whose gradient was asked for, on one device, before.
+with autograd.record(train_mode=False):
+    score = net(inputs[0]).sum()
+score.backward(train_mode=False)
+mx.nd.waitall()
+other_net = build()
+right_step(other_net, inputs)
+with autograd.record():
+    slow = mx.nd.Custom(inputs[1], op_type="sleep_here")
+    losses = [(other_net(x) ** 2).sum() for x in (inputs[0], slow)]
+    losses[0].asscalar()
+autograd.backward(losses)
 mx.nd.waitall()
 
 # Generators, whose devices take turns; and some of the devices only.

@@ -94,7 +94,7 @@ def private_names(path):
 
 # Of our own classes, used by their neighbours.
 OURS = {"_asdict", "_converted_from", "_node_attributes", "_note_in", "_sync", "_take_options"}
-OURS |= {"_fill", "_replace", "_compose", "_handle", "_getframe"}
+OURS |= {"_fill", "_replace", "_compose", "_handle", "_getframe", "_current_frames"}
 
 
 def test_private_parts_of_mxnet_are_in_one_module():

@@ -155,7 +155,7 @@ def test_run_converts_what_a_trainer_is_made_for(tmp_path):
     assert out.count("SAME True\nKINDS SyncBatchNorm BatchNorm\n") == 3
     assert out.count("SAME False\nKINDS BatchNorm BatchNorm\n") == 1
     for text in errors[:3]:
-        assert text.count("gluon_syncbn.run: 1 BatchNorm layers converted to SyncBatchNorm.") == 1, text
+        assert text.count("gluon_syncbn.run: 1 BatchNorm layers converted to SyncBatchNorm on cpu(0)") == 1, text
         assert len(re.findall(r"converted for a Trainer: \w+ \(HybridSequential\)\.", text)) == 1
         assert len(re.findall(r"parameters \(dense\d+ \(Dense\)\) have no BatchNorm layer", text)) == 1
 

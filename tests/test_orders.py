@@ -105,6 +105,18 @@ def test_a_module_with_more_devices_than_its_symbol_is_for_is_an_error(backend):
         gluon_syncbn.abandon_step()
 
 
+def test_a_module_with_fewer_devices_than_its_symbol_is_for_is_an_error_at_once(backend):
+    made = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), num_devices=3, timeout=testing.LONG, name="bn")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(made, num_hidden=2), name="softmax")
+    for count in (1, 2):
+        module = module_of(symbol, DEVICES[:count], (4, 3), softmax_label=(4,))
+        module.forward_backward(mx.io.DataBatch([mx.nd.array(random_shards([(4, 3)])[0])], [mx.nd.zeros(4)]))
+        words = rf"'bn' of the symbol is for 3 devices, and the Module has {count}.*convert_symbol\(symbol, {count}\)"
+        with pytest.raises(gluon_syncbn.SyncBatchNormError, match=words):
+            module.update()
+        gluon_syncbn.abandon_step()
+
+
 def test_an_executor_that_is_called_in_both_modes(backend):
     """MXNet gives operators that are pending the mode of the next call."""
     data = mx.sym.Convolution(mx.sym.var("data"), kernel=(3, 3), num_filter=4)

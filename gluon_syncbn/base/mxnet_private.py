@@ -71,6 +71,17 @@ def drop_graph(block: HybridBlock) -> None:
     block._clear_cached_op()
 
 
+def kept_graph(block: HybridBlock) -> Tuple:
+    """Its graph and the parameters of what runs it, for `put_graph_back`."""
+    return block._cached_graph, block._cached_op_args
+
+
+def put_graph_back(block: HybridBlock, kept: Tuple) -> None:
+    """Let the block have the graph that it had. What runs it is made anew by the next call."""
+    block._cached_op = None
+    block._cached_graph, block._cached_op_args = kept
+
+
 def drop_operator(block: HybridBlock) -> None:
     """Drop what runs the graph; the next call makes another of the same graph."""
     block._cached_op, block._cached_op_args = None, []
@@ -199,12 +210,14 @@ def is_deferred(parameter: Parameter) -> bool:
 
 @contextlib.contextmanager
 def on_copies(parameters: Iterable[Parameter], contexts: List[mx.Context]) -> Iterator[None]:
-    """Give parameters copies of their arrays on these contexts, with gradients of their own; and theirs at the end."""
+    """Give parameters copies of their first arrays on these contexts, with gradients of their own; and theirs at the
+    end."""
     names = ("_data", "_grad", "_ctx_list", "_ctx_map")
     kept = [(item, [getattr(item, name) for name in names]) for item in parameters if item._data is not None]
     try:
-        for parameter, _ in kept:
-            parameter.reset_ctx(contexts)
+        with mx.autograd.pause():
+            for parameter, _ in kept:
+                parameter._init_impl(parameter._data[0], contexts)
         yield
     finally:
         for parameter, own in kept:

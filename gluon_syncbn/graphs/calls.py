@@ -18,13 +18,14 @@ them, with the whole net in print, whenever a net is hybridized again, and canno
 function.
 """
 
+import contextlib
 import functools
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mxnet as mx
-from mxnet.gluon import Block
+from mxnet.gluon import Block, HybridBlock
 
 from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
@@ -40,15 +41,17 @@ from gluon_syncbn.base.mxnet_private import (
     has_operator_hook,
     has_partitioner,
     is_static,
+    kept_graph,
     make_operator,
     operator_options,
+    put_graph_back,
     set_graph,
 )
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.graphs.graph import Graph, Kind
 from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
-from gluon_syncbn.graphs.trace import layers_of
+from gluon_syncbn.graphs.trace import layers_of, set_layers
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import is_followed, steps
@@ -200,6 +203,22 @@ def unmarked_graph_of(net: Block, attributes: Callable[[Block], Dict[str, str]] 
 
     replace_norms(graph, change)
     return inputs, graph.symbol()
+
+
+@contextlib.contextmanager
+def keeping_graphs(blocks: List[Block]) -> Iterator[None]:
+    """Let blocks have the graphs afterwards that they have now, whatever is made and dropped in between."""
+    nets = [block for block in blocks if isinstance(block, HybridBlock)]
+    kept = [(net, kept_graph(net), layers_of(net), _graphs.get(net)) for net in nets]
+    try:
+        yield
+    finally:
+        for net, graph, layers, made in kept:
+            put_graph_back(net, graph)
+            set_layers(net, layers)
+            _graphs.pop(net, None)
+            if made is not None:
+                _graphs[net] = made
 
 
 def lowering_what_runs(build):

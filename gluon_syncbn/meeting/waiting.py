@@ -44,10 +44,10 @@ class Waited(NamedTuple):
     because: str
 
     def text(self, whom: str) -> str:
-        """ "waited 60 s for WHOM", and if it ended before the timeout, why."""
+        """ "waited 60 s for WHOM", or if it ended before the timeout, "waited only 2 s for WHOM, because ..."."""
         if not self.because:
             return f"waited {self.seconds:g} s for {whom}"
-        return f"waited {self.seconds:.1f} s for {whom}, and no longer because {self.because}"
+        return f"waited only {self.seconds:.1f} s for {whom}, because {self.because}"
 
     def advice(self, usual: str) -> str:
         """What an error says at its end, of what ``usual`` says: where it is known why, only the last line."""

@@ -28,7 +28,8 @@ from gluon_syncbn.base.errors import LAYER, text_of
 from gluon_syncbn.base.library import LIBMXNET, check_call
 from gluon_syncbn.base.mxnet_private import device_of
 
-_ADVICE = "Call gluon_syncbn.abandon_step(), or just begin the next step."
+_ADVICE = "To go on, call gluon_syncbn.abandon_step(), or begin the next step."
+_ENDED = " has ended"  # a process
 _SECONDS_TO_FAIL = 0.05
 _turn_to_fail = threading.Lock()
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
@@ -278,11 +279,18 @@ def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     return 0
 
 
+def with_advice(error: str) -> str:
+    """The error with what to do at its end, once."""
+    if _ENDED in error:
+        return f"{error} Start the job again. Give all processes equally many batches."
+    return error if _ADVICE[:14] in error else f"{error} {_ADVICE}"  # that of processes is a little longer
+
+
 def refuse_update() -> NoReturn:
     """Raise the error of an update whose step has failed. If it was not a layer's, its cause is yet to be told."""
     if library.core is None or failure().startswith(LAYER):
         tell()
-    raise mx.MXNetError(f"This update was not made, because its step had failed: {failure()} {_ADVICE}")
+    raise mx.MXNetError(with_advice(f"This update was not made, because its step had failed: {failure()}"))
 
 
 def has_opened(gate_number: int) -> bool:

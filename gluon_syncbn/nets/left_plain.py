@@ -15,6 +15,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
+from gluon_syncbn.convert import is_plain
 from gluon_syncbn.nets.symbol_block import plain_norms
 from gluon_syncbn.step.steps import steps
 
@@ -43,10 +44,13 @@ def _warn(net: Block) -> None:
     if not plain:
         return
     shown = ", ".join(plain[:_SHOWN]) + (", ..." if len(plain) > _SHOWN else "")
+    if any(is_plain(item) for item in blocks):
+        advice = "Before training, gluon_syncbn.convert_sync_batchnorm(net) makes them synchronize."
+    else:
+        advice = "They have a forward pass of their own, and cannot be converted."
     warnings.warn(
         f"{len(plain)} of the {len(plain) + len(layers)} BatchNorm layers of {net.name} are not synchronized "
-        f"({shown}): each device normalizes with its own images there. Before training, "
-        f"gluon_syncbn.convert_sync_batchnorm(net) makes all of them synchronize.",
+        f"({shown}): each device normalizes with its own images there. {advice}",
         stacklevel=users_line(),
     )
 
@@ -55,5 +59,5 @@ def _names_left_plain(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
         return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]
-    is_plain = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
-    return [block.name] if is_plain and not operator_options(block)["use_global_stats"] else []
+    is_left = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
+    return [block.name] if is_left and not operator_options(block)["use_global_stats"] else []

@@ -12,6 +12,7 @@ raises it.
 
 import functools
 import logging
+import sys
 
 import mxnet as mx
 
@@ -25,7 +26,7 @@ from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
-_NAME, _ABANDONED = "gluon_syncbn.abandon_step()", "the step was abandoned"
+_ABANDONED = "the step was abandoned"
 
 
 def abandon_step() -> None:
@@ -84,8 +85,7 @@ def leave_failed_step() -> None:
     else:
         error = _with_cause(error, finish_pending_work())
         failures.tell()
-        advice = "" if _NAME in error else f" To go on, call {_NAME}, or begin the next step."
-        raise SyncBatchNormError(f"A step has failed, and its error was not read. {error}{advice}")
+        raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
 
 
 def _with_cause(error: str, pending: str) -> str:
@@ -105,7 +105,7 @@ def failing_what_cannot_be_read(read):
 
     @functools.wraps(read)
     def reading(*array):
-        with noticing_what_cannot_end():
+        with noticing_what_cannot_end(sys._getframe(1)):
             return _read(read, *array)
 
     return reading

@@ -9,82 +9,124 @@ whether it can still go on, and if not, ends the waits with an error that says s
 
 - nobody but this thread has called those layers, so far;
 - no other thread could: none is there that may run code of the user's;
-- the process does nothing for half a second: a read may also take long because much is computed, by another net, say.
+- the process does nothing for half a second, and no operator of the user's runs: a read may also take long because much
+  is computed, by another net, say.
 
-Where one of these is not known, the wait lasts until the timeout, as ever.
+Where one of these is not known, the wait lasts until the timeout, as ever. A thread that is not of Python's making, and
+runs no Python at that moment, is not seen.
 """
 
 import contextlib
+import os
+import sys
 import threading
-import time
-from typing import Iterator, List
-
-import mxnet as mx
+from types import FrameType
+from typing import Iterator, List, Optional, Sequence, Set
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.step.steps import HalfCalled, steps
 
 _LOOK_SECONDS = 0.1
 _IDLE_LOOKS = 5  # in a row
-_BUSY = 0.3  # of a processor
+_TASKS = "/proc/self/task"  # Linux has the state of each thread there
 # Modules whose threads call no net. Those of a pool of threads may, and so may any that are not known.
 _HARMLESS = [
     *("multiprocessing.pool", "multiprocessing.queues", "tqdm", "gluon_syncbn", "horovod"),
-    *("IPython", "ipykernel", "zmq", "tornado", "debugpy", "_pydevd_bundle", "pydevd"),
+    *("IPython.core", "ipykernel", "zmq", "tornado", "debugpy", "_pydevd_bundle", "pydevd"),
     *("tensorboard", "tensorboardX", "mxboard"),
 ]
 
 
 @contextlib.contextmanager
-def noticing_what_cannot_end() -> Iterator[None]:
-    """While this thread reads an array, or waits for all of them."""
+def noticing_what_cannot_end(reader: FrameType) -> Iterator[None]:
+    """While this thread reads an array, or waits for all of them. The package itself may do that for other reasons."""
     half = steps.half_called()
-    if half is None or _others_may_call():
+    if half is None or _is_ours(reader) or _others_may_call({threading.get_ident()}):
         yield
         return
     is_over = threading.Event()
-    looking = threading.Thread(target=_look, args=(half, is_over), name="gluon_syncbn reading", daemon=True)
-    looking.start()
+    told = half, is_over, threading.get_ident()
+    looking = threading.Thread(target=_look, args=told, name="gluon_syncbn reading", daemon=True)
     try:
+        looking.start()
         yield
     finally:
         is_over.set()
-        looking.join()
 
 
-def _look(half: HalfCalled, is_over: threading.Event) -> None:
-    idle, before = 0, time.process_time()
+def _look(half: HalfCalled, is_over: threading.Event, reader: int) -> None:
+    idle = 0
     while idle < _IDLE_LOOKS:
-        if is_over.wait(_LOOK_SECONDS):
+        if is_over.wait(_LOOK_SECONDS) or _others_may_call({reader, threading.get_ident()}):
             return
-        now = time.process_time()
-        idle, before = idle + 1 if now - before < _BUSY * _LOOK_SECONDS else 0, now
+        idle = 0 if _computes() or _runs_an_operator() else idle + 1
     with waiting.cut_short(_text(half), grace=0.0):
         is_over.wait()
 
 
-def _text(half: HalfCalled) -> str:
-    called, missing = _listed(half.called), _listed(half.missing)
-    if half.direction == "forward":
-        what, how = f"the net is called on {missing}", "outputs = [net(x) for x in parts]"
-    else:
-        what, how = f"backward() reaches {missing}", "autograd.backward(losses)"
-    return f"a result of {called} is read before {what}. First call all devices, {how}, and then read"
-
-
-def _listed(devices: List[mx.Context]) -> str:
-    return ", ".join(map(str, devices))
-
-
-def _others_may_call() -> bool:
-    """Whether there are threads that may run code of the user's."""
-    return any(_may_call(thread) for thread in threading.enumerate() if thread is not threading.current_thread())
-
-
-def _may_call(thread: threading.Thread) -> bool:
-    kind = type(thread)
-    if kind is threading._DummyThread:  # not of Python's making: MXNet's, which runs operators
+def _computes() -> bool:
+    """Whether another thread of the process runs, or would if a processor were free; unless this is known, it does."""
+    try:
+        for task in os.listdir(_TASKS):
+            if task != str(threading.get_native_id()):
+                with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
+                    if file.read().rpartition(")")[2].split()[0] in "RD":
+                        return True
         return False
+    except (OSError, IndexError):  # a thread has just ended, or there is no such file
+        return True
+
+
+def _text(half: HalfCalled) -> str:
+    called, missing = (", ".join(map(str, devices)) for devices in (half.called, half.missing))
+    if half.direction == "backward":
+        return (
+            f"a result of {called} is read before backward() has been called for {missing}. Call it for all devices, "
+            f"autograd.backward(losses), and then read"
+        )
+    return (
+        f"a result of {called} is read before the net has been called on {missing}. Call it on all devices, outputs = "
+        f"[net(x) for x in parts], and then read. If {missing} has no images in this step, see gluon_syncbn.devices; "
+        f"if it never has, net.collect_params().reset_ctx(devices)"
+    )
+
+
+def _is_ours(frame: Optional[FrameType]) -> bool:
+    """Whether what has called MXNet is of this package."""
+    return next((_is_in(name, ["gluon_syncbn"]) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
+
+
+def _others_may_call(known: Set[int]) -> bool:
+    """Whether there are threads but these that may run code of the user's, and call nets."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    others = [item for item in sys._current_frames().items() if item[0] not in known]
+    return any(_may_call(threads.get(ident), frame) for ident, frame in others)
+
+
+def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
+    if thread is None or thread.name.startswith("Dummy-"):  # not of Python's making
+        return not any(_is_in(module, ("mxnet", "gluon_syncbn")) for module in _modules(frame))
     target = getattr(thread, "_target", None)
-    module = getattr(target, "__module__", None) if kind is threading.Thread else kind.__module__
-    return not any(module == name or (module or "").startswith(f"{name}.") for name in _HARMLESS)
+    module = getattr(target, "__module__", None) if type(thread) is threading.Thread else type(thread).__module__
+    return not _is_in(module or "", _HARMLESS)
+
+
+def _runs_an_operator() -> bool:
+    """Whether MXNet runs a custom operator that is not this package's."""
+    found = (list(_modules(frame)) for frame in sys._current_frames().values())
+    return any(modules[-1] == "mxnet.operator" and "gluon_syncbn" not in _tops(modules) for modules in found)
+
+
+def _modules(frame: Optional[FrameType]) -> Iterator[str]:
+    """Of what is being called, from the inside."""
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def _tops(modules: List[str]) -> Set[str]:
+    return {module.split(".")[0] for module in modules}
+
+
+def _is_in(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)

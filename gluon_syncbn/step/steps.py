@@ -114,8 +114,11 @@ class Passes:
         self._callers[device] = threading.get_ident()
 
     def end_backward(self, device: mx.Context) -> None:
-        """Count a backward pass that reaches ``device``, unless the layer has moved since its last forward pass."""
-        if self._devices_now() == self._devices:
+        """Count a backward pass that reaches ``device``, of a forward pass that was counted.
+
+        The layer may have moved since, or have been called for a prediction.
+        """
+        if self._devices_now() == self._devices and self._backwards[device] < self._forwards[device]:
             self._backwards[device] += 1
 
     def _devices_now(self) -> List[mx.Context]:
@@ -449,6 +452,11 @@ class Steps:
             while self._updates and all(self._updates[0].opened()):
                 del self._updates[0]
             self._updates.append(update)
+
+    def drop_update(self) -> None:
+        """Forget the update that was held last: it has not begun."""
+        with self._lock:
+            del self._updates[-1:]
 
     def take_updates(self) -> List[Tuple[HeldUpdate, List[bool]]]:
         """Forget the updates that were held. Returns them, oldest first, each with which of its gates have opened."""

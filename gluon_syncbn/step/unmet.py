@@ -93,20 +93,21 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
 
 
 def check_module(module: mx.mod.Module) -> None:
-    """SyncBatchNormError if a Module trains a symbol on more devices than it is for.
+    """SyncBatchNormError if a Module trains a symbol on another number of devices than it is for.
 
-    Such a symbol is of a net on one device, or made for one, and is plain there.
+    A symbol that is of a net on one device, or made for one, is plain there; one for more would wait for them.
     """
-    if module in _modules or len(contexts_of_module(module)) < 2:
+    count = len(contexts_of_module(module))
+    if module in _modules:
         return
     norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
     trained = (norm for norm in norms if norm.is_marked and not norm.spec.is_plain)
-    plain = [norm.name for norm in trained if norm.num_devices == 1]
-    if plain:
-        count = len(contexts_of_module(module))
+    others = [norm for norm in trained if norm.num_devices not in (None, count)]
+    if others:
+        made_for = "one device" if others[0].num_devices == 1 else f"{others[0].num_devices} devices"
         raise SyncBatchNormError(
-            f"{_listed(plain)} of the symbol is for one device, and the Module has {count}. Make the "
-            f"symbol for them: gluon_syncbn.convert_symbol(symbol, {count})."
+            f"{_listed([norm.name for norm in others])} of the symbol is for {made_for}, and the Module has {count}. "
+            f"Make the symbol for them: gluon_syncbn.convert_symbol(symbol, {count})."
         )
     _modules.add(module)
 

@@ -119,11 +119,11 @@ void disturb() {
     std::optional<SignalWatch> watch;
     if (turn % 2) watch.emplace();  // as a wait in Python has, beside the watchdog's
     const auto before = signalled_at();
-    gluon_syncbn_cut_waits_short("of a test", 0, 0);
+    gluon_syncbn_cut_waits_short("of a test", 2, 2);
     kill(getpid(), SIGINT);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     if (!watch && signalled_at() > before) noticed += 1;
-    gluon_syncbn_cut_waits_short("", 0, 0);
+    gluon_syncbn_cut_waits_short("", 2, 2);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
 }

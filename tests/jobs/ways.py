@@ -717,7 +717,7 @@ def one_set_of_weights():
         gluon_syncbn.abandon_step()
     else:
         passes(4)
-        with pytest.raises(gluon_syncbn.SyncBatchNormError, match="DistributedTrainer: the update: process 0 gave the"):
+        with pytest.raises(gluon_syncbn.SyncBatchNormError, match="Trainer: the update: process 0 abandoned"):
             trainer.step(1)
         gluon_syncbn.abandon_step()
     passes(5)
@@ -817,10 +817,14 @@ def is_checked():
         result = gluon_syncbn.check(net, images)
         assert result.is_synchronized and result.layers[0].text == whom, str(result)
         assert all(item.found < 1e-5 for item in result.differences.values()), str(result)
+    net[0].weight.set_data(net[0].weight.data(mx.cpu(0)) + RANK)
+    gluon_syncbn.convert_sync_batchnorm(net, process_group=None)
+    result = gluon_syncbn.check(net, images)
+    assert "weights of the processes differ" in str(result) and not result.is_synchronized
     grouped = initialized(SyncBatchNorm(in_channels=3, group_size=2 * SIZE), 2)
     assert gluon_syncbn.check(grouped, images).layers[0].state == "synchronized"
     error = ValueError if RANK == 0 else gluon_syncbn.SyncBatchNormError
-    with pytest.raises(error, match="too few for 2" if RANK == 0 else "process 0 abandoned the step"):
+    with pytest.raises(error, match="too few images" if RANK == 0 else "process 0 abandoned the step"):
         gluon_syncbn.check(grouped, images[: 1 if RANK == 0 else 2])
     layer, norm = make(cpus(2))
     for seed in range(2):

@@ -103,7 +103,8 @@ Clock::time_point signalled_at() {
 std::string Waited::text(const std::string& whom) const {
   const std::string duration =
       because.empty() ? text_of(seconds, std::defaultfloat, 6) : text_of(seconds, std::fixed, 1);
-  return "waited " + duration + " s for " + whom + (because.empty() ? "" : ", and no longer because " + because);
+  return (because.empty() ? "waited " : "waited only ") + duration + " s for " + whom +
+         (because.empty() ? "" : ", because " + because);
 }
 
 std::string Waited::advice(const std::string& usual) const {

@@ -52,7 +52,7 @@ struct Waited {
   double seconds;
   std::string because;  // why it ended before the timeout; empty if it did not
 
-  // "waited 60 s for WHOM", and if it ended before the timeout, why.
+  // "waited 60 s for WHOM", or if it ended before the timeout, "waited only 2 s for WHOM, because ...".
   std::string text(const std::string& whom) const;
 
   // What an error says at its end, of what `usual` says: where it is known why, only the last line, what to do.
