@@ -10,6 +10,7 @@ import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, Parameter, SymbolBlock, nn
 
+from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16
 from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
@@ -40,6 +41,7 @@ _SHOWN = 3  # names of layers in a line
 # A difference counts if it is more than this share, and so many units of the dtype, and times what rounding makes.
 _SHARE, _UNITS, _TIMES_USUAL = 1e-3, 16, 30
 _RANDOM = 0.1  # two passes that differ by this share are of a net that draws random numbers
+_UNIT = {"float64": 2.0**-23, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # momentum is a float32
 _CONVERT = "plain; convert_sync_batchnorm(net) makes them synchronize"
 _INPUT = "gradients of the input"
 
@@ -217,6 +219,11 @@ def _array(item: np.ndarray) -> mx.nd.NDArray:
     return (mx.np if mx.util.is_np_array() else mx.nd).array(item, dtype=dtype)
 
 
+def _numbers(array: mx.nd.NDArray) -> np.ndarray:
+    """In NumPy, which has no bfloat16."""
+    return (array.astype("float32") if is_bfloat16(array.dtype) else array).asnumpy()
+
+
 def _parameters_of(blocks: List[Block]) -> List[Parameter]:
     """Also those of blocks that Gluon does not know as children."""
     return list({id(item): item for block in blocks for item in block.params.values()}.values())
@@ -300,12 +307,13 @@ class _Passes:
         self.contexts = _contexts_of(net)
         called = [norm for norm in norms if arrays_of(norm.running_mean)]  # others have no shape
         self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
-        self.batch = [np.concatenate(self._of_all(item.asnumpy())) for item in inputs]
+        self.batch = [np.concatenate(self._of_all(_numbers(item))) for item in inputs]
         sizes = self._of_all(np.array([len(inputs[0])]))
         first = 0 if group is None else int(np.concatenate(sizes)[: group.rank].sum())
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
         self._shards = [_Part([context], images) for context, images in zip(self.contexts, own)]
         self._kept: Optional[List[int]] = None  # outputs whose first axis is the batch
+        self.unit = 0.0  # of rounding of these
         where = ", ".join(map(str, self.contexts)) + (f" of {group.size} processes" if group is not None else "")
         self.title = f"{net.name}: {len(self.batch[0])} images on {where}"
 
@@ -383,10 +391,12 @@ class _Passes:
                 [item for item in flatten(self._net(*items), "output")[0] if item is not None] for items in given
             ]
             if self._kept is None:
-                size = len(shards[0].images)
-                self._kept = [i for i, item in enumerate(outputs[0]) if item.ndim and len(item) == size]
+                size, floats = len(shards[0].images), [dtype_name(item.dtype) in _UNIT for item in outputs[0]]
+                sized = [item.ndim > 0 and len(item) == size for item in outputs[0]]
+                self._kept = [i for i, both in enumerate(zip(floats, sized)) if all(both)]
                 if not self._kept:
-                    raise ValueError(f"{_NAME}: '{self._net.name}' returns no array whose first axis is the batch.")
+                    raise ValueError(f"{_NAME}: '{self._net.name}' returns no floats whose first axis is the batch.")
+                self.unit = max(_UNIT[dtype_name(outputs[0][i].dtype)] for i in self._kept)
             sums = [self._weighted_sum(items, part) for items, part in zip(outputs, shards)]
         autograd.backward(sums)
         images = np.concatenate([part.images for part in shards])
@@ -395,8 +405,8 @@ class _Passes:
         learned = [item for norm in self.learning for item in (norm.gamma, norm.beta) if has_gradient(item)]
         return _Numbers(
             images[order],
-            [np.concatenate([items[i].asnumpy() for items in outputs])[order] for i in self._kept],
-            [np.concatenate([items[i].grad.asnumpy() for items in given])[order] for i in has_gradients],
+            [np.concatenate([_numbers(items[i]) for items in outputs])[order] for i in self._kept],
+            [np.concatenate([_numbers(items[i].grad) for items in given])[order] for i in has_gradients],
             [np.sum([array.asnumpy() for array in item.list_grad()], axis=0, dtype=np.float64) for item in learned],
             self._statistics(),
         )
@@ -407,7 +417,7 @@ class _Passes:
         if are_images and self._changed:
             up = np.random.RandomState(number).uniform(size=values.shape) < 0.5
             values = np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
-        made = mx.nd.array(values, ctx=part.contexts[0], dtype=like.dtype)
+        made = mx.nd.array(values, ctx=part.contexts[0], dtype=values.dtype).astype(like.dtype, copy=False)
         made = made.as_np_ndarray() if is_numpy_array(like) else made
         if are_images:
             made.attach_grad()
@@ -435,8 +445,7 @@ def _compare(passes: _Passes, norms: List[nn.BatchNorm]) -> Check:
     expected = passes.on_one_device(parts) if parts else None
     again = passes.on_one_device(parts, -1) if parts else None
     before, found = passes.on_all_devices()
-    kinds = [np.float32, *(item.dtype for item in found.outputs)]  # momentum is a float32 in `nn.BatchNorm`
-    result = Check(passes.title, max(float(np.finfo(kind).eps) for kind in kinds))
+    result = Check(passes.title, passes.unit)
     learned = dict(zip(passes.learning, zip(before, found.statistics)))
     result.layers = [CheckedLayer(norm.name, *_state(norm, passes.contexts, learned.get(norm))) for norm in norms]
     if expected is not None and again is not None:
