@@ -55,7 +55,7 @@ PATTERNS = {
 
 def told(caplog) -> list:
     """What was fused, as the log says."""
-    found = [re.search(r"in their own passes \((.*)\)", text) for text in caplog.messages]
+    found = [re.search(r"fused into its norms \((.*)\)", text) for text in caplog.messages]
     caplog.clear()
     return [match[1] for match in found if match]
 

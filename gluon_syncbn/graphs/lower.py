@@ -116,7 +116,7 @@ def say(name: str, fused: Counter) -> None:
     """Log what was fused in this net or symbol."""
     if fused:
         counts = ", ".join(f"{count} × {kind}" for kind, count in fused.items())
-        _log.info("%s: fused into its norms: %s.", name, counts)
+        _log.info("%s: fused into its norms (%s).", name, counts)
 
 
 def _in_float32(norm: Norm) -> Entry:
