@@ -27,14 +27,13 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.convert import drop_graphs, is_plain
-from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.graphs.calls import keeping_graphs
 from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
-from gluon_syncbn.nets.symbol_block import plain_norms
+from gluon_syncbn.nets.left_plain import names_left_plain
 from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.synchronization import Synchronization, synchronization_of
+from gluon_syncbn.synchronization import Synchronization, processes_of_layers, synchronization_of
 
 _NAME = "gluon_syncbn.check"
 _SHOWN = 3  # names of layers in a line
@@ -161,13 +160,13 @@ def check(net: Block, *inputs: Any) -> Check:
     """
     blocks = all_blocks(net)
     norms = [block for block in blocks if isinstance(block, PlainBatchNorm)]
-    group = _group_of(norms)
+    group = processes_of_layers(norms, _NAME)
     try:
         arrays = _checked(net, inputs)
         if any(map(is_deferred, _parameters_of(blocks))):
             _find_shapes(net, arrays)
         with _without_dropout(blocks), keeping_graphs(blocks):
-            result = _compare(_Passes(net, norms, arrays, group), norms)
+            result = _compare(_Passes(net, blocks, norms, arrays, group), norms)
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
@@ -177,8 +176,7 @@ def check(net: Block, *inputs: Any) -> Check:
     steps.forget_passes()
     for block in blocks:
         if isinstance(block, SymbolBlock):
-            nodes = [norm for norm in plain_norms(block) if not norm.spec.use_global_stats]
-            result.layers += [CheckedLayer(norm.name, "not synchronized", _CONVERT) for norm in nodes]
+            result.layers += [CheckedLayer(name, "not synchronized", _CONVERT) for name in names_left_plain(block)]
     if group is None or group.rank == 0:
         print(result)
     return result
@@ -219,7 +217,7 @@ def _array(item: np.ndarray) -> mx.nd.NDArray:
     return (mx.np if mx.util.is_np_array() else mx.nd).array(item, dtype=dtype)
 
 
-def _numbers(array: mx.nd.NDArray) -> np.ndarray:
+def _in_numpy(array: mx.nd.NDArray) -> np.ndarray:
     """In NumPy, which has no bfloat16."""
     return (array.astype("float32") if is_bfloat16(array.dtype) else array).asnumpy()
 
@@ -232,15 +230,6 @@ def _parameters_of(blocks: List[Block]) -> List[Parameter]:
 def _contexts_of(net: Block) -> List[mx.Context]:
     """The devices of most parameters: a head may have been left on one."""
     return max(map(contexts_of, net.collect_params().values()), key=len, default=[])
-
-
-def _group_of(norms: List[nn.BatchNorm]) -> Optional[ProcessGroup]:
-    """The processes of the layers."""
-    found = [sync.process_group() for sync in map(synchronization_of, norms) if sync is not None]
-    groups = {group for group in found if group is not None}
-    if len(groups) > 1:
-        raise ValueError(f"{_NAME}: the layers of the net synchronize with different processes.")
-    return groups.pop() if groups else None
 
 
 def _find_shapes(net: Block, inputs: List[mx.nd.NDArray]) -> None:
@@ -299,15 +288,15 @@ class _Numbers(NamedTuple):
 class _Passes:
     """Training passes of a net on copies of its parameters."""
 
-    def __init__(self, net: Block, norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray], group):
-        self._net, self._inputs, self._group, self._blocks = net, inputs, group, all_blocks(net)
+    def __init__(self, net: Block, blocks: List[Block], norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray], group):
+        self._net, self._inputs, self._group, self._blocks = net, inputs, group, blocks
         self._changed = False  # whether images are changed in their last bits
         self._syncs = [sync for sync in map(synchronization_of, norms) if sync is not None]
         self._parameters = _parameters_of(self._blocks)
         self.contexts = _contexts_of(net)
         called = [norm for norm in norms if arrays_of(norm.running_mean)]  # others have no shape
         self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
-        self.batch = [np.concatenate(self._of_all(_numbers(item))) for item in inputs]
+        self.batch = [np.concatenate(self._of_all(_in_numpy(item))) for item in inputs]
         sizes = self._of_all(np.array([len(inputs[0])]))
         first = 0 if group is None else int(np.concatenate(sizes)[: group.rank].sum())
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
@@ -405,8 +394,8 @@ class _Passes:
         learned = [item for norm in self.learning for item in (norm.gamma, norm.beta) if has_gradient(item)]
         return _Numbers(
             images[order],
-            [np.concatenate([_numbers(items[i]) for items in outputs])[order] for i in self._kept],
-            [np.concatenate([_numbers(items[i].grad) for items in given])[order] for i in has_gradients],
+            [np.concatenate([_in_numpy(items[i]) for items in outputs])[order] for i in self._kept],
+            [np.concatenate([_in_numpy(items[i].grad) for items in given])[order] for i in has_gradients],
             [np.sum([array.asnumpy() for array in item.list_grad()], axis=0, dtype=np.float64) for item in learned],
             self._statistics(),
         )

@@ -26,7 +26,7 @@ from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.meeting.statistics import Moments, merge
 from gluon_syncbn.step.abandon import abandon_step
-from gluon_syncbn.synchronization import synchronization_of
+from gluon_syncbn.synchronization import processes_of_layers
 
 _NAME = "update_statistics"
 
@@ -88,7 +88,7 @@ def update_statistics(
     if count is not None and count < 1:
         raise ValueError(f"{_NAME}: count must be at least 1, not {count!r}.")
     before = {layer: [_values(layer.running_mean), _values(layer.running_var)] for layer in layers}
-    group = _group_of(layers)
+    group = processes_of_layers(layers, _NAME) or find(None, _NAME)  # or those that were chosen for all
     try:
         with contextlib.nullcontext() if contexts == own else devices(contexts):
             seen = _observe(net, layers, batches, contexts, count)
@@ -117,15 +117,6 @@ def _layers_of(net: Block) -> List[nn.BatchNorm]:
     if not layers:
         raise ValueError(f"{_NAME}: all BatchNorms of '{net.name}' are frozen." if norms else f"{_NAME}: no BatchNorm.")
     return layers
-
-
-def _group_of(layers: List[nn.BatchNorm]) -> Optional[ProcessGroup]:
-    """The processes of the layers, or else those that were chosen for all."""
-    found = [sync.process_group() for sync in map(synchronization_of, layers) if sync is not None]
-    groups = {group for group in found if group is not None}
-    if len(groups) > 1:
-        raise ValueError(f"{_NAME}: the layers of the net synchronize with different processes.")
-    return groups.pop() if groups else find(None, _NAME)
 
 
 def _observe(net, layers, batches, contexts, count) -> Dict[nn.BatchNorm, List[Moments]]:

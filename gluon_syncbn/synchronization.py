@@ -179,6 +179,15 @@ def synchronization_of(block: Any) -> Optional[Synchronization]:
     return vars(block).get("_sync")
 
 
+def processes_of_layers(layers: Sequence[Block], where: str) -> Optional[ProcessGroup]:
+    """The processes that layers synchronize with, if they do. ValueError, starting with ``where``, if with several."""
+    found = [sync.process_group() for sync in map(synchronization_of, layers) if sync is not None]
+    groups = {group for group in found if group is not None}
+    if len(groups) > 1:
+        raise ValueError(f"{where}: the layers of the net synchronize with different processes.")
+    return groups.pop() if groups else None
+
+
 def _description(block: Block) -> str:
     """Describe what must be the same in all processes; empty if the block does not synchronize."""
     sync = synchronization_of(block)

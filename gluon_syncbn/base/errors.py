@@ -12,6 +12,9 @@ class SyncBatchNormError(mx.MXNetError):
 
 
 LAYER = "SyncBatchNorm '"  # so the error of a layer begins
+# The end of an error that says what to do; so it begins there, and in the core (csrc/mxnet/engine.cpp).
+TO_GO_ON = "To go on, "
+ADVICE = f"{TO_GO_ON}call gluon_syncbn.abandon_step(), or begin the next step."
 
 
 def text_of(error: BaseException) -> str:

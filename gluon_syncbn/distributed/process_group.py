@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from gluon_syncbn.base import library
-from gluon_syncbn.base.errors import SyncBatchNormError, listed_reasons
+from gluon_syncbn.base.errors import TO_GO_ON, SyncBatchNormError, listed_reasons
 
 _REASONS = listed_reasons(
     "the processes do not run equally many steps: give each equally many batches",
@@ -26,7 +26,7 @@ _REASONS = listed_reasons(
     "a process was slower than the timeout, as one that evaluates while the others train: see timeout= and "
     "GLUON_SYNCBN_TIMEOUT",
     "the processes do not run the same layers",
-    end="To go on, call gluon_syncbn.abandon_step() in every process, or begin the next step.",
+    end=f"{TO_GO_ON}call gluon_syncbn.abandon_step() in every process, or begin the next step.",
 )
 _END_SECONDS = 2.0  # for the last messages to be sent, at most
 _LOOK_SECONDS = 1e-3  # between two looks whether they are

@@ -10,7 +10,7 @@ import time
 from typing import Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
-from gluon_syncbn.base.errors import listed_reasons
+from gluon_syncbn.base.errors import ADVICE, listed_reasons
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
 
@@ -65,7 +65,7 @@ def usual_reasons() -> str:
         "only some devices ran this layer, in a branch",
         "a device was slower than the timeout: see timeout= and GLUON_SYNCBN_TIMEOUT",
         *([f"CPU contexts ran out of temp-space slots or random generators (now {settings})"] if settings else []),
-        end="To go on, call gluon_syncbn.abandon_step(), or begin the next step.",
+        end=ADVICE,
     )
 
 

@@ -24,11 +24,10 @@ from typing import Iterable, List, NoReturn, Sequence
 import mxnet as mx
 
 from gluon_syncbn.base import library
-from gluon_syncbn.base.errors import LAYER, text_of
+from gluon_syncbn.base.errors import ADVICE, LAYER, TO_GO_ON, text_of
 from gluon_syncbn.base.library import LIBMXNET, check_call
 from gluon_syncbn.base.mxnet_private import device_of
 
-_ADVICE = "To go on, call gluon_syncbn.abandon_step(), or begin the next step."
 _ENDED = " has ended"  # a process
 _SECONDS_TO_FAIL = 0.05
 _turn_to_fail = threading.Lock()
@@ -216,7 +215,7 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     skipped = b"an operator had failed, so that MXNet did not compute all gradients."
     check_call(
         library.core.gluon_syncbn_gate(
-            _handles(flat), counts, len(gradients), skipped, _ADVICE.encode(), ctypes.byref(first)
+            _handles(flat), counts, len(gradients), skipped, ADVICE.encode(), ctypes.byref(first)
         )
     )
     return first.value
@@ -283,7 +282,7 @@ def with_advice(error: str) -> str:
     """The error with what to do at its end, once."""
     if _ENDED in error:
         return f"{error} Start the job again. Give all processes equally many batches."
-    return error if _ADVICE[:14] in error else f"{error} {_ADVICE}"  # that of processes is a little longer
+    return error if TO_GO_ON in error else f"{error} {ADVICE}"
 
 
 def refuse_update() -> NoReturn:

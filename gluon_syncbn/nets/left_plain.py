@@ -40,7 +40,7 @@ def _warn(net: Block) -> None:
     layers = [
         item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]
     ]
-    plain = [name for item in blocks for name in _names_left_plain(item)]
+    plain = [name for item in blocks for name in names_left_plain(item)]
     if not plain:
         return
     shown = ", ".join(plain[:_SHOWN]) + (", ..." if len(plain) > _SHOWN else "")
@@ -55,7 +55,7 @@ def _warn(net: Block) -> None:
     )
 
 
-def _names_left_plain(block: Block) -> List[str]:
+def names_left_plain(block: Block) -> List[str]:
     """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
     if isinstance(block, SymbolBlock):
         return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 from types import FrameType
-from typing import Iterator, List, Optional, Sequence, Set
+from typing import Iterator, Optional, Sequence, Set
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.step.steps import HalfCalled, steps
@@ -93,7 +93,7 @@ def _text(half: HalfCalled) -> str:
 
 def _is_ours(frame: Optional[FrameType]) -> bool:
     """Whether what has called MXNet is of this package."""
-    return next((_is_in(name, ["gluon_syncbn"]) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
+    return next((_is_package(name) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
 
 
 def _others_may_call(known: Set[int]) -> bool:
@@ -114,7 +114,7 @@ def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
 def _runs_an_operator() -> bool:
     """Whether MXNet runs a custom operator that is not this package's."""
     found = (list(_modules(frame)) for frame in sys._current_frames().values())
-    return any(modules[-1] == "mxnet.operator" and "gluon_syncbn" not in _tops(modules) for modules in found)
+    return any(modules[-1] == "mxnet.operator" and not any(map(_is_package, modules)) for modules in found)
 
 
 def _modules(frame: Optional[FrameType]) -> Iterator[str]:
@@ -124,8 +124,8 @@ def _modules(frame: Optional[FrameType]) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _tops(modules: List[str]) -> Set[str]:
-    return {module.split(".")[0] for module in modules}
+def _is_package(module: str) -> bool:
+    return _is_in(module, ["gluon_syncbn"])
 
 
 def _is_in(module: str, names: Sequence[str]) -> bool:

@@ -97,9 +97,9 @@ def check_module(module: mx.mod.Module) -> None:
 
     A symbol that is of a net on one device, or made for one, is plain there; one for more would wait for them.
     """
-    count = len(contexts_of_module(module))
     if module in _modules:
         return
+    count = len(contexts_of_module(module))
     norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
     trained = (norm for norm in norms if norm.is_marked and not norm.spec.is_plain)
     others = [norm for norm in trained if norm.num_devices not in (None, count)]

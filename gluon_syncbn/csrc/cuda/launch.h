@@ -19,7 +19,11 @@ struct Launch {
   unsigned tiles, parts;  // blocks: `parts` of them share a tile
 
   // What the blocks leave for each other: numbers (sums.cuh), and int32 counters.
-  int64_t partials() const { return parts > 1 ? tiles * ((int64_t{parts} * tile + 31) / 32 * 32) * 3 : 0; }
+  int64_t partials() const {
+    constexpr int64_t kLeftTogether = 32;  // as there
+    const int64_t lines = (int64_t{parts} * tile + kLeftTogether - 1) / kLeftTogether;
+    return parts > 1 ? lines * kLeftTogether * 3 * tiles : 0;
+  }
   int64_t counters() const { return parts > 1 ? tiles : 0; }
 };
 
