@@ -190,7 +190,9 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
     if not inputs:
         raise TypeError(f"{_NAME}: pass what the net is called with, for example check(net, images).")
     if autograd.is_recording() or steps.is_under_way() or steps.half_called() is not None:
-        raise ValueError(f"{_NAME}: a step is under way. Call it between two steps.")
+        raise ValueError(
+            f"{_NAME}: a step is under way. Call it between two steps, or abandon_step() first if one broke off."
+        )
     if len({len(item) for item in inputs}) > 1:
         raise ValueError(
             f"{_NAME}: inputs have different numbers of images ({', '.join(str(len(i)) for i in inputs)})."

@@ -33,6 +33,7 @@ from testing import total as added_up
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
+from gluon_syncbn.step.steps import steps
 
 CHANNELS = 3
 SLOPE = 0.25  # the same in every dtype
@@ -311,6 +312,7 @@ class Trial:
                 getattr(self, event.replace(" ", "_"))()
             self.check_step()
         mx.nd.waitall()
+        assert not steps.is_under_way() and steps.half_called() is None, "a step seems to be under way"
 
     def check_step(self, used=None, training=True, statistics=True, **how):
         used = used or self.case.everyone

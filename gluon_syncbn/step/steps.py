@@ -125,13 +125,16 @@ class Passes:
         layer = self._layer()
         return [] if layer is None else layer.running_mean.list_ctx()
 
-    def arrays(self) -> List[mx.nd.NDArray]:
-        """A Parameter that learns, on each device; none if it is frozen."""
+    def arrays(self) -> Dict[mx.Context, mx.nd.NDArray]:
+        """A Parameter that learns, by device; none if it is frozen.
+
+        A device is what the Parameter calls it: the arrays of a CPU are on cpu(0) in a net that was pickled.
+        """
         layer = self._layer()
         for parameter in (layer.gamma, layer.beta) if layer is not None else ():
             if has_gradient(parameter):
-                return parameter.list_data()
-        return []
+                return dict(zip(parameter.list_ctx(), parameter.list_data()))
+        return {}
 
 
 class HalfCalled(NamedTuple):
@@ -145,14 +148,14 @@ class HalfCalled(NamedTuple):
 class _Note:
     """Whether the gradient of an array was fresh before ``backward()``; and whether one that has reached it counts."""
 
-    def __init__(self, passes: Passes, array: mx.nd.NDArray, was_fresh: bool):
-        self.passes, self.array, self.was_fresh = passes, array, was_fresh
+    def __init__(self, passes: Passes, device: mx.Context, array: mx.nd.NDArray, was_fresh: bool):
+        self.passes, self.device, self.array, self.was_fresh = passes, device, array, was_fresh
         self.is_counted = False
 
     def count(self) -> None:
         if not self.is_counted and has_fresh_gradient(self.array):
             self.is_counted = True
-            self.passes.end_backward(device_of(self.array))
+            self.passes.end_backward(self.device)
 
 
 def take_fresh_gradient(array: mx.nd.NDArray) -> bool:
@@ -388,14 +391,14 @@ class Steps:
             with self._lock:  # the layers that it may reach and somebody wants to know of
                 awaited = {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
             for passes in awaited:
-                for array in passes.arrays():
+                for device, array in passes.arrays().items():
                     before = self._notes.get((passes, id(array)))
                     if before is not None and not before.is_counted:
                         continue  # it stays as it is: those calls may reach it at this moment
                     was_fresh = has_fresh_gradient(array) or (before is not None and before.was_fresh)
                     if not take_fresh_gradient(array):  # a copy
                         break
-                    self._notes[passes, id(array)] = _Note(passes, array, was_fresh)
+                    self._notes[passes, id(array)] = _Note(passes, device, array, was_fresh)
 
     def end_backward(self) -> Set[Passes]:
         """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
