@@ -19,10 +19,14 @@ MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "
 PROCESSES = ["meeting/statistics.cpp", "processes/processes.cpp", "processes/host_memory.cpp"]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {
-    "stress_rendezvous": (MEETING, {"all": "6000"}, r"6000 generations.* 0 failures\n"),
+    "stress_rendezvous": (MEETING, {"all": "2000"}, r"2000 generations.* 0 failures\n"),
     "stress_rounds": (MEETING, {"all": "2000"}, r"2000 rounds.* 0 failures\n"),
-    "stress_processes": ([*MEETING, *PROCESSES], {"all": "200"}, r"200 steps, .* 0 failures\n"),
-    "kill_process": (["processes/host_memory.cpp"], {"all": "10"}, "10 times, 0 failures\n"),
+    "stress_processes": (
+        [*MEETING, *PROCESSES],
+        {"addresses": "200", "threads": "100"},
+        r"[12]00 steps, .* 0 failures\n",
+    ),
+    "kill_process": (["processes/host_memory.cpp"], {"addresses": "10", "threads": "5"}, r"\d+ times, 0 failures\n"),
     "stress_groups": (
         [*MEETING, *PROCESSES, *(f"meeting/{name}.cpp" for name in ("all_reduce", "group", "profile"))],
         {"all": "60"},

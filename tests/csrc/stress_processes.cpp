@@ -87,8 +87,8 @@ class ByCarrier : public Transport {
 enum Kind { kNormal, kGivesUp, kMissing, kOtherLength, kKinds };
 
 size_t length_of(int step, int key) {
-  const size_t lengths[] = {1, 33, 513, 4097, 300000};  // the last is larger than a ring
-  return lengths[(key + step) % 5 == 4 && step % 20 ? 2 : (key + step) % 5];
+  const size_t lengths[] = {1, 33, 513, 1025, 140000};  // the last is larger than a ring
+  return lengths[(key + step) % 5 == 4 && step % 40 ? 2 : (key + step) % 5];
 }
 
 double value_of(int rank, int key, int step) { return rank * 1e6 + key * 1e3 + step; }
