@@ -12,7 +12,8 @@ With ``--loader`` an exchange of 4,097 numbers through MPI is timed while the ma
 workers are processes, or threads of this process, and transform images in Python.
 
 With ``--hosts`` only exchanges are timed, over so many hosts that are made here (tests/hosts, as root), with the
-networks of that module.
+networks of that module: through the leaders of hosts and the memory that the processes of each share, and from each
+process to each other.
 """
 
 import argparse
@@ -79,8 +80,11 @@ def measure_exchanges(engine: str, lengths: str) -> dict:
     found = {}
     for length in map(int, lengths.split(",")):
         count = EXCHANGES if group.size <= MANY else EXCHANGES // 5
+        way = "memory" if group.shares_memory else "messages"
+        found[f"{length}, {way}, in a row"] = summary(
+            group.time_exchanges(length, 10 * count if group.shares_memory else count) * 1e-6
+        )
         if group.shares_memory:
-            found[f"{length}, memory"] = summary(group.time_exchanges(length, 10 * count) * 1e-6)
             continue
         vector = np.full(length, group.rank + 1.0)
         ways = {"messages": ours(group, vector), **(ways_of_mpi(group, vector) if engine == "mpi" else {})}
@@ -289,11 +293,11 @@ def measure_hosts(engines: list, sizes: list, counts: list, lengths: str) -> Non
 
     made = module_of_hosts()
     for engine, count, network in itertools.product(engines, counts, (made.CLUSTER, made.GIGABIT)):
-        for size in sizes:
+        for size, memory in itertools.product(sizes, (1, 0)):
             with made.Hosts(count, network) as hosts:
                 show(
                     f"{engine}, {size} processes on {count} hosts, {network}",
-                    launch(engine, size, "exchange", lengths, hosts=hosts),
+                    launch(engine, size, "exchange", lengths, hosts=hosts, memory=memory),
                 )
 
 

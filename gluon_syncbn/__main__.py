@@ -65,9 +65,8 @@ def main() -> int:
             print(f"waiting      {_waiting(report)}")
         if group is not None:
             delay = np.median(group.time_exchanges(_EXCHANGED, _ROUNDS))
-            print(
-                f"exchange     {_EXCHANGED} numbers of {group.size} processes, {delay:.0f} µs (median), {_way(group)}"
-            )
+            way = processes_of(group).way()
+            print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {delay:.0f} µs (median), {way}")
         status = 0
     except (AssertionError, mx.MXNetError, RuntimeError) as problem:
         print(f"all-reduce   FAILED: {problem}")
@@ -117,13 +116,6 @@ def _engines() -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append(f"{name} ({package} {metadata.version(package)})")
     return ", ".join(found) or "one only: neither mpi4py nor horovod is installed"
-
-
-def _way(group: gluon_syncbn.ProcessGroup) -> str:
-    """What the processes exchange through, and why."""
-    if group.shares_memory:
-        return "through memory that the processes share"
-    return f"through {group.name}: {processes_of(group).why_no_memory}"
 
 
 def _waiting(report: gluon_syncbn.Report) -> str:

@@ -26,7 +26,7 @@ from gluon_syncbn.meeting.processes import processes_of
 group = job.join(sys.argv[1])
 try:
     processes_of(group).prepare("here", None, 20)
-    job.say("SHARES", group.rank, group.shares_memory, processes_of(group).why_no_memory)
+    job.say("SHARES", group.rank, group.shares_memory, processes_of(group).way())
 except gluon_syncbn.SyncBatchNormError as error:
     job.say("ERROR", group.rank, error)
 """
@@ -69,7 +69,8 @@ def test_a_process_that_ends_without_a_word_is_missed_at_once():
 def test_it_can_be_turned_off_in_one_process(tmp_path):
     off = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.environ['GLUON_SYNCBN_HOST_MEMORY'] = '0'\n"
     said = told(tmp_path, before=off)
-    assert len(re.findall(r"SHARES \d False process 1 \(\S+\): GLUON_SYNCBN_HOST_MEMORY=0\n", said)) == 2, said
+    why = r"not through memory that they share. process 1 \(\S+\): GLUON_SYNCBN_HOST_MEMORY=0\n"
+    assert len(re.findall(rf"SHARES \d False through mpi, {why}", said)) == 2, said
 
 
 def test_another_build_on_the_other_side_is_an_error_that_names_both(tmp_path):
@@ -100,15 +101,14 @@ subprocess.run("mount --make-rprivate / && mount -t tmpfs -o {options} none /dev
 def test_a_container_with_the_same_host_name_shares_none(tmp_path):
     """Numbers of processes and files in it are others'; what they name there is looked at, and not opened."""
     code = """
-import subprocess, sys
+import ctypes, subprocess, sys
 import gluon_syncbn.base.library as library
 core = library.core
 make = lambda rank: core.gluon_syncbn_make_processes(rank, 2, b"", 1, 0)
 if len(sys.argv) > 1:
-    print(core.gluon_syncbn_join_memory(make(1), sys.argv[1].encode()).decode())
+    print(core.gluon_syncbn_join_memory(make(1), sys.argv[1].encode(), (ctypes.c_int * 2)(0, 1), 2).decode())
 else:
-    import ctypes
-    where = core.gluon_syncbn_offer_memory(make(0), ctypes.byref(ctypes.c_char_p()))
+    where = core.gluon_syncbn_offer_memory(make(0), 2, ctypes.byref(ctypes.c_char_p()))
     for words in ([], ["unshare", "--pid", "--fork", "--mount-proc"]):
         subprocess.run([*words, sys.executable, __file__, where], check=True)
 """

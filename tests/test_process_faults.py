@@ -29,13 +29,20 @@ GAVE_UP = {
 }
 BOTH_WAYS = itertools.product(("killed", "stopped", "raising", "ending", "absent", "caught"), LAYERS)
 FAULTS = [*BOTH_WAYS, *((fault, "forward") for fault in ("interrupted", "one_step_more", "bad_input"))]
-WAYS = [*ENGINES, *(f"{engine} without memory" for engine in ENGINES)]
+WAYS = {
+    **{engine: {} for engine in ENGINES},
+    **{f"{engine} without memory": {"GLUON_SYNCBN_HOST_MEMORY": 0} for engine in ENGINES},
+    "mpi behind a leader": {"JOB_HOSTS": "0 0 1"},
+    "mpi as a leader": {"JOB_HOSTS": "0 1 1"},
+}
 ALL = [(way, *fault) for way in WAYS for fault in FAULTS]
 SHORT = """
 mpi killed backward, mpi stopped forward, mpi raising backward, mpi bad_input forward,
 horovod absent backward, horovod caught backward, horovod ending forward,
 mpi without memory absent backward, mpi without memory caught backward, mpi without memory bad_input forward,
 horovod without memory ending forward, horovod without memory absent backward, horovod without memory caught backward
+mpi behind a leader absent backward, mpi behind a leader ending forward, mpi behind a leader caught backward,
+mpi as a leader absent backward, mpi as a leader stopped forward, mpi as a leader caught backward
 """
 CASES = [pytest.param(*case, marks=[] if " ".join(case) in SHORT else [pytest.mark.long]) for case in ALL]
 KILLS = [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ENGINES)]
@@ -43,10 +50,7 @@ KILLS = [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name i
 
 def run_fault(way, size, fault, direction):
     """The job's end, and of each process that has an error after how many seconds, and its text."""
-    memory = int("without" not in way)
-    done = run_job(
-        way.split()[0], size, "faults.py", fault, direction, JOB_TIMEOUT=TIMEOUT, GLUON_SYNCBN_HOST_MEMORY=memory
-    )
+    done = run_job(way.split()[0], size, "faults.py", fault, direction, JOB_TIMEOUT=TIMEOUT, **WAYS[way])
     assert "terminate called" not in done.stdout and "WRONG" not in done.stdout, done.stdout
     told = re.findall(r"ERROR (\d) (\S+) ?(.*)", done.stdout)
     return done, {int(rank): (float(seconds), text) for rank, seconds, text in told}
@@ -90,9 +94,11 @@ def test_the_others_say_so_in_time(way, fault, direction):
 
 
 RECOVERIES = [("mpi", 2, 6, {}), ("horovod", 3, 6, {}), ("mpi", 3, 4, {"GLUON_SYNCBN_HOST_MEMORY": 0})]
+RECOVERIES += [("mpi", 3, 6, {"JOB_HOSTS": "0 1 1"})]
+LONG = [("mpi", {}), ("horovod", {}), ("mpi", {"GLUON_SYNCBN_HOST_MEMORY": 0}), ("mpi", {"JOB_HOSTS": "0 1 0 1"})]
 RECOVERIES += [
     pytest.param(engine, size, 25, variables, marks=pytest.mark.long)
-    for engine, variables in [("mpi", {}), ("horovod", {}), ("mpi", {"GLUON_SYNCBN_HOST_MEMORY": 0})]
+    for engine, variables in LONG
     for size in (2, 3, 4)
 ]
 

@@ -19,6 +19,7 @@ JOBS = [
     ("mpi", 3, "one_set_of_weights", NO_MEMORY),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, "groups own_groups branches", {}),
+    ("mpi", 4, "groups last_batch values branches two_nets nets_in_turns is_checked", {"JOB_HOSTS": "0 1 0 0"}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
     ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew is_checked", {}),
     # As over several hosts.

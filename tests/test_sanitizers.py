@@ -16,7 +16,7 @@ SANITIZERS = {
     "threads": ["-O1", "-fsanitize=thread", "-Wno-unknown-pragmas"],
 }
 MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "waiting", "watchdog")]
-PROCESSES = ["meeting/statistics.cpp", "processes/processes.cpp", "processes/host_memory.cpp"]
+PROCESSES = ["meeting/statistics.cpp", *(f"processes/{name}.cpp" for name in ("processes", "hosts", "host_memory"))]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {
     "stress_rendezvous": (MEETING, {"all": "2000"}, r"2000 generations.* 0 failures\n"),

@@ -64,7 +64,7 @@ class HorovodProcessGroup(ProcessGroup):
 
     name = "horovod"
     can_resume = False
-    knows_who_came = False
+    sends_to_each = False
 
     def __init__(self, process_set: Any = None) -> None:
         try:

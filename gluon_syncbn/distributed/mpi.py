@@ -46,7 +46,7 @@ class MPIProcessGroup(ProcessGroup):
 
     name = "mpi"
     can_resume = True
-    knows_who_came = True
+    sends_to_each = True
 
     def __init__(self, comm: Any, deadline: float) -> None:
         try:

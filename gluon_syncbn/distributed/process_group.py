@@ -64,15 +64,15 @@ class ProcessGroup(ABC):
         The name of the communicator: 'mpi' or 'horovod'.
     can_resume : bool
         Whether the communicator lets processes go on together after a step that was abandoned.
-    knows_who_came : bool
-        Whether messages show by themselves which processes have come.
+    sends_to_each : bool
+        Whether a message goes to one process by itself. So it shows who has come, and hosts can exchange by leaders.
     rank, size : int
         The number of this process, from 0, and how many there are.
     """
 
     name: str
     can_resume: bool
-    knows_who_came: bool
+    sends_to_each: bool
     rank: int
     size: int
 
@@ -87,7 +87,7 @@ class ProcessGroup(ABC):
         if library.core is None:
             raise CommunicatorError(f"several processes need the compiled library: {library.unavailable_reason}")
         self.id: int = library.core.gluon_syncbn_make_processes(
-            self.rank, self.size, _REASONS.encode(), self.can_resume, not self.knows_who_came
+            self.rank, self.size, _REASONS.encode(), self.can_resume, not self.sends_to_each
         )
         self._has_ended = threading.Event()
         threading.Thread(target=self._carry, name=f"gluon_syncbn {self.name}", daemon=True).start()
@@ -135,7 +135,7 @@ class ProcessGroup(ABC):
         """Hand what has arrived to `_receive`."""
 
     def _find_out_who_came(self, message: Message) -> None:  # noqa: B027
-        """Call `_hear_who_came`, where not `knows_who_came`: which of ``message.ranks`` have come to this round."""
+        """Call `_hear_who_came`, where not `sends_to_each`: which of ``message.ranks`` have come to this round."""
 
     def _give_up(self, why: str) -> None:  # noqa: B027
         """The step has failed in this process, and no message can say so: where not `can_resume`."""
@@ -260,18 +260,19 @@ class ProcessGroup(ABC):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether messages go through memory of the host."""
+        """Whether messages go through memory within a host."""
         return bool(self.state.shares_memory)
 
-    def offer_memory(self) -> Tuple[str, str]:
-        """Make memory that all processes may share: where it is, for `join_memory`, or why it cannot be had."""
+    def offer_memory(self, size: int) -> Tuple[str, str]:
+        """Make memory that so many processes may share: where it is, for `join_memory`, or why it cannot be had."""
         problem = ctypes.c_char_p()
-        where = library.core.gluon_syncbn_offer_memory(self.id, ctypes.byref(problem))
+        where = library.core.gluon_syncbn_offer_memory(self.id, size, ctypes.byref(problem))
         return where.decode(), (problem.value or b"").decode()
 
-    def join_memory(self, where: str) -> str:
-        """Map this memory, and listen there. Returns why it cannot be."""
-        return library.core.gluon_syncbn_join_memory(self.id, where.encode()).decode()
+    def join_memory(self, where: str, ranks: Sequence[int]) -> str:
+        """Map this memory, which these ranks share, and listen there. Returns why it cannot be."""
+        array = (ctypes.c_int * len(ranks))(*ranks)
+        return library.core.gluon_syncbn_join_memory(self.id, where.encode(), array, len(ranks)).decode()
 
     def use_memory(self, all_have_joined: bool) -> None:
         """Send by the memory from now on, or drop it."""

@@ -6,7 +6,8 @@ abandoned, the core asks Python to prepare it, on a thread that may wait. In thi
 
 1. If a step was abandoned, all processes must have abandoned it. Then they go on together: layers from their latest
    step, and what not all have agreed on is agreed on again.
-2. Whether all processes can exchange through memory that they share. All do, or none.
+2. Whether the processes of each host can exchange through memory that they share. All do, or none. Hosts exchange with
+   each other by leaders then, where a message can go to one process by itself.
 3. The net of the layer is compared: its class, the names of its parameters within it, and its layers with their
    channels, dtypes and options. Nets have numbers, in the order in which they first train. Their first rounds may come
    in another order on each process, so a net is compared while others wait for the same. Nothing is held meanwhile but
@@ -55,7 +56,7 @@ class Processes:
 
     def __init__(self, group: ProcessGroup):
         self.group = group
-        self.why_no_memory = ""  # once they have found out
+        self._why_no_memory = ""  # once they have found out
         self._hosts: List[str] = []
         self._lock = threading.Lock()  # of what has none of its own
         self._resume_lock = threading.Lock()  # of the thread that prepares 1. and 2.
@@ -67,6 +68,15 @@ class Processes:
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
         self._links: weakref.WeakSet[Any] = weakref.WeakSet()  # of layers, whose steps are to be the same everywhere
         self._seen: Dict[str, Tuple[Sequence[str], List[str]]] = {}  # layers of nets, and their name in each process
+
+    def way(self) -> str:
+        """What they exchange through, and why, once they have met."""
+        if not self.group.shares_memory:
+            return f"through {self.group.name}, not through memory that they share. {self._why_no_memory}"
+        within = "through memory that the processes share"
+        return (
+            within if len(set(self._hosts)) == 1 else f"{within} within hosts, through {self.group.name} between them"
+        )
 
     def prepare(self, what: str, place: Optional[Place], seconds: float) -> None:
         """Let exchanges of the layer at this place, or outside of layers, begin. ``what`` is how errors begin.
@@ -162,7 +172,7 @@ class Processes:
                 self._compare(place, occasion)
 
     def _meet(self, occasion: _Occasion) -> None:
-        """Find out whether all share memory, and exchange through it from then on if they do."""
+        """Find out whether those of each host share memory, and exchange through it from then on if they do."""
         if self.group.shares_memory:  # as all do: this process was interrupted after it had heard so
             return
         is_off = os.environ.get(HOST_MEMORY) == "0"
@@ -171,28 +181,31 @@ class Processes:
         hosts, builds, problems = zip(*told)
         self._hosts = list(hosts)
         self.group.name_processes(self._hosts)
-        found = _first(problems) or _first(["it is on another host" if host != hosts[0] else "" for host in hosts])
-        other = next((rank for rank, build in enumerate(builds) if build != builds[0]), None)
-        if found is None and other is not None:
-            raise SyncBatchNormError(
-                f"the builds of gluon_syncbn differ: {self._name(0)} has {builds[0]}, {self._name(other)} has "
-                f"{builds[other]}. Install the same in all processes"
-            )
+        near = [rank for rank, host in enumerate(hosts) if host == hosts[self.group.rank]]
+        found = _first(problems)
+        if len(set(hosts)) == len(hosts) or not self.group.sends_to_each:
+            found = found or _first(["it is on another host" if host != hosts[0] else "" for host in hosts])
+        first = [hosts.index(host) for host in hosts]  # of each process's host
+        for rank, build in enumerate(builds) if found is None else ():
+            if build != builds[first[rank]]:
+                raise SyncBatchNormError(
+                    f"the builds of gluon_syncbn differ: {self._name(first[rank])} has {builds[first[rank]]}, "
+                    f"{self._name(rank)} has {build}. Install the same in all processes"
+                )
+        found = found or _first([f"it has another build, {build}" if build != builds[0] else "" for build in builds])
         if found is None:  # the same name may be that of several containers
-            where, problem = self.group.offer_memory() if self.group.rank == 0 else ("", "")
+            is_first = self.group.rank == near[0]
+            where, problem = self.group.offer_memory(len(near)) if is_first else ("", "")
             offers = [json.loads(text) for text in self._gather_texts("memory", json.dumps([where, problem]), occasion)]
             found = _first([problem for _, problem in offers])
         if found is None:
-            found = _first(self._gather_texts("votes", self.group.join_memory(offers[0][0]), occasion))
+            problem = self.group.join_memory(offers[near[0]][0], near)
+            found = _first(self._gather_texts("votes", problem, occasion))
         self.group.use_memory(found is None)
         if found is not None:
-            self.why_no_memory = f"{self._name(found[0])}: {found[1]}"
+            self._why_no_memory = f"{self._name(found[0])}: {found[1]}"
             if self.group.rank == 0:
-                _log.info(
-                    "Processes exchange through %s, not through memory that they share. %s.",
-                    self.group.name,
-                    self.why_no_memory,
-                )
+                _log.info("Processes exchange %s.", self.way())
 
     def _compare(self, place: Place, occasion: _Occasion) -> None:
         """The net's layers with those of the first process."""

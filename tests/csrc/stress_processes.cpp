@@ -1,5 +1,6 @@
 // Four processes of a job, each a `Processes` of its own here, exchange vectors under several keys on several threads:
-// through memory that they share, as processes of a host do, or by messages that another thread carries. In each step
+// through memory that they share, as processes of a host do, or by messages that another thread carries, or as those of
+// two hosts by both. In each step
 // all of them come, or one of them abandons the step, does not come, or brings another length; then all abandon it and
 // go on together. At last one leaves. Every exchange must end once, with the rows of all in their order or with the
 // error, and nothing of a step that was abandoned may be met in the next. Run under ThreadSanitizer and
@@ -143,7 +144,9 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
   }
 }
 
-void run_job(int steps, bool shares_memory) {
+enum Way { kOneHost, kTwoHosts, kCarried };
+
+void run_job(int steps, Way way) {
   Carrier carrier;
   std::vector<std::shared_ptr<Processes>> all;
   for (int rank = 0; rank < kProcesses; ++rank) {
@@ -157,14 +160,23 @@ void run_job(int steps, bool shares_memory) {
     for (const auto& mine : all) threads.emplace_back([&work, mine] { work(mine); });
     for (std::thread& thread : threads) thread.join();
   };
-  if (shares_memory) {
-    const HostMemory::Offer offer(kProcesses);
+  if (way != kCarried) {
+    const std::vector<std::vector<int>> hosts =
+        way == kOneHost ? std::vector<std::vector<int>>{{0, 1, 2, 3}} : std::vector<std::vector<int>>{{0, 2, 3}, {1}};
+    std::vector<std::string> names(kProcesses);
+    std::vector<std::unique_ptr<HostMemory::Offer>> offers;
+    for (const std::vector<int>& ranks : hosts) {
+      for (int rank : ranks) names[static_cast<size_t>(rank)] = "host " + std::to_string(offers.size());
+      offers.push_back(std::make_unique<HostMemory::Offer>(static_cast<int>(ranks.size())));
+    }
     // Nobody is taken for one that has ended because it is late to join.
     in_all([&](const auto& mine) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100 * mine->rank));
-      mine->share(HostMemory::join(offer.where, mine->rank, kProcesses, [raw = mine.get()](int from, Message message) {
-        raw->receive(from, std::move(message));
-      }));
+      const auto host = static_cast<size_t>(names[static_cast<size_t>(mine->rank)].back() - '0');
+      mine->name(names);
+      mine->share(HostMemory::join(
+          offers[host]->where, mine->rank, hosts[host],
+          [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
       const Exchanged votes = exchanged(mine, {"votes", 9, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
       check(votes.error.empty(), "the vote on memory: " + votes.error);
     });
@@ -200,7 +212,7 @@ void run_job(int steps, bool shares_memory) {
 int main(int count, char** arguments) {
   waiting_times() = {Seconds(0.02), Seconds(0.005)};
   const int steps = count > 1 ? std::atoi(arguments[1]) : 200;
-  for (const bool shares_memory : {true, false}) run_job(steps, shares_memory);
+  for (const Way way : {kOneHost, kTwoHosts, kCarried}) run_job(steps, way);
   std::printf("%d steps, %ld met, %ld failed, %ld failures\n", steps, met.load(), failed.load(), failures.load());
   return failures != 0;
 }

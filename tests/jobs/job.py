@@ -24,8 +24,14 @@ group = None  # once this process has joined
 
 
 def join(engine: str):
-    """The process group of this process; Horovod is initialized as users do."""
+    """The process group of this process; Horovod is initialized as users do.
+
+    JOB_HOSTS, "0 1 1" say, are the hosts on which the processes seem to be.
+    """
     global group
+    if "JOB_HOSTS" in os.environ:
+        name = "host" + os.environ["JOB_HOSTS"].split()[int(os.environ["OMPI_COMM_WORLD_RANK"])]
+        socket.gethostname = lambda: name
     if engine == "horovod":
         import horovod.mxnet as hvd
 

@@ -109,7 +109,8 @@ struct OutsideTask {
 // busy, and else until there is something.
 EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, OutsideTask* found) {
   Entry& mine = entry(id);
-  mine.task = mine.outside->next(seconds, [&] { return is_busy || mine.processes->needs_carrier(); });
+  mine.task = mine.outside->next(
+      seconds, [&] { return is_busy ? Outside::kAllTheTime : mine.processes->need_of_carrier(); });
   const Outside::Task& task = mine.task;
   *found = {task.kind,
             task.message.kind,
@@ -217,22 +218,22 @@ EXPORTED void gluon_syncbn_name_processes(int64_t id, const char* const* names, 
   find_processes(id)->name({names, names + count});
 }
 
-// Where the others find memory that they can share; or an empty text, and why it cannot be had.
-EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, const char** problem) {
+// Where so many processes find memory that they can share; or an empty text, and why it cannot be had.
+EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, int size, const char** problem) {
   Entry& mine = entry(id);
   mine.offer = nullptr;
-  *problem = error_of([&] { mine.offer = std::make_unique<HostMemory::Offer>(mine.processes->size); });
+  *problem = error_of([&] { mine.offer = std::make_unique<HostMemory::Offer>(size); });
   return mine.offer ? mine.offer->where.c_str() : "";
 }
 
-// Joins it, and listens there; why it cannot.
-EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where) {
+// Joins these ranks there, and listens; why it cannot.
+EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where, const int* ranks, int count) {
   return error_of([&] {
     Entry& mine = entry(id);
     Processes& processes = *mine.processes;
-    auto joined = HostMemory::join(where, processes.rank, processes.size, [&processes](int from, Message message) {
-      processes.receive(from, std::move(message));
-    });
+    auto joined = HostMemory::join(
+        where, processes.rank, {ranks, ranks + count},
+        [&processes](int from, Message message) { processes.receive(from, std::move(message)); });
     mine.memory.swap(joined);  // the other one goes last
     processes.share(mine.memory);
   });

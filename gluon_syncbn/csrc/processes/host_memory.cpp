@@ -41,11 +41,11 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 std::string name_of(const std::string& number) { return "gluon_syncbn." + number; }
 
-struct flock lock_of(int rank) {
+struct flock lock_of(int place) {
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  lock.l_start = rank;
+  lock.l_start = place;
   lock.l_len = 1;
   return lock;
 }
@@ -72,8 +72,7 @@ struct HostMemory::Segment {
   size_t room;  // of a ring
 
   static size_t stride(size_t room) { return sizeof(Ring) + room; }
-  static size_t bytes(int size, size_t room) {
-    const auto n = static_cast<size_t>(size);
+  static size_t bytes(size_t n, size_t room) {
     return sizeof(Bell) * (n + 1) + n * n * stride(room);  // the first for what is above
   }
 };
@@ -84,7 +83,7 @@ HostMemory::Offer::Offer(int size) {
   const std::string number = std::to_string((static_cast<uint64_t>(random()) << 32) | random());
   file = memfd_create(name_of(number).c_str(), MFD_CLOEXEC);
   if (file < 0) throw std::runtime_error(system_error("no memory can be shared"));
-  const size_t room = room_per_ring(size), bytes = Segment::bytes(size, room);
+  const size_t room = room_per_ring(size), bytes = Segment::bytes(static_cast<size_t>(size), room);
   const Segment head{kLayout, size, room};
   int problem = 0;
   do {  // all of it now: later, where there is none, the process would end
@@ -101,7 +100,9 @@ HostMemory::Offer::Offer(int size) {
 
 HostMemory::Offer::~Offer() { close(file); }
 
-std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank, int size, Receive receive) {
+std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank, const std::vector<int>& ranks,
+                                             Receive receive) {
+  const auto place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
   int process = 0, made = 0;
   unsigned long long number = 0;
   if (std::sscanf(where.c_str(), "%d %d %llu", &process, &made, &number) != 3) throw std::runtime_error(where);
@@ -119,22 +120,22 @@ std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank,
   if (!is_it) throw std::runtime_error("the memory is of another host, or of another container");
   if (file < 0) throw std::runtime_error(refusal);
   Segment head{};
-  struct flock lock = lock_of(rank);
+  struct flock lock = lock_of(place);
   const bool is_right = pread(file, &head, sizeof head, 0) == sizeof head && head.layout == kLayout &&
-                        head.size == size && fcntl(file, F_OFD_SETLK, &lock) == 0;
-  void* memory = is_right ? mmap(nullptr, Segment::bytes(size, head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
+                        head.size == static_cast<int64_t>(ranks.size()) && fcntl(file, F_OFD_SETLK, &lock) == 0;
+  void* memory = is_right ? mmap(nullptr, Segment::bytes(ranks.size(), head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
                           : MAP_FAILED;
   if (memory == MAP_FAILED) {
     close(file);
     throw std::runtime_error(is_right ? system_error("the memory cannot be mapped")
                                       : "the memory of the other process is not of this version");
   }
-  const size_t bytes = Segment::bytes(size, head.room);
+  const size_t bytes = Segment::bytes(ranks.size(), head.room);
   madvise(memory, bytes, MADV_DONTFORK);
   try {
     // Not make_shared: the constructor is private.
     return std::shared_ptr<HostMemory>(
-        new HostMemory(file, rank, size, static_cast<Segment*>(memory), std::move(receive)));
+        new HostMemory(file, place, ranks, static_cast<Segment*>(memory), std::move(receive)));
   } catch (...) {  // there can be no thread
     munmap(memory, bytes);
     close(file);
@@ -142,21 +143,22 @@ std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank,
   }
 }
 
-HostMemory::HostMemory(int file, int rank, int size, Segment* segment, Receive receive)
+HostMemory::HostMemory(int file, int place, const std::vector<int>& ranks, Segment* segment, Receive receive)
     : file_(file),
-      rank_(rank),
-      size_(size),
+      ranks_(ranks),
+      place_(place),
+      size_(static_cast<int>(ranks.size())),
       segment_(segment),
       receive_(std::move(receive)),
-      outgoing_(static_cast<size_t>(size)),
-      incoming_(static_cast<size_t>(size)),
+      outgoing_(ranks.size()),
+      incoming_(ranks.size()),
       thread_([this] { serve(); }) {}
 
 HostMemory::~HostMemory() {
   is_over_ = true;
-  ring_bell(rank_);
+  ring_bell(place_);
   thread_.join();
-  munmap(segment_, Segment::bytes(size_, segment_->room));
+  munmap(segment_, Segment::bytes(ranks_.size(), segment_->room));
   close(file_);
 }
 
@@ -165,7 +167,11 @@ void HostMemory::forget() {
   file_ = -1;
 }
 
-HostMemory::Bell& HostMemory::bell(int rank) const { return reinterpret_cast<Bell*>(segment_)[rank + 1]; }
+int HostMemory::place_of(int rank) const {
+  return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
+}
+
+HostMemory::Bell& HostMemory::bell(int place) const { return reinterpret_cast<Bell*>(segment_)[place + 1]; }
 
 HostMemory::Ring& HostMemory::ring(int from, int to) const {
   const size_t place = static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
@@ -173,9 +179,9 @@ HostMemory::Ring& HostMemory::ring(int from, int to) const {
   return *reinterpret_cast<Ring*>(rings + place * Segment::stride(segment_->room));
 }
 
-void HostMemory::ring_bell(int rank) const {
-  bell(rank).rung.fetch_add(1);
-  if (bell(rank).sleeps.load()) futex(bell(rank).rung, FUTEX_WAKE, 1, nullptr);
+void HostMemory::ring_bell(int place) const {
+  bell(place).rung.fetch_add(1);
+  if (bell(place).sleeps.load()) futex(bell(place).rung, FUTEX_WAKE, 1, nullptr);
 }
 
 void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
@@ -185,7 +191,8 @@ void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
   if (head.numbers > 0) {
     std::memcpy(bytes->data() + sizeof head, message.numbers.data(), bytes->size() - sizeof head);
   }
-  for (int to : ranks) {
+  for (int rank : ranks) {
+    const int to = place_of(rank);
     Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
     std::lock_guard<std::mutex> lock(outgoing.mutex);
     outgoing.waiting.push_back(bytes);
@@ -194,7 +201,7 @@ void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
 }
 
 void HostMemory::write(int to, Outgoing& outgoing) {
-  Ring& way = ring(rank_, to);
+  Ring& way = ring(place_, to);
   const size_t room = segment_->room;
   uint64_t written = way.written.load(std::memory_order_relaxed);
   bool has_written = false;
@@ -227,7 +234,7 @@ bool HostMemory::look() noexcept {
   uint32_t seen = 1;
   do {
     for (int from = 0; from < size_; ++from) {
-      if (from != rank_) take_in(from);
+      if (from != place_) take_in(from);
     }
   } while (!looks_.compare_exchange_strong(seen, 0));
   return true;
@@ -241,7 +248,7 @@ void HostMemory::flush(double most) {
     return outgoing.waiting.empty();
   };
   for (int to = 0; to < size_; ++to) {
-    while (!is_sent(to) && !has_lost(to) && std::chrono::steady_clock::now() < until) {
+    while (!is_sent(to) && !is_gone(to) && std::chrono::steady_clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
@@ -256,7 +263,7 @@ void HostMemory::linger(const std::function<bool()>& is_over) {
 }
 
 void HostMemory::take_in(int from) {
-  Ring& way = ring(from, rank_);
+  Ring& way = ring(from, place_);
   Incoming& coming = incoming_[static_cast<size_t>(from)];
   const size_t room = segment_->room;
   uint64_t read = way.read.load(std::memory_order_relaxed);
@@ -279,18 +286,20 @@ void HostMemory::take_in(int from) {
         coming.come >= sizeof coming.head) {
       Message message{coming.head.kind, coming.head.key, coming.head.round, std::move(coming.numbers)};
       coming = {};
-      receive_(from, std::move(message));
+      receive_(ranks_[static_cast<size_t>(from)], std::move(message));
     }
   }
 }
 
-bool HostMemory::has_lost(int rank) {
-  struct flock lock = lock_of(rank);
+bool HostMemory::has_lost(int rank) { return is_gone(place_of(rank)); }
+
+bool HostMemory::is_gone(int place) const {
+  struct flock lock = lock_of(place);
   return fcntl(file_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
 void HostMemory::serve() {
-  Bell& mine = bell(rank_);
+  Bell& mine = bell(place_);
   while (!is_over_) {
     const uint32_t seen = mine.rung.load();
     look();

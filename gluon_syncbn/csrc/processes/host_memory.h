@@ -47,9 +47,10 @@ class HostMemory : public Transport {
     std::string where;
   };
 
-  // Joins the processes in the memory that `where` tells of, as this rank. Throws std::runtime_error if it cannot be
-  // had here.
-  static std::shared_ptr<HostMemory> join(const std::string& where, int rank, int size, Receive receive);
+  // Joins these ranks, in order, in the memory that `where` tells of, as one of them. Throws std::runtime_error if it
+  // cannot be had here.
+  static std::shared_ptr<HostMemory> join(const std::string& where, int rank, const std::vector<int>& ranks,
+                                          Receive receive);
 
   ~HostMemory() override;
   HostMemory(const HostMemory&) = delete;
@@ -86,17 +87,21 @@ class HostMemory : public Transport {
     size_t come = 0;  // bytes of both
   };
 
-  HostMemory(int file, int rank, int size, Segment* segment, Receive receive);
+  HostMemory(int file, int place, const std::vector<int>& ranks, Segment* segment, Receive receive);
 
-  Bell& bell(int rank) const;
+  // Of these, and below, each process is its place among the ranks.
+  int place_of(int rank) const;
+  Bell& bell(int place) const;
   Ring& ring(int from, int to) const;
-  void ring_bell(int rank) const;
+  void ring_bell(int place) const;
+  bool is_gone(int place) const;
   void write(int to, Outgoing& outgoing);  // what has room; with its lock held
   void take_in(int from);                  // what is there; by one thread at a time
   void serve();                            // the thread
 
   int file_;  // -1 in a process that was forked
-  const int rank_, size_;
+  const std::vector<int> ranks_;
+  const int place_, size_;
   Segment* const segment_;
   const Receive receive_;
   std::vector<Outgoing> outgoing_;

@@ -5,18 +5,19 @@
 
 namespace gluon_syncbn {
 
-Outside::Task Outside::next(double seconds, const std::function<bool()>& is_waiting) {
+Outside::Task Outside::next(double seconds, const std::function<Need()>& need) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   std::unique_lock<std::mutex> lock(mutex_);
   while (tasks_.empty()) {
     lock.unlock();
-    const bool is_timed = is_waiting();  // which asks `Processes`, who may be about to ask here
+    const Need now = need();  // which asks `Processes`, who may be about to ask here
     lock.lock();
     if (!tasks_.empty()) break;
-    if (!is_timed) {
+    if (now != kAllTheTime) {
       // Whoever begins to wait says so; to be sure, it is looked now and then.
       changed_.wait_for(lock, std::chrono::milliseconds(100));
+      if (now == kNowAndThen && tasks_.empty()) return {};
     } else if (changed_.wait_until(lock, until) == std::cv_status::timeout) {
       if (tasks_.empty()) return {};
     }

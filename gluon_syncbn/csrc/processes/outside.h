@@ -31,8 +31,11 @@ class Outside : public Transport {
   // Whether who has come to a round shows only when one asks.
   explicit Outside(bool must_be_asked) : must_be_asked_(must_be_asked) {}
 
-  // The next task. Waits for it, as long as `is_waiting` for so many seconds at most.
-  Task next(double seconds, const std::function<bool()>& is_waiting);
+  enum Need { kNotNow, kNowAndThen, kAllTheTime };
+
+  // The next task. Waits for it: for so many seconds at most while what arrives is needed all the time, and else until
+  // there is something to do, or it is to be looked now and then.
+  Task next(double seconds, const std::function<Need()>& need);
 
   // No tasks come any more.
   void end() { add(Task::kEnd, {}, {}, ""); }

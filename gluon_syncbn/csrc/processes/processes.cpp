@@ -11,6 +11,20 @@
 namespace gluon_syncbn {
 namespace {
 
+// After which a process that waits tells other hosts that it has come.
+constexpr Seconds kWhile{1};
+
+// For which what a process brought before it ended may be under way, handed on by leaders.
+constexpr Seconds kUnderWay{5};
+
+constexpr size_t kMostNoted = 1000;
+
+// In a bundle, but for the last row. MPI sends up to 64 KiB at once over TCP, and asks before it sends more.
+constexpr size_t kMostNumbers = 3500;
+
+// Who has abandoned the step first, as far as the process knew that says so.
+int first_of(const Message& gave_up) { return static_cast<int>(gave_up.numbers[1]); }
+
 std::string without_end(const std::string& text) { return text.substr(0, text.find_last_not_of('.') + 1); }
 
 }  // namespace
@@ -29,6 +43,11 @@ std::vector<int> Processes::everyone() const {
   return ranks;
 }
 
+std::vector<int> Processes::without_me(std::vector<int> ranks) const {
+  ranks.erase(std::find(ranks.begin(), ranks.end(), rank));
+  return ranks;
+}
+
 bool Processes::is_forked() const { return getpid() != process_; }
 
 void Processes::check_process() const {
@@ -39,6 +58,7 @@ void Processes::share(std::shared_ptr<Transport> memory) {
   std::lock_guard<std::mutex> lock(mutex_);
   memory_.swap(memory);  // the other one goes after the lock: its thread may be about to take that
   uses_memory_ = false;
+  hosts_ = memory_ ? Hosts(names_, rank) : Hosts();
 }
 
 void Processes::agree_on_memory() {
@@ -64,12 +84,11 @@ void Processes::exchange(const Channel& channel, int64_t round, std::vector<doub
     } else if (channel.members.size() == 1) {
       after.calls.emplace_back(std::move(mine.done), Exchanged{{std::move(mine.vector)}, mine.round, ""});
     } else {
-      std::vector<int> others;
-      std::copy_if(channel.members.begin(), channel.members.end(), std::back_inserter(others),
-                   [this](int member) { return member != rank; });
-      after.messages.emplace_back(uses_memory_ ? memory_ : outside_,
-                                  Message{Message::kVector, channel.key, mine.round, mine.vector}, std::move(others));
+      mine.has_leaders = uses_memory_ && !hosts_.far(channel.members).empty();
+      send(uses_memory_ ? memory_ : outside_, {Message::kVector, channel.key, mine.round, mine.vector},
+           without_me(uses_memory_ ? hosts_.near(channel.members) : channel.members), after);
       const Address address{channel.key, mine.round};
+      if (noted_.count(address) > 0) note(mine, after);
       places_[address].waiting.push_back(std::move(mine));
       waiting_ += 1;
       end_complete(address, after);
@@ -84,7 +103,7 @@ std::string Processes::refusal(Waiting& mine) {
            "). Call gluon_syncbn.abandon_step() before the next step";
   }
   if (is_resuming_) return "the step was abandoned";
-  if (!uses_memory_ && !lost_.empty()) return lost_;
+  if (!lost_.empty() && needs_outside()) return lost_;
   if (mine.round == kNext) {
     int64_t& last = last_[mine.channel.key];
     mine.round = last = std::max(last + 1, floor_);
@@ -95,14 +114,16 @@ std::string Processes::refusal(Waiting& mine) {
 }
 
 std::string Processes::obstacle(const Waiting& waiting) const {
-  const auto gave_up = gave_up_.find(resumes_);
-  const auto has_given_up = [&](int other) { return gave_up != gave_up_.end() && gave_up->second.count(other) > 0; };
+  static const std::map<int, Message> nobody;
+  const auto found = gave_up_.find(resumes_);
+  const std::map<int, Message>& gave_up = found != gave_up_.end() ? found->second : nobody;
   for (int other : waiting.channel.members) {
     if (other == rank) continue;
-    if (left_.count(other) > 0 && !has_come(waiting, other)) return "process " + std::to_string(other) + " has ended";
+    if (has_left(waiting, other) && !is_over_for(waiting, other)) return "process " + std::to_string(other) + " has ended";
     // What it had sent before is of the step that it abandoned.
-    if (has_given_up(other) && !has_given_up(rank)) {
-      return "process " + std::to_string(other) + " abandoned the step (an exception, or gluon_syncbn.abandon_step())";
+    if (gave_up.count(other) > 0 && gave_up.count(rank) == 0) {
+      return "process " + std::to_string(first_of(gave_up.at(other))) +
+             " abandoned the step (an exception, or gluon_syncbn.abandon_step())";
     }
   }
   return "";
@@ -120,18 +141,80 @@ bool Processes::has_come(const Waiting& waiting, int other) const {
   return arrived != place->second.arrived.end() && !arrived->second.empty();
 }
 
+bool Processes::have_come(const Waiting& waiting, const std::vector<int>& others) const {
+  return std::all_of(others.begin(), others.end(), [&](int other) { return has_come(waiting, other); });
+}
+
+bool Processes::has_left(const Waiting& waiting, int other) const {
+  const auto left = left_.find(other);
+  if (left == left_.end()) return false;
+  const std::vector<int>& members = waiting.channel.members;
+  const auto leads = [&](int member) { return hosts_.leader(members, member) == member; };
+  if (!waiting.has_leaders || hosts_.is_near(other) || (leads(other) && leads(rank))) return true;
+  return Clock::now() - left->second > ticks(std::min(kUnderWay.count(), waiting.channel.timeout_seconds / 2));
+}
+
+void Processes::note(Waiting& waiting, Afterwards& after) {
+  if (!waiting.has_leaders || waiting.is_noted) return;
+  waiting.is_noted = true;
+  send(outside_, {Message::kCame, waiting.channel.key, waiting.round, {}}, hosts_.far(waiting.channel.members), after);
+}
+
+bool Processes::is_over_for(const Waiting& waiting, int other) const {
+  const std::vector<int>& members = waiting.channel.members;
+  const bool hands_on = waiting.has_leaders && hosts_.leader(members, rank) == other;
+  return has_come(waiting, other) && (!hands_on || have_come(waiting, hosts_.far(members)));
+}
+
+void Processes::tell_hosts(Waiting& first, Place& place, Afterwards& after) {
+  const std::vector<int>& members = first.channel.members;
+  if (!first.has_leaders || first.is_told || hosts_.leader(members, rank) != rank) return;
+  const std::vector<int> near = hosts_.near(members);
+  if (!have_come(first, near)) return;
+  first.is_told = true;
+  Bundle bundle{members, {}};
+  size_t numbers = 0;
+  for (int member : near) {
+    bundle.rows.emplace_back(member, member == rank ? first.vector : place.arrived[member].front());
+    numbers += bundle.rows.back().second.size();
+    if (numbers < kMostNumbers && member != near.back()) continue;
+    send(outside_, {Message::kBundle, first.channel.key, first.round, bundle.packed()}, hosts_.far_leaders(members),
+         after);
+    bundle.rows.clear();
+    numbers = 0;
+  }
+}
+
 void Processes::receive(int from, Message message) {
   Afterwards after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (message.kind == Message::kVector) {
+    const Address address{message.key, message.round};
+    if (message.kind == Message::kVector || message.kind == Message::kBundle) {
       if (message.round <= highest_given_up_) return;
-      const Address address{message.key, message.round};
-      places_[address].arrived[from].push_back(std::move(message.numbers));
+      std::map<int, std::deque<std::vector<double>>>& arrived = places_[address].arrived;
+      if (message.kind == Message::kVector) {
+        arrived[from].push_back(std::move(message.numbers));
+      } else {
+        Bundle bundle = Bundle::unpacked(message.numbers);
+        for (auto& [member, row] : bundle.rows) arrived[member].push_back(std::move(row));
+        if (!hosts_.is_near(from) && memory_) {
+          send(memory_, message, without_me(hosts_.near(bundle.members)), after);
+        }
+      }
       end_complete(address, after);
+    } else if (message.kind == Message::kCame) {
+      if (message.round <= highest_given_up_) return;
+      if (noted_.size() > kMostNoted) noted_.clear();  // of rounds that were over
+      noted_[address].insert(from);
+      const auto place = places_.find(address);
+      if (place != places_.end() && !place->second.waiting.empty()) note(place->second.waiting.front(), after);
     } else {
       if (message.kind == Message::kLeft) {
-        left_.insert(from);
+        // Of the process that says so, or of one on its host that has ended without a word.
+        const int who = message.numbers.empty() ? from : static_cast<int>(message.numbers[0]);
+        has_lost_some_ = has_lost_some_ || who != from;
+        left_.emplace(who, Clock::now());
       } else if (message.key >= resumes_) {
         gave_up_[message.key].emplace(from, std::move(message));
       }
@@ -151,8 +234,9 @@ void Processes::end_complete(const Address& address, Afterwards& after) {
   Place& place = places_[address];
   while (!place.waiting.empty()) {
     Waiting& first = place.waiting.front();
+    tell_hosts(first, place, after);
     const std::vector<int>& members = first.channel.members;
-    if (!std::all_of(members.begin(), members.end(), [&](int member) { return has_come(first, member); })) return;
+    if (!have_come(first, members)) return;
     Exchanged all{{}, first.round, ""};
     std::string sizes;
     bool differ = false;
@@ -175,6 +259,7 @@ void Processes::end_complete(const Address& address, Afterwards& after) {
     }
     place.waiting.pop_front();
     waiting_ -= 1;
+    noted_.erase(address);
   }
   const bool is_empty =
       std::all_of(place.arrived.begin(), place.arrived.end(), [](const auto& entry) { return entry.second.empty(); });
@@ -207,7 +292,7 @@ void Processes::fail_step(const std::string& error, Afterwards& after) {
   if (!failure_.empty()) return;
   failure_ = error;
   failed_at_ = Clock::now();
-  if (!uses_memory_ && !can_resume_) after.given_up = error;
+  if (needs_outside() && !can_resume_) after.given_up = error;
 }
 
 void Processes::fail(const std::string& error) {
@@ -221,7 +306,11 @@ void Processes::fail(const std::string& error) {
 }
 
 void Processes::lose_transport(const std::string& why) {
-  if (!state().shares_memory) lose(why, {});
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!needs_outside()) return;
+  }
+  lose(why, {});
 }
 
 void Processes::end(const std::string& why) {
@@ -254,8 +343,10 @@ std::string Processes::abandon(bool is_under_way) {
     failure_.clear();
     is_resuming_ = true;
     epoch_ += 1;
-    Message mine{Message::kGaveUp, resumes_, highest_had(), {uses_memory_ ? 1.0 : 0.0}};
-    if (gave_up_[resumes_].emplace(rank, mine).second) tell_all(std::move(mine), after);
+    std::map<int, Message>& gave_up = gave_up_[resumes_];
+    const int first = gave_up.empty() ? rank : first_of(gave_up.begin()->second);
+    Message mine{Message::kGaveUp, resumes_, highest_had(), {uses_memory_ ? 1.0 : 0.0, static_cast<double>(first)}};
+    if (gave_up.emplace(rank, mine).second) tell_all(mine, after);
   }
   carry_out(after);
   return why;
@@ -267,7 +358,7 @@ void Processes::resume(const std::string& what, double timeout_seconds, Done don
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Waiting mine{{what, 0, everyone(), timeout_seconds}, 0, {}, epoch_, std::move(done), true};
-    if (!can_resume_ && !uses_memory_) {
+    if (!can_resume_ && needs_outside()) {
       end_in_error(mine, what + ": " + (lost_.empty() ? "the processes cannot go on together" : lost_) + ".", after);
     } else {
       watch(shared_from_this());
@@ -290,13 +381,16 @@ void Processes::end_resume(Afterwards& after) {
   bool all_use_memory = true;
   for (const auto& entry : gave_up_[resumes_]) {
     highest_given_up_ = std::max(highest_given_up_, entry.second.round);
-    all_use_memory = all_use_memory && !entry.second.numbers.empty() && entry.second.numbers[0] == 1;
+    all_use_memory = all_use_memory && entry.second.numbers[0] == 1;
   }
   uses_memory_ = all_use_memory;
   gave_up_.erase(resumes_++);
   for (auto entry = places_.begin(); entry != places_.end();) {
     const bool is_old = entry->first.second <= highest_given_up_ && entry->second.waiting.empty();
     entry = is_old ? places_.erase(entry) : std::next(entry);
+  }
+  for (auto entry = noted_.begin(); entry != noted_.end();) {
+    entry = entry->first.second <= highest_given_up_ ? noted_.erase(entry) : std::next(entry);
   }
   floor_ = highest_given_up_ + 1;
   is_resuming_ = has_lost_some_ = false;
@@ -316,21 +410,24 @@ void Processes::leave() {
   carry_out(after);
 }
 
-void Processes::tell_all(Message message, Afterwards& after) const {
-  std::vector<int> others;
-  for (int other = 0; other < size; ++other) {
-    if (other != rank) others.push_back(other);
-  }
-  if (memory_) after.messages.emplace_back(memory_, message, others);
-  // As long as some may not listen to the memory.
-  if (!uses_memory_ && can_resume_) after.messages.emplace_back(outside_, std::move(message), std::move(others));
+void Processes::tell_all(const Message& message, Afterwards& after) const {
+  const std::vector<int> others = without_me(everyone());
+  if (memory_) send(memory_, message, hosts_.near(others), after);
+  // To all, as long as some may not listen to the memory.
+  if (can_resume_) send(outside_, message, uses_memory_ ? hosts_.far(others) : others, after);
+}
+
+void Processes::send(const std::shared_ptr<Transport>& transport, const Message& message, const std::vector<int>& ranks,
+                     Afterwards& after) {
+  if (ranks.empty()) return;
+  transport->send(message, ranks);
+  after.looks.emplace_back(transport, message.kind == Message::kVector);
 }
 
 void Processes::carry_out(Afterwards& after) {
-  for (auto& [transport, message, ranks] : after.messages) {
-    transport->send(message, ranks);
+  for (auto& [transport, is_vector] : after.looks) {
     transport->look();
-    if (message.kind == Message::kVector) transport->linger([this] { return waiting_ == 0; });
+    if (is_vector) transport->linger([this] { return waiting_ == 0; });
   }
   if (!after.given_up.empty()) outside_->give_up(after.given_up);
   for (const auto& [channel, round] : after.questions) outside_->ask_who_came(channel.key, round, channel.members);
@@ -361,31 +458,45 @@ void Processes::go_to_round(int64_t floor) {
   floor_ = std::max(floor_, floor);
 }
 
-bool Processes::needs_carrier() const {
+Outside::Need Processes::need_of_carrier() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return uses_memory_ ? !can_resume_ && !failure_.empty() : waiting_ > 0;
+  if (needs_outside() ? waiting_ > 0 : !can_resume_ && !failure_.empty()) return Outside::kAllTheTime;
+  return uses_memory_ && hosts_.are_several() ? Outside::kNowAndThen : Outside::kNotNow;
 }
 
 OpenWaits Processes::end_overdue() {
   OpenWaits open;
   if (waiting_ == 0 || is_forked()) return open;
   std::shared_ptr<Transport> memory;
+  std::vector<int> near;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (uses_memory_) memory = memory_;  // else not all may have come there yet
+    near = without_me(hosts_.near(everyone()));
   }
   std::vector<int> lost;
-  for (int other = 0; memory && other < size; ++other) {
-    if (other != rank && memory->has_lost(other)) lost.push_back(other);
-  }
+  std::copy_if(near.begin(), near.end(), std::back_inserter(lost),
+               [&](int other) { return memory && memory->has_lost(other); });
   // What they had sent before is taken in first.
   const bool has_taken_in = memory && memory->look();
-  for (int other : has_taken_in ? lost : std::vector<int>()) receive(other, {Message::kLeft, 0, 0, {}});
   Afterwards after;
+  for (int other : has_taken_in ? lost : std::vector<int>()) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const Message instead{Message::kLeft, 0, 0, {static_cast<double>(other)}};
+      if (left_.count(other) == 0 && can_resume_) send(outside_, instead, hosts_.far(everyone()), after);
+    }
+    receive(other, {Message::kLeft, 0, 0, {}});
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     has_lost_some_ = has_lost_some_ || !lost.empty();
-    end_waiting([&](Waiting& waiting) { return why_overdue(waiting, open, after); }, after);
+    end_waiting(
+        [&](Waiting& waiting) {
+          const std::string problem = obstacle(waiting);
+          return problem.empty() ? why_overdue(waiting, open, after) : waiting.channel.what + ": " + problem + ".";
+        },
+        after);
   }
   carry_out(after);
   return open;
@@ -393,6 +504,9 @@ OpenWaits Processes::end_overdue() {
 
 std::string Processes::why_overdue(Waiting& waiting, OpenWaits& open, Afterwards& after) {
   const Clock::time_point until = waiting.began + ticks(waiting.channel.timeout_seconds);
+  if (Clock::now() - waiting.began > ticks(std::min(kWhile.count(), waiting.channel.timeout_seconds / 4))) {
+    note(waiting, after);
+  }
   if (!waiting.waited) {
     waiting.waited = ended_wait(waiting.began, waiting.channel.timeout_seconds, true);
     if (!waiting.waited) {
@@ -430,8 +544,16 @@ void Processes::hear_who_came(int64_t key, int64_t round, const std::optional<st
 
 std::set<int> Processes::who_came(const Waiting& waiting) const {
   std::set<int> came;
-  for (int member : waiting.channel.members) {
-    if (has_come(waiting, member)) came.insert(member);
+  const std::vector<int>& members = waiting.channel.members;
+  const auto noted = noted_.find({waiting.channel.key, waiting.round});
+  for (int member : members) {
+    if (has_come(waiting, member) || (noted != noted_.end() && noted->second.count(member) > 0)) came.insert(member);
+  }
+  if (came.size() < members.size()) return came;
+  // All have come, and a leader hands nothing on.
+  const int mine = hosts_.leader(members, rank);
+  for (int member : members) {
+    if (!has_come(waiting, member)) came.erase(mine == rank ? hosts_.leader(members, member) : mine);
   }
   return came;
 }

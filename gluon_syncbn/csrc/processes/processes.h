@@ -24,12 +24,15 @@
 // `epoch` counts what was abandoned. What has been prepared for an exchange in one epoch (nets are compared, by Python)
 // holds in that epoch only, and an exchange that began in one cannot fail a later one.
 //
-// Messages go by one of two transports, the same in all processes: the one that the processes have met by, or memory
-// that they share (host_memory.h), once all have agreed on it. Both are listened to; until all have agreed, what is
-// told to all goes by both.
+// Messages go by what the processes have met by; or, once all have agreed on it, through memory between those of a host
+// (host_memory.h), and outside between the hosts' leaders alone (hosts.h). Both are listened to; until all have agreed,
+// what is told to all goes by both. What is not a vector goes to each process by itself. So that errors name who is
+// missing, a process that has waited for a while tells those of other hosts that it has come: its leader may wait, too.
+// And as what it brought may come later, by its leader, than the word that it has ended, that word counts after a while.
 //
-// Locks: `mutex_` guards all of the state. Nothing is called with it held but `watch`; callbacks run on the thread that
-// ends the exchange, and must not wait for others.
+// Locks: `mutex_` guards all of the state. Nothing is called with it held but `watch`, and a transport's `send`, so that
+// messages leave in the order of what they say; callbacks run on the thread that ends the exchange, and must not wait
+// for others.
 #pragma once
 
 #include <sys/types.h>
@@ -44,12 +47,13 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "meeting/statistics.h"
 #include "meeting/watchdog.h"
+#include "processes/hosts.h"
+#include "processes/outside.h"
 #include "processes/transport.h"
 
 namespace gluon_syncbn {
@@ -71,7 +75,7 @@ struct Exchanged {
 // As Python reads it (base/library.py).
 struct State {
   int is_resuming = 0;
-  int shares_memory = 0;  // whether messages go there
+  int shares_memory = 0;  // whether messages go there, within hosts
   int has_lost_some = 0;  // processes did not come in time, and all have not gone on together since
   int64_t highest_round = 0;
   double seconds_failed = 0;  // for how long the step has failed; 0 if it has not
@@ -92,11 +96,11 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   // The ranks of all.
   std::vector<int> everyone() const;
 
-  // Listens to the memory that processes share; and sends by it, once all have agreed to.
+  // Listens to the memory that the processes of this host share; and sends by it, once all have agreed to.
   void share(std::shared_ptr<Transport> memory);
   void agree_on_memory();
 
-  // What errors call the processes.
+  // The names of the processes' hosts; errors say them.
   void name(std::vector<std::string> names);
 
   // Brings a vector; `done` is called once, perhaps before this returns. If this throws, it will not be called.
@@ -134,9 +138,9 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   // Gives no round a lower number from here on.
   void go_to_round(int64_t floor);
 
-  // Whether something waits for a message of what the processes have met by; or the step has failed, where that cannot
-  // tell others.
-  bool needs_carrier() const;
+  // Whether something waits for a message of what the processes have met by, or the step has failed, where that cannot
+  // tell others: then it is to be looked at all the time. Or others may wait for what is to be handed on to them.
+  Outside::Need need_of_carrier() const;
 
   OpenWaits end_overdue() override;
 
@@ -148,6 +152,9 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
     uint64_t epoch;
     Done done;
     bool is_resume = false;
+    bool has_leaders = false;  // what this host brings is told to others by its leader
+    bool is_told = false;      // it was
+    bool is_noted = false;     // others have been told that this process has come
     Clock::time_point began = Clock::now();
     std::optional<Waited> waited = std::nullopt;  // in vain: the transport has been asked who came
     Clock::time_point asked = {};
@@ -162,31 +169,40 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   // What is to be done when the lock is free.
   struct Afterwards {
     std::vector<std::pair<Done, Exchanged>> calls;
-    std::vector<std::tuple<std::shared_ptr<Transport>, Message, std::vector<int>>> messages;
+    std::vector<std::pair<std::shared_ptr<Transport>, bool>> looks;  // where something was sent; whether it is a vector
     std::vector<std::pair<Channel, int64_t>> questions;  // who has come to this round
     std::string given_up;
   };
+  static void send(const std::shared_ptr<Transport>& transport, const Message& message, const std::vector<int>& ranks,
+                   Afterwards& after);
   void carry_out(Afterwards& after);
   void lose(const std::string& why, Afterwards after);
 
   // All of these with the lock held.
   int64_t highest_had() const;
+  bool needs_outside() const { return !uses_memory_ || hosts_.are_several(); }
   std::string refusal(Waiting& mine);
   std::string obstacle(const Waiting& waiting) const;  // why it cannot go on; empty if it can
   bool has_come(const Waiting& waiting, int other) const;
+  bool have_come(const Waiting& waiting, const std::vector<int>& others) const;
+  bool has_left(const Waiting& waiting, int other) const;
+  bool is_over_for(const Waiting& waiting, int other) const;  // nothing of it is needed any more
+  void tell_hosts(Waiting& first, Place& place, Afterwards& after);
+  void note(Waiting& waiting, Afterwards& after);
   void end_complete(const Address& address, Afterwards& after);
   void end_resume(Afterwards& after);
   // Ends those of which `error` returns a text.
   void end_waiting(const std::function<std::string(Waiting&)>& error, Afterwards& after);
   void end_in_error(Waiting& waiting, const std::string& error, Afterwards& after);
   void fail_step(const std::string& error, Afterwards& after);
-  void tell_all(Message message, Afterwards& after) const;
+  void tell_all(const Message& message, Afterwards& after) const;
   std::string why_overdue(Waiting& waiting, OpenWaits& open, Afterwards& after);
   std::string missing_text(const Waiting& waiting, const std::optional<std::set<int>>& came);
   std::set<int> who_came(const Waiting& waiting) const;
   std::string name_of(int other) const;
   std::string names_of(const std::vector<int>& ranks) const;
 
+  std::vector<int> without_me(std::vector<int> ranks) const;
   bool is_forked() const;
   void check_process() const;
 
@@ -197,6 +213,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   mutable std::mutex mutex_;
   std::shared_ptr<Transport> memory_;
   bool uses_memory_ = false;
+  Hosts hosts_;
   std::vector<std::string> names_;
   std::string failure_;  // why the step has failed
   Clock::time_point failed_at_;
@@ -208,9 +225,10 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   int64_t highest_given_up_ = 0;
   std::map<int64_t, int64_t> last_;  // round by key
   std::map<Address, Place> places_;
+  std::map<Address, std::set<int>> noted_;             // who has said so by kCame
   std::deque<Waiting> resume_;                         // who waits for it
   std::map<int64_t, std::map<int, Message>> gave_up_;  // by the number of the resume, then by rank
-  std::set<int> left_;
+  std::map<int, Clock::time_point> left_;              // when this was heard
   bool has_lost_some_ = false;
   std::atomic<size_t> waiting_{0};
 };

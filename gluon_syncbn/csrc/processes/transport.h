@@ -11,8 +11,11 @@ namespace gluon_syncbn {
 struct Message {
   enum Kind : int64_t {
     kVector,  // what the process brings to an exchange
-    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume
+    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume; the numbers are whether it
+              // uses the memory that it shares, and who was the first to abandon the step
     kLeft,    // the process ends
+    kBundle,  // what the processes of a host bring to an exchange (hosts.h)
+    kCame,    // the process has come to an exchange a while ago
   };
   int64_t kind = kVector;
   int64_t key = 0;
