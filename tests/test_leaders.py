@@ -191,6 +191,17 @@ def test_errors_name_who_was_the_first_to_abandon_a_step(job_on):
     assert "process 1 abandoned the step" in error_of(futures[2])
 
 
+def test_errors_name_who_was_the_first_to_end(job_on):
+    """Not who ends because of that one, and counts at once, as a leader does."""
+    job = job_on("0 0 1")
+    futures = job.exchange([0, 2], seconds=PATIENCE)
+    time.sleep(0.3)
+    job.members[1].leave()
+    assert "process 1 has ended" in error_of(futures[0])
+    job.members[0].leave()
+    assert "process 1 has ended" in error_of(futures[2])
+
+
 def test_the_step_after_one_that_was_abandoned_meets_nothing_of_it(job_on):
     job = job_on("0 1 1 0")
     job.held = {(1, BUNDLE)}

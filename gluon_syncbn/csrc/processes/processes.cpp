@@ -113,13 +113,16 @@ std::string Processes::refusal(Waiting& mine) {
   return obstacle(mine);
 }
 
-std::string Processes::obstacle(const Waiting& waiting) const {
+std::string Processes::obstacle(const Waiting& waiting) {
   static const std::map<int, Message> nobody;
   const auto found = gave_up_.find(resumes_);
   const std::map<int, Message>& gave_up = found != gave_up_.end() ? found->second : nobody;
   for (int other : waiting.channel.members) {
     if (other == rank) continue;
-    if (has_left(waiting, other) && !is_over_for(waiting, other)) return "process " + std::to_string(other) + " has ended";
+    if (has_left(waiting, other) && !is_over_for(waiting, other)) {
+      because_of_ = left_.at(other).because_of;
+      return "process " + std::to_string(*because_of_) + " has ended";
+    }
     // What it had sent before is of the step that it abandoned.
     if (gave_up.count(other) > 0 && gave_up.count(rank) == 0) {
       return "process " + std::to_string(first_of(gave_up.at(other))) +
@@ -151,7 +154,7 @@ bool Processes::has_left(const Waiting& waiting, int other) const {
   const std::vector<int>& members = waiting.channel.members;
   const auto leads = [&](int member) { return hosts_.leader(members, member) == member; };
   if (!waiting.has_leaders || hosts_.is_near(other) || (leads(other) && leads(rank))) return true;
-  return Clock::now() - left->second > ticks(std::min(kUnderWay.count(), waiting.channel.timeout_seconds / 2));
+  return Clock::now() - left->second.heard > ticks(std::min(kUnderWay.count(), waiting.channel.timeout_seconds / 2));
 }
 
 void Processes::note(Waiting& waiting, Afterwards& after) {
@@ -211,10 +214,9 @@ void Processes::receive(int from, Message message) {
       if (place != places_.end() && !place->second.waiting.empty()) note(place->second.waiting.front(), after);
     } else {
       if (message.kind == Message::kLeft) {
-        // Of the process that says so, or of one on its host that has ended without a word.
-        const int who = message.numbers.empty() ? from : static_cast<int>(message.numbers[0]);
+        const auto who = static_cast<int>(message.numbers[0]);
         has_lost_some_ = has_lost_some_ || who != from;
-        left_.emplace(who, Clock::now());
+        left_.emplace(who, Left{Clock::now(), static_cast<int>(message.numbers[1])});
       } else if (message.key >= resumes_) {
         gave_up_[message.key].emplace(from, std::move(message));
       }
@@ -317,7 +319,7 @@ void Processes::end(const std::string& why) {
   Afterwards after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    tell_all({Message::kLeft, 0, 0, {}}, after);
+    tell_all(has_ended(rank), after);
     uses_memory_ = false;
   }
   lose(why, std::move(after));
@@ -394,6 +396,7 @@ void Processes::end_resume(Afterwards& after) {
   }
   floor_ = highest_given_up_ + 1;
   is_resuming_ = has_lost_some_ = false;
+  because_of_ = std::nullopt;
   lost_.clear();
   for (Waiting& waiting : resume_) after.calls.emplace_back(std::move(waiting.done), Exchanged{{}, floor_, ""});
   waiting_ -= resume_.size();
@@ -405,9 +408,14 @@ void Processes::leave() {
   Afterwards after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    tell_all({Message::kLeft, 0, 0, {}}, after);
+    tell_all(has_ended(rank), after);
   }
   carry_out(after);
+}
+
+Message Processes::has_ended(int other) const {
+  const int because_of = other == rank ? because_of_.value_or(rank) : other;
+  return {Message::kLeft, 0, 0, {static_cast<double>(other), static_cast<double>(because_of)}};
 }
 
 void Processes::tell_all(const Message& message, Afterwards& after) const {
@@ -483,10 +491,9 @@ OpenWaits Processes::end_overdue() {
   for (int other : has_taken_in ? lost : std::vector<int>()) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      const Message instead{Message::kLeft, 0, 0, {static_cast<double>(other)}};
-      if (left_.count(other) == 0 && can_resume_) send(outside_, instead, hosts_.far(everyone()), after);
+      if (left_.count(other) == 0 && can_resume_) send(outside_, has_ended(other), hosts_.far(everyone()), after);
     }
-    receive(other, {Message::kLeft, 0, 0, {}});
+    receive(other, has_ended(other));
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -182,7 +182,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   int64_t highest_had() const;
   bool needs_outside() const { return !uses_memory_ || hosts_.are_several(); }
   std::string refusal(Waiting& mine);
-  std::string obstacle(const Waiting& waiting) const;  // why it cannot go on; empty if it can
+  std::string obstacle(const Waiting& waiting);  // why it cannot go on; empty if it can
   bool has_come(const Waiting& waiting, int other) const;
   bool have_come(const Waiting& waiting, const std::vector<int>& others) const;
   bool has_left(const Waiting& waiting, int other) const;
@@ -195,6 +195,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   void end_waiting(const std::function<std::string(Waiting&)>& error, Afterwards& after);
   void end_in_error(Waiting& waiting, const std::string& error, Afterwards& after);
   void fail_step(const std::string& error, Afterwards& after);
+  Message has_ended(int other) const;
   void tell_all(const Message& message, Afterwards& after) const;
   std::string why_overdue(Waiting& waiting, OpenWaits& open, Afterwards& after);
   std::string missing_text(const Waiting& waiting, const std::optional<std::set<int>>& came);
@@ -228,7 +229,12 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   std::map<Address, std::set<int>> noted_;             // who has said so by kCame
   std::deque<Waiting> resume_;                         // who waits for it
   std::map<int64_t, std::map<int, Message>> gave_up_;  // by the number of the resume, then by rank
-  std::map<int, Clock::time_point> left_;              // when this was heard
+  struct Left {
+    Clock::time_point heard;
+    int because_of;  // itself, or another that had ended before
+  };
+  std::map<int, Left> left_;
+  std::optional<int> because_of_;  // who had ended, so that the step has failed
   bool has_lost_some_ = false;
   std::atomic<size_t> waiting_{0};
 };
