@@ -1,5 +1,7 @@
 """A result that is read before all devices have been called: an error at once where nobody else could call them."""
 
+import itertools
+
 import pytest
 from testing import MODES, run_python
 
@@ -219,7 +221,16 @@ print("RIGHT")
 """
 
 
-@pytest.mark.parametrize("what", ["REFUSED", "WAITED_FOR"])
+SHORT = [
+    *(("REFUSED", *how) for how in (("imperative", "native"), ("static", "portable"))),
+    *(("WAITED_FOR", *how) for how in (("hybridize", "native"), ("imperative", "portable"))),
+]
+ALL = itertools.product(("REFUSED", "WAITED_FOR"), MODES, ("native", "portable"))
+
+
+@pytest.mark.parametrize(
+    "what, mode, backend", [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long]) for case in ALL]
+)
 def test_a_result_that_is_read_too_early(what, mode, backend):
     code = PROGRAM.format(mode=MODES[mode]) + {"REFUSED": REFUSED, "WAITED_FOR": WAITED_FOR}[what]
     assert "RIGHT\n" in run_python(code, GLUON_SYNCBN_BACKEND=backend).stdout

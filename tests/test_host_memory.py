@@ -87,7 +87,7 @@ def test_another_build_on_the_other_side_is_an_error_that_names_both(tmp_path):
 
 
 @alone
-@pytest.mark.parametrize("options", ["size=64k", "ro"])
+@pytest.mark.parametrize("options", ["size=64k", pytest.param("ro", marks=pytest.mark.long)])
 def test_it_needs_no_dev_shm(options, tmp_path):
     before = f"""
 import ctypes, subprocess

@@ -22,7 +22,7 @@ JOBS = [
     (4, 1, 2, CLUSTER, SMALL),
 ]
 JOBS = [pytest.param(engine, *job, marks=pytest.mark.long) for engine in ENGINES for job in JOBS]
-JOBS.append(("mpi", 2, 1, 1, GIGABIT, SMALL))
+JOBS.append(("mpi", 2, 2, 1, GIGABIT, SMALL))
 
 
 @pytest.mark.parametrize("engine, count, per_host, devices, network, cases", JOBS, ids=str)
@@ -66,8 +66,11 @@ def test_thousands_of_exchanges_of_the_size_of_resnet18(engine, network, steps):
 # Hosts and networks that break
 
 TIMEOUT, VICTIM = 6, "host2"
-WAITED = rf"SyncBatchNorm '\w+': (forward|backward) pass waited {TIMEOUT} s for 1 of 3 processes\. "
-SEEN_BY_OTHERS = WAITED + r"Arrived: process 0 \(host1\), process 2 \(host3\)\. Missing: process 1 \(host2\)\. "
+WAITED = rf"SyncBatchNorm '\w+': (forward|backward) pass waited {TIMEOUT} s for "
+SEEN_BY_OTHERS = {  # by the number of processes on each host
+    1: r"1 of 3 processes\. Arrived: process 0 \(host1\), process 2 \(host3\)\. Missing: process 1 \(host2\)\. ",
+    2: r"2 of 6 processes\. Arrived: (process [0145] \(host[13]\)(, )?){4}\. Missing: (process [23] \(host2\)(, )?){2}",
+}
 # Of a job of three hosts: what is done to the second, and whether the job goes on, and is right.
 FAULTS = {
     "freezes": (lambda hosts: hosts.freeze(VICTIM), False),
@@ -76,13 +79,14 @@ FAULTS = {
     "loses its link for 3 s": (lambda hosts: (hosts.cut(VICTIM), time.sleep(3), hosts.join(VICTIM)), True),
     "is ten times slower": (lambda hosts: hosts.slow_down(VICTIM), True),
 }
-SHORT, ALL = ("mpi", "loses its link"), itertools.product(ENGINES, FAULTS)
+SHORT, ALL = ("mpi", 1, "loses its link"), [*itertools.product(ENGINES, [1], FAULTS)]
+ALL += itertools.product(["mpi"], [2], FAULTS)
 
 
 @pytest.mark.parametrize(
-    "engine, fault", [pytest.param(*case, marks=[] if case == SHORT else [pytest.mark.long]) for case in ALL]
+    "engine, per_host, fault", [pytest.param(*case, marks=[] if case == SHORT else [pytest.mark.long]) for case in ALL]
 )
-def test_a_host(engine, fault, tmp_path):
+def test_a_host(engine, per_host, fault, tmp_path):
     """Errors come in time and name the host, and whoever can end does."""
 
     def said() -> str:  # until now; a host without a link cannot tell its launcher
@@ -94,19 +98,19 @@ def test_a_host(engine, fault, tmp_path):
             assert time.monotonic() < deadline, said()
             time.sleep(0.05)
 
-    break_it, goes_on = FAULTS[fault]
+    (break_it, goes_on), size = FAULTS[fault], 3 * per_host
     limits = {"JOB_TIMEOUT": 60, "JOB_STEPS": 200} if goes_on else {"JOB_TIMEOUT": TIMEOUT, "JOB_STEPS": 100000}
     with Hosts(3, CLUSTER) as hosts:
         words = "faults.py", "outside", "forward"
-        command, environment = command_of_job(engine, 3, *words, hosts=hosts, JOB_SAID=tmp_path, **limits)
+        command, environment = command_of_job(engine, size, *words, hosts=hosts, JOB_SAID=tmp_path, **limits)
         job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
-            wait_for(lambda: said().count("READY") == 3)
+            wait_for(lambda: said().count("READY") == size)
             time.sleep(0.3)
             break_it(hosts)
             if goes_on:
                 assert job.poll() is None, "it had ended before its host was broken"
-                assert job.wait(HANG) == 0 and said().count("RIGHT AFTERWARDS") == 3, said()
+                assert job.wait(HANG) == 0 and said().count("RIGHT AFTERWARDS") == size, said()
                 return
             wait_for(lambda: not any(hosts.processes(name) for name in hosts.names if name != VICTIM))
             if (engine, fault) == ("mpi", "is shut down"):  # mpirun ends the job, before anybody has waited for long
@@ -115,8 +119,8 @@ def test_a_host(engine, fault, tmp_path):
         finally:
             job.kill()
             job.wait()
-    told = re.findall(r"ERROR [02] (\S+) (.*)", said())
-    assert len(told) == 2, said()
+    told = re.findall(rf"ERROR [{'02' if per_host == 1 else '0145'}] (\S+) (.*)", said())
+    assert len(told) == 2 * per_host, said()
     for seconds, text in told:
-        assert re.search(SEEN_BY_OTHERS, text), text
+        assert re.search(WAITED + SEEN_BY_OTHERS[per_host], text), text
         assert float(seconds) < TIMEOUT + 20, text  # of a slow machine; who hangs takes minutes

@@ -39,10 +39,9 @@ ALL = [(way, *fault) for way in WAYS for fault in FAULTS]
 SHORT = """
 mpi killed backward, mpi stopped forward, mpi raising backward, mpi bad_input forward,
 horovod absent backward, horovod caught backward, horovod ending forward,
-mpi without memory absent backward, mpi without memory caught backward, mpi without memory bad_input forward,
-horovod without memory ending forward, horovod without memory absent backward, horovod without memory caught backward
-mpi behind a leader absent backward, mpi behind a leader ending forward, mpi behind a leader caught backward,
-mpi as a leader absent backward, mpi as a leader stopped forward, mpi as a leader caught backward
+mpi without memory absent backward, mpi without memory caught backward,
+horovod without memory absent backward, horovod without memory caught backward
+mpi behind a leader ending forward, mpi as a leader absent backward, mpi as a leader caught backward
 """
 CASES = [pytest.param(*case, marks=[] if " ".join(case) in SHORT else [pytest.mark.long]) for case in ALL]
 KILLS = [("mpi", 2), *(pytest.param(name, 25, marks=pytest.mark.long) for name in ENGINES)]

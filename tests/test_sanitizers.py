@@ -1,5 +1,6 @@
 """Rendezvous, processes, groups, temporary space and kernels run clean under the compiler's sanitizers."""
 
+import itertools
 import re
 import subprocess
 
@@ -40,10 +41,12 @@ PROGRAMS = {
         r".*: (240|480) cases\n",
     ),
 }
+# The kernels share nothing, and take a minute to compile.
+ALL = [item for item in itertools.product(PROGRAMS, SANITIZERS) if item != ("exercise_kernels", "threads")]
+ALL.append(pytest.param("exercise_kernels", "threads", marks=pytest.mark.long))
 
 
-@pytest.mark.parametrize("sanitizer", list(SANITIZERS))
-@pytest.mark.parametrize("program", list(PROGRAMS))
+@pytest.mark.parametrize("program, sanitizer", ALL)
 def test_clean_under(program, sanitizer):
     parts, arguments, expected = PROGRAMS[program]
     words = [*COMMON, *SANITIZERS[sanitizer]]
