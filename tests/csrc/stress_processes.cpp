@@ -174,9 +174,9 @@ void run_job(int steps, Way way) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100 * mine->rank));
       const auto host = static_cast<size_t>(names[static_cast<size_t>(mine->rank)].back() - '0');
       mine->name(names);
-      mine->share(HostMemory::join(
-          offers[host]->where, mine->rank, hosts[host],
-          [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
+      mine->share(
+          HostMemory::join(offers[host]->where, mine->rank, hosts[host],
+                           [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
       const Exchanged votes = exchanged(mine, {"votes", 9, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
       check(votes.error.empty(), "the vote on memory: " + votes.error);
     });

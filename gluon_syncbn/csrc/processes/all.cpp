@@ -109,8 +109,8 @@ struct OutsideTask {
 // busy, and else until there is something.
 EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, OutsideTask* found) {
   Entry& mine = entry(id);
-  mine.task = mine.outside->next(
-      seconds, [&] { return is_busy ? Outside::kAllTheTime : mine.processes->need_of_carrier(); });
+  mine.task =
+      mine.outside->next(seconds, [&] { return is_busy ? Outside::kAllTheTime : mine.processes->need_of_carrier(); });
   const Outside::Task& task = mine.task;
   *found = {task.kind,
             task.message.kind,
@@ -231,9 +231,9 @@ EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where, con
   return error_of([&] {
     Entry& mine = entry(id);
     Processes& processes = *mine.processes;
-    auto joined = HostMemory::join(
-        where, processes.rank, {ranks, ranks + count},
-        [&processes](int from, Message message) { processes.receive(from, std::move(message)); });
+    auto joined =
+        HostMemory::join(where, processes.rank, {ranks, ranks + count},
+                         [&processes](int from, Message message) { processes.receive(from, std::move(message)); });
     mine.memory.swap(joined);  // the other one goes last
     processes.share(mine.memory);
   });

@@ -123,8 +123,9 @@ std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank,
   struct flock lock = lock_of(place);
   const bool is_right = pread(file, &head, sizeof head, 0) == sizeof head && head.layout == kLayout &&
                         head.size == static_cast<int64_t>(ranks.size()) && fcntl(file, F_OFD_SETLK, &lock) == 0;
-  void* memory = is_right ? mmap(nullptr, Segment::bytes(ranks.size(), head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
-                          : MAP_FAILED;
+  void* memory =
+      is_right ? mmap(nullptr, Segment::bytes(ranks.size(), head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
+               : MAP_FAILED;
   if (memory == MAP_FAILED) {
     close(file);
     throw std::runtime_error(is_right ? system_error("the memory cannot be mapped")

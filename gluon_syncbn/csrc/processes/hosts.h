@@ -1,8 +1,8 @@
 // Which processes share memory, because they are on one host, and what hosts tell each other.
 //
-// Of the members of an exchange, the first on each host is its leader. It collects what those of its host bring, through
-// memory, and sends all of it as one message to the leader of each other host, which hands it on. So a network carries
-// one message for each pair of hosts, where each process by itself would send one to each other.
+// Of the members of an exchange, the first on each host is its leader. It collects what those of its host bring,
+// through memory, and sends all of it as one message to the leader of each other host, which hands it on. So a network
+// carries one message for each pair of hosts, where each process by itself would send one to each other.
 #pragma once
 
 #include <string>

@@ -28,11 +28,12 @@
 // (host_memory.h), and outside between the hosts' leaders alone (hosts.h). Both are listened to; until all have agreed,
 // what is told to all goes by both. What is not a vector goes to each process by itself. So that errors name who is
 // missing, a process that has waited for a while tells those of other hosts that it has come: its leader may wait, too.
-// And as what it brought may come later, by its leader, than the word that it has ended, that word counts after a while.
+// And as what it brought may come later, by its leader, than the word that it has ended, that word counts after a
+// while.
 //
-// Locks: `mutex_` guards all of the state. Nothing is called with it held but `watch`, and a transport's `send`, so that
-// messages leave in the order of what they say; callbacks run on the thread that ends the exchange, and must not wait
-// for others.
+// Locks: `mutex_` guards all of the state. Nothing is called with it held but `watch`, and a transport's `send`, so
+// that messages leave in the order of what they say; callbacks run on the thread that ends the exchange, and must not
+// wait for others.
 #pragma once
 
 #include <sys/types.h>
@@ -170,7 +171,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   struct Afterwards {
     std::vector<std::pair<Done, Exchanged>> calls;
     std::vector<std::pair<std::shared_ptr<Transport>, bool>> looks;  // where something was sent; whether it is a vector
-    std::vector<std::pair<Channel, int64_t>> questions;  // who has come to this round
+    std::vector<std::pair<Channel, int64_t>> questions;              // who has come to this round
     std::string given_up;
   };
   static void send(const std::shared_ptr<Transport>& transport, const Message& message, const std::vector<int>& ranks,

@@ -11,8 +11,8 @@ namespace gluon_syncbn {
 struct Message {
   enum Kind : int64_t {
     kVector,  // what the process brings to an exchange
-    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume; the numbers are whether it
-              // uses the memory that it shares, and who was the first to abandon the step
+    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume; the numbers are whether
+              // it uses the memory that it shares, and who was the first to abandon the step
     kLeft,    // a process has ended: the numbers are which, and which one's end that was because of
     kBundle,  // what the processes of a host bring to an exchange (hosts.h)
     kCame,    // the process has come to an exchange a while ago
