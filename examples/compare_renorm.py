@@ -3,7 +3,7 @@
     python examples/compare_renorm.py
 
 ``bn``         nn.BatchNorm, 1 image per step: trained with the statistics of an image, used with the running ones.
-``renorm``     SyncBatchNorm(renorm=...), 1 image per step; r_max and d_max grow from (1, 0) to (3, 5).
+``renorm``     SyncBatchNorm(renorm=(1, 0)), 1 image per step; r_max and d_max grow to (3, 5).
 ``reference``  nn.BatchNorm, 16 images per step, the same number of epochs.
 
 Prints the accuracy on held-out digits in prediction mode: the table of docs/studies.md. Some minutes on a CPU.
@@ -23,13 +23,13 @@ import gluon_syncbn
 RUNS = {"bn": 1, "renorm": 1, "reference": 16}  # images per step
 
 
-def make_net(renorm):
+def make_net(has_renorm):
     net = nn.HybridSequential()
     for channels in (16, 32, 32):
         net.add(nn.Conv2D(channels, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"))
     net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
-    if renorm is not None:
-        gluon_syncbn.convert_sync_batchnorm(net, renorm=renorm)
+    if has_renorm:
+        gluon_syncbn.convert_sync_batchnorm(net, renorm=(1, 0))
     return net
 
 
@@ -42,8 +42,7 @@ def run(name: str, seed: int, epochs: int) -> float:
     order = rng.permutation(len(images))
     train, held_out = order[:1400], order[1400:]
     size, steps = RUNS[name], epochs * 1400
-    schedule = [(0, 1, 0), (steps // 8, 1, 0), (steps // 3, 3, 5)]
-    net = make_net(schedule if name == "renorm" else None)
+    net, step = make_net(name == "renorm"), 0
     net.initialize(mx.init.Xavier())
     net.hybridize(static_alloc=True, static_shape=True)
     trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
@@ -51,6 +50,10 @@ def run(name: str, seed: int, epochs: int) -> float:
     for _ in range(epochs):
         shuffled = rng.permutation(train)
         for begin in range(0, len(shuffled) - size + 1, size):
+            if name == "renorm" and step % 50 == 0:
+                share = np.interp(step, [steps // 8, steps // 3], [0, 1])
+                gluon_syncbn.set_renorm(net, r_max=1 + 2 * share, d_max=5 * share)
+            step += 1
             chosen = shuffled[begin : begin + size]
             with autograd.record():
                 value = loss(net(mx.nd.array(images[chosen])), mx.nd.array(labels[chosen]))

@@ -5,6 +5,7 @@ Layers and nets
     convert_sync_batchnorm   makes every BatchNorm of a net synchronize
     convert_batchnorm        makes them plain BatchNorm again, for deployment
     freeze_statistics        normalizes with the running statistics in training too
+    set_renorm               sets the limits of Batch Renormalization, in a training loop
     update_statistics        estimates the running statistics of a trained net anew
     check, Check             finds out whether a net really synchronizes
     install, uninstall       replace ``gluon.contrib.nn.SyncBatchNorm`` by this layer, and undo that
@@ -48,7 +49,7 @@ from gluon_syncbn._statistics import update_statistics
 from gluon_syncbn._trainer import DistributedTrainer
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.block import SyncBatchNorm
-from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics
+from gluon_syncbn.convert import convert_batchnorm, convert_sync_batchnorm, freeze_statistics, set_renorm
 from gluon_syncbn.distributed.default import init_process_group
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.step.abandon import abandon_step
@@ -79,6 +80,7 @@ _PUBLIC = [
     "install",
     "plain_symbol",
     "profile",
+    "set_renorm",
     "symbol",
     "uninstall",
     "update_statistics",

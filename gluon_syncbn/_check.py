@@ -125,8 +125,8 @@ def check(net: Block, *inputs: Any) -> Check:
 
     The net is called as it is, hybridized or not, but with copies of its parameters and without its Dropout layers.
     Weights, running statistics and gradients do not change, nor do MXNet's random numbers, unless the net draws some
-    itself. (Parameters that wait for their shapes get them, hooks are called, and a schedule of ``renorm`` counts the
-    passes.) The whole batch must fit on the first device.
+    itself. (Parameters that wait for their shapes get them, and hooks are called.) The whole batch must fit on the
+    first device.
 
     In a job of several processes all of them call the function, each with its own images; the first one prints.
 

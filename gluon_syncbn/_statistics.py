@@ -43,10 +43,9 @@ def update_statistics(
     "Rethinking 'Batch' in BatchNorm", 2021) and as ``torch.optim.swa_utils.update_bn``. Use it after training, after
     weights have been averaged, or before you freeze statistics.
 
-    Nothing else of the net changes, but that a schedule of ``renorm`` counts the batches. Frozen layers
-    (``use_global_stats``) keep their statistics, as does a layer that no batch has reached. The net is called layer by
-    layer, hybridized or not. In a job of several processes all of them call the function, each with its own batches,
-    equally many, and all get the same statistics.
+    Nothing else of the net changes. Frozen layers (``use_global_stats``) keep their statistics, as does a layer that no
+    batch has reached. The net is called layer by layer, hybridized or not. In a job of several processes all of them
+    call the function, each with its own batches, equally many, and all get the same statistics.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """`SyncBatchNorm`, the Gluon block."""
 
 import copy
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import mxnet as mx
 from mxnet.gluon import nn
@@ -14,7 +14,7 @@ from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
 from gluon_syncbn.graphs.trace import Layers, tracing
 from gluon_syncbn.layer.decision import check_devices, symbol_synchronizes
-from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_axis, check_option_names
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_axis, check_option_names
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
@@ -92,10 +92,9 @@ class SyncBatchNorm(nn.BatchNorm):
         Recover x̂ from the output in backward, so that MXNet need not keep the input: less memory for activations. No
         effect where a ReLU follows (a leaky ReLU may follow). Needs the native back end, and works in training on
         several devices. docs/memory.md describes what it costs in precision.
-    renorm : (float, float) or list of (int, float, float), optional
-        Batch Renormalization (Ioffe, 2017) with the limits ``(r_max, d_max)``, or with a schedule of ``(step, r_max,
-        d_max)``, between whose points the limits are interpolated linearly. Steps count the layer's training passes,
-        from 0. Needs the native back end. Takes effect in training, on one device too.
+    renorm : (float, float), optional
+        Batch Renormalization (Ioffe, 2017) with the limits ``(r_max, d_max)``; `gluon_syncbn.set_renorm` changes them.
+        Needs the native back end. Takes effect in training, on one device too.
     fuse : bool, default True
         Let a hybridized net compute what follows the layer (a ReLU, a leaky ReLU, or a sum and a ReLU) in the layer's
         own passes. Only on the native back end, and only where nothing else reads the values in between.
@@ -157,7 +156,7 @@ class SyncBatchNorm(nn.BatchNorm):
         kvstore: Union[str, mx.kv.KVStore, None] = None,
         process_group: Optional[ProcessGroupLike] = None,
         in_place: bool = False,
-        renorm: Optional[RenormLike] = None,
+        renorm: Optional[Tuple[float, float]] = None,
         fuse: bool = True,
         **kwargs,
     ):
@@ -194,8 +193,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _take_options(self, options: LayerSpec) -> None:
         """Replace the options; `options_of` has checked them."""
-        step = self._sync.next_step() if "_sync" in vars(self) else 0
-        self._sync = Synchronization(self, options, step)
+        self._sync = Synchronization(self, options)
 
     @property
     def backend(self) -> str:
@@ -213,11 +211,11 @@ class SyncBatchNorm(nn.BatchNorm):
     # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "_sync": (self._sync.options, self._sync.next_step())}
+        return {**self.__dict__, "_sync": self._sync.options}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._sync = Synchronization(self, *state["_sync"])
+        self._sync = Synchronization(self, state["_sync"])
 
     def __deepcopy__(self, memo) -> "SyncBatchNorm":
         options = self._sync.options

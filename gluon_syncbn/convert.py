@@ -9,6 +9,7 @@ import logging
 import warnings
 from typing import Any, Dict, List, Optional, Type
 
+import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
@@ -18,7 +19,7 @@ from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
 from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others
-from gluon_syncbn.layer.spec import OPTIONS, check_option_names
+from gluon_syncbn.layer.spec import OPTIONS, check_option_names, check_renorm
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, plain_norms, restore, synchronize
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
@@ -179,6 +180,54 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
         if isinstance(item, PlainBatchNorm):
             operator_options(item)["use_global_stats"] = frozen
     drop_graphs(blocks)
+    return block
+
+
+def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
+    """Set the limits of Batch Renormalization in every layer of a net that has the option ``renorm``.
+
+    The limits of a schedule are set in the training loop, between two steps. The function waits until what was begun
+    is computed, so call it every 100 steps, say. In a job of several processes, all of them call it with the same
+    limits.
+
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+    r_max : float
+        At least 1. With 1 and a ``d_max`` of 0 it is Batch Normalization.
+    d_max : float
+        At least 0.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block, or a limit is no number.
+    ValueError
+        A limit is too small, no layer of the net has the option, or a step is under way.
+
+    Examples
+    --------
+    >>> convert_sync_batchnorm(net, renorm=(1, 0))
+    >>> for step, batch in enumerate(batches):
+    ...     if step % 100 == 0:
+    ...         set_renorm(net, r_max=1 + 2 * min(1, step / 40000), d_max=5 * min(1, step / 25000))
+    """
+    where = "set_renorm"
+    limits = check_renorm((r_max, d_max), where)
+    layers = [item for item in all_blocks(block) if isinstance(item, SyncBatchNorm) and item._sync.options.renorm]
+    if not layers:
+        raise ValueError(f"{where}: no layer of '{block.name}' has the option renorm. Convert it with renorm=(1, 0).")
+    if mx.autograd.is_recording() or steps.half_called() is not None:
+        raise ValueError(f"{where}: a step is under way. Call it between two steps.")
+    mx.nd.waitall()
+    for layer in layers:
+        layer._sync.set_renorm(limits)
     return block
 
 

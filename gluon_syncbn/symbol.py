@@ -7,7 +7,7 @@ attribute that says what is to synchronize. They do when the symbol is bound, or
 that has imported this package. So saved files load anywhere.
 """
 
-from typing import Dict, Optional
+from typing import Dict, Optional, Tuple
 
 import mxnet as mx
 
@@ -17,7 +17,7 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.graphs.graph import Entry, Graph
 from gluon_syncbn.graphs.norms import Norm, count_others, mark, refuse_what_runs, replace_norms
 from gluon_syncbn.layer.decision import check_groups, symbol_synchronizes
-from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, RenormLike, check_option_names
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "plain_symbol"]
@@ -45,7 +45,7 @@ def SyncBatchNorm(
     kvstore: Optional[str] = None,
     process_group: Optional[str] = None,
     in_place: bool = False,
-    renorm: Optional[RenormLike] = None,
+    renorm: Optional[Tuple[float, float]] = None,
     fuse: bool = True,
     dtype: str = "float32",
     name: Optional[str] = None,

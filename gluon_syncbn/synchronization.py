@@ -32,15 +32,12 @@ class Synchronization:
     layer : nn.BatchNorm
     options : LayerSpec
         `options_of` has checked them. Name, dtype and what `nn.BatchNorm` knows are the layer's own, see `spec`.
-    first_step : int
-        Of the schedule of Batch Renormalization.
     """
 
-    def __init__(self, layer: nn.BatchNorm, options: LayerSpec, first_step: int = 0):
+    def __init__(self, layer: nn.BatchNorm, options: LayerSpec):
         self.options = options
         self.passes = Passes(layer, options.groups_of)
         self._layer = weakref.ref(layer)
-        self._first_step = first_step
         self._spec: Tuple[Tuple, LayerSpec] = (), options  # what the latest was made of, and that
         self._group: Optional[Tuple[Backend, LayerGroup]] = None
         self._group_is_for: Optional[LayerSpec] = None
@@ -108,16 +105,18 @@ class Synchronization:
             now = self._group
             if now is None or now[1].devices != devices or self._group_is_for != spec:
                 backend = choose(spec, devices).backend
-                self._first_step = self.next_step()
                 self._group = now = backend, backend.make_group(spec.but(num_devices=len(devices)), devices)
                 self._group_is_for = spec
-                now[1].go_to_step(self._first_step)
                 steps.add_layer(self.layer)
             return now
 
-    def next_step(self) -> int:
-        """The next step of the layer's schedule. It goes on where the layer moves, is copied, or converted again."""
-        return self._first_step if self._group is None else self._group[1].go_to_step(0)
+    def set_renorm(self, limits: Tuple[float, float]) -> None:
+        """Set r_max and d_max of Batch Renormalization. Nothing may be running."""
+        with self._group_lock:
+            self.options = self.options.but(renorm=limits)
+            if self._group is not None and self._group_is_for is not None:
+                self._group_is_for = self._group_is_for.but(renorm=limits)
+                self._group[1].set_renorm(limits)
 
     # With whom it synchronizes
 

@@ -44,9 +44,9 @@ class Norm:
     """A layer, with what follows it: ``activation(γ·(r·x̂ + d) + β + skip)``.
 
     ``gamma``, ``beta``: (C,). ``activation``: None, "relu" or "leaky", with ``slope``. ``group_size``: neighbours that
-    share a batch; all devices by default. ``renorm``: (r_max, d_max), or a list of (step, r_max, d_max). ``in_place``:
-    the dtype whose x̂ is found in the output, which moves a γ near 0. ``mean_is_rounded``: the mean was rounded to the
-    vectors' dtype before it was subtracted, as in `nn.BatchNorm`.
+    share a batch; all devices by default. ``renorm``: (r_max, d_max). ``in_place``: the dtype whose x̂ is found in the
+    output, which moves a γ near 0. ``mean_is_rounded``: the mean was rounded to the vectors' dtype before it was
+    subtracted, as in `nn.BatchNorm`.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Norm:
         self.axis, self.epsilon, self.momentum, self.scale = axis, epsilon, momentum, scale
         self.group_size, self.activation, self.slope, self.in_place = group_size, activation, slope, in_place
         self.frozen, self.mean_is_rounded = frozen, mean_is_rounded
-        self.renorm = [(0, *renorm)] if isinstance(renorm, tuple) else renorm
-        self.passes = 0  # in training
+        self.renorm = renorm
         self._statistics = {}  # by group
 
     @property
@@ -97,7 +96,7 @@ class Norm:
         used = list(range(len(shards)) if used is None else used)
         heads = [np.zeros(shard.shape) for shard in shards] if heads is None else heads
         is_in_batch = training and not self.frozen
-        limits = self._limits()
+        limits = self.renorm
         devices: list = [None] * len(used)
         d_gamma, d_beta = [], []
         for group in sorted({self._group_of(device) for device in used}):
@@ -118,7 +117,6 @@ class Norm:
             d_beta.append(made[4])
             if is_in_batch:
                 self._average(first, *made[5:])
-        self.passes += is_in_batch
         outputs, dx, d_skip, means, variances = zip(*devices)
         return Step(list(outputs), list(dx), list(d_skip), total(d_gamma), total(d_beta), list(means), list(variances))
 
@@ -183,12 +181,6 @@ class Norm:
             Sized(share * old.value + (1 - share) * new.value, share * old.size + (1 - share) * new.size)
             for old, new in zip(self.running(device), (mean, var))
         )
-
-    def _limits(self):
-        if self.renorm is None:
-            return None
-        steps, *limits = zip(*self.renorm)
-        return [np.interp(self.passes, steps, values) for values in limits]
 
     def _group_of(self, device: int) -> int:
         return device // self.group_size if self.group_size else 0

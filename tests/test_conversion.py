@@ -267,7 +267,7 @@ def test_gluoncvs_pruned_networks_whose_parameters_have_no_shape():
 
 BOTH = {"num_devices": 2, "group_size": 1, "timeout": 7.0, "process_group": "none", "fuse": False, "activation": "relu"}
 OPTIONS = {
-    "native": {**BOTH, "backend": "native", "renorm": ((0.0, 2.0, 1.0),), "in_place": True},
+    "native": {**BOTH, "backend": "native", "renorm": (2.0, 1.0), "in_place": True},
     "portable": {**BOTH, "backend": "portable", "kvstore": "local"},
 }
 # What does not fit these.

@@ -125,7 +125,7 @@ def test_dir_and_help_show_what_is_documented():
 def test_repr_shows_the_options_that_were_chosen():
     layer = SyncBatchNorm(in_channels=3, num_devices=2, timeout=9, renorm=(3, 5), fuse=False, prefix="stem_")
     assert repr(layer) == repr(nn.BatchNorm(in_channels=3)).replace("BatchNorm(", "SyncBatchNorm(")[:-1] + (
-        ", num_devices=2, timeout=9.0, renorm=((0.0, 3.0, 5.0),), fuse=False)"
+        ", num_devices=2, timeout=9.0, renorm=(3.0, 5.0), fuse=False)"
     )
 
 

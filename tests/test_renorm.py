@@ -1,30 +1,35 @@
-"""Batch Renormalization: the numbers of the reference, and a schedule that counts the training passes.
+"""Batch Renormalization: the numbers of the reference, with limits that stay or change between steps.
 
 On the native back end; portable refuses it.
 """
+
+import copy
 
 import mxnet as mx
 import numpy as np
 import pytest
 import test_layer
+from mxnet import autograd
+from mxnet.gluon import nn
 from reference import check_tensors
-from testing import check_running, check_step, check_steps, cpus, observe, shards_and_heads
+from testing import (
+    check_running,
+    check_step,
+    check_steps,
+    initialized,
+    observe,
+    reference_of,
+    sequential,
+    shards_and_heads,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
 CHANNELS = 4
 BOUND = (1.5, 0.5)
-GROWING = [(0, 1, 0), (8, 5, 4)]  # with each pass other limits
-WRITTEN = [  # by users, and what is meant
-    (None, None),
-    ((3, 5), [(0.0, 3.0, 5.0)]),
-    ([3, 5], [(0.0, 3.0, 5.0)]),
-    (np.array([3, 5]), [(0.0, 3.0, 5.0)]),
-    ([[1, 1, 0], (3, 3, 5)], [(1.0, 1.0, 0.0), (3.0, 3.0, 5.0)]),
-    ([(0, 1, 0)], [(0.0, 1.0, 0.0)]),
-]
-WRONG = [3, (3,), (0.5, 1), (2, -1), (2, float("nan")), [], [(0, 1, 0), (0, 2, 1)], [(0, 1)], "3"]
+GROWING = [(1, 0), (1.25, 0), (2, 0.5), (2, 3), (5, 4), (1, 0), (3, 1)]  # from step to step
+WRONG = [3, (3,), (0.5, 1), (2, -1), (2, float("nan")), (), (1, 2, 3), [(0, 1)], "3"]
 SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5), (3, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
 
 
@@ -65,46 +70,53 @@ def test_the_numbers_are_the_references(mode, dtype, devices):
     assert set(met) == {"high r", "low r", "r", "high d", "low d", "d"}  # or this shows nothing of one of them
 
 
-@pytest.mark.parametrize("schedule", [[(0, 1, 0), (2, 1, 0), (4, 3, 2)], [(2, 1.25, 0.5), (4.5, 3, 2)]])
-def test_a_schedule_counts_the_training_passes(mode, schedule):
-    """Also those on fewer devices, and not predictions; it goes on where the layer moves or is converted again.
-
-    Before the first point the limits are those of that point.
-    """
-    layer, norm = make(2, schedule, mode=mode)
-    for number in range(7):
+def test_limits_that_are_set_between_steps(mode):
+    """Also where the layer is on fewer devices for a step, moves, or is converted again; they are its own."""
+    layer, norm = make(2, GROWING[0], mode=mode)
+    other, other_norm = make(2, BOUND, mode=mode)
+    for number, limits in enumerate(GROWING):
+        norm.renorm = limits
+        assert gluon_syncbn.set_renorm(layer, *limits) is layer
         if number == 3:
             check_step_on([1], layer, norm, number)
             layer(mx.nd.array(draw()[0][0])).wait_to_read()
             continue
         if number == 4:
-            layer = convert_sync_batchnorm(layer, renorm=schedule, timeout=60, backend="native")
+            layer = convert_sync_batchnorm(layer, timeout=60)
         if number == 5:
             layer.collect_params().reset_ctx([mx.cpu(0), mx.cpu(2)])
         check_step(layer, norm, *draw(seed=number), layer.gamma.list_ctx())
+        check_step(other, other_norm, *draw(seed=number))
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-def test_the_pass_is_one_number_for_all_groups(mode, group_size):
-    """After steps on some of the devices, too, of which a group may have none."""
-    layer, norm = make(4, GROWING, mode=mode, group_size=group_size)
+def test_limits_of_groups_and_of_a_short_step(mode, group_size):
+    layer, norm = make(4, GROWING[0], mode=mode, group_size=group_size)
     for number, used in enumerate([[0, 1, 2, 3], [0], [3, 2, 1, 0], [1, 2, 3], [3], [0, 1, 2, 3]]):
+        norm.renorm = GROWING[number]
+        gluon_syncbn.set_renorm(layer, *GROWING[number])
         check_step_on(used, layer, norm, number)
 
 
-def test_a_step_that_was_given_up_leaves_one_number():
-    """A group of two has done a pass that the other has not."""
-    layer, norm = make(4, GROWING, group_size=2, timeout=1)
-    check_step(layer, norm, *draw(4))
-    with pytest.raises(mx.MXNetError):
-        observe(layer, *draw(3), cpus(3))
-    gluon_syncbn.abandon_step()
-    norm.passes += 1
-    layer.running_mean.set_data(mx.nd.zeros(CHANNELS))
-    layer.running_var.set_data(mx.nd.ones(CHANNELS))
-    for device in (0, 2):
-        norm.set_running(np.zeros(CHANNELS), np.ones(CHANNELS), device)
-    check_step(layer, norm, *draw(4, seed=1))
+def test_limits_are_set_before_the_layer_has_devices_and_are_copied():
+    net = sequential(SyncBatchNorm(in_channels=CHANNELS, renorm=(1, 0), timeout=60), nn.BatchNorm(in_channels=CHANNELS))
+    gluon_syncbn.set_renorm(net, *BOUND)
+    assert "renorm=(1.5, 0.5)" in repr(net[0]) and "renorm" not in repr(net[1])
+    layer = initialized(copy.deepcopy(net[0]), 2)
+    check_steps(layer, reference_of(layer, renorm=BOUND), lambda seed: draw(seed=seed), 3)
+
+
+def test_what_set_renorm_refuses():
+    layer, _ = make(2, BOUND)
+    for limits, error in (((0.5, 1), ValueError), ((2, -1), ValueError), (("x", 1), TypeError)):
+        with pytest.raises(error, match="^set_renorm: renorm"):
+            gluon_syncbn.set_renorm(layer, *limits)
+    with pytest.raises(ValueError, match=r"no layer of '.*' has the option renorm. Convert it with renorm=\(1, 0\)"):
+        gluon_syncbn.set_renorm(nn.BatchNorm(), 1, 0)
+    with pytest.raises(TypeError):
+        gluon_syncbn.set_renorm(3, 1, 0)
+    with autograd.record(), pytest.raises(ValueError, match="a step is under way. Call it between two steps"):
+        gluon_syncbn.set_renorm(layer, 1, 0)
 
 
 def test_no_limits_but_1_and_0_is_batch_normalization(mode):
@@ -117,8 +129,8 @@ def test_no_limits_but_1_and_0_is_batch_normalization(mode):
 
 
 def test_prediction_is_that_of_batchnorm(mode):
-    """And so are its gradients; neither counts as a pass."""
-    layer, norm = make(2, GROWING, mode=mode)
+    """And so are its gradients."""
+    layer, norm = make(2, BOUND, mode=mode)
     for seed in range(3):
         check_step(layer, norm, *draw(seed=seed))
         norm.frozen = True
@@ -130,15 +142,11 @@ def test_prediction_is_that_of_batchnorm(mode):
 
 
 @pytest.mark.parametrize("renorm", WRONG)
-def test_what_is_no_schedule_is_refused(renorm):
+def test_what_can_be_no_limits_is_refused(renorm):
     with pytest.raises((TypeError, ValueError), match="SyncBatchNorm 'layer_?': .*renorm"):
         SyncBatchNorm(renorm=renorm, prefix="layer_")
 
 
-@pytest.mark.parametrize("renorm, schedule", WRITTEN)
-def test_what_users_may_write(renorm, schedule):
-    layer, norm = make(2, renorm)
-    norm.renorm = schedule
-    shown = repr(layer)
-    assert f"renorm={tuple(schedule)!r}" in shown if schedule else "renorm" not in shown
-    check_steps(layer, norm, lambda seed: draw(seed=seed), 3)
+@pytest.mark.parametrize("renorm", [(3, 5), [3, 5], np.array([3, 5])])
+def test_what_users_may_write(renorm):
+    assert "renorm=(3.0, 5.0)" in repr(SyncBatchNorm(renorm=renorm))

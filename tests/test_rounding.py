@@ -381,7 +381,7 @@ libc.strtod.restype = ctypes.c_double
 assert libc.strtod(b'0,5', None) == 0.5
 
 if os.environ['GLUON_SYNCBN_BACKEND'] == 'native':
-    options = {'in_place': True, 'renorm': [(0, 1.5, 0.5), (2.5, 1.75, 0.25)]}
+    options = {'in_place': True, 'renorm': (1.75, 0.25)}
     known = {'renorm': options['renorm'], 'in_place': 'float32'}
     least_gamma, profile = 0.0, gluon_syncbn.profile  # in_place moves it, and says so
 else:

@@ -52,7 +52,7 @@ NODES = {  # options of the node, and of the reference
     "pairs, from behind": ({"fix_gamma": False, "axis": -3, "group_size": 2}, {"axis": -3, "group_size": 2}),
     "each alone": ({"fix_gamma": False, "group_size": 1, "process_group": "none"}, {"group_size": 1}),
     "frozen": ({"fix_gamma": False, "use_global_stats": np.bool_(True)}, {"frozen": True}),
-    "renorm": ({"fix_gamma": False, "renorm": [(0, 1, 0), (4, 3, 2)]}, {"renorm": [(0, 1, 0), (4, 3, 2)]}),
+    "renorm": ({"fix_gamma": False, "renorm": (3, 2)}, {"renorm": (3, 2)}),
     "in place": ({"fix_gamma": False, "in_place": True}, {"in_place": "float32"}),
 }
 WAYS = ["made", "converted again", "loaded", "taken apart"]

@@ -49,12 +49,8 @@ class LayerGroup(ABC):
     def rounds(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this active set."""
 
-    def go_to_step(self, least: int) -> int:
-        """Have the layer's schedule go on from the step ``least``, if it is not further.
-
-        Returns the latest step of all devices. Nothing may be running.
-        """
-        return 0
+    def set_renorm(self, limits: Tuple[float, float]) -> None:  # noqa: B027
+        """Set r_max and d_max of Batch Renormalization, where the back end has it. Nothing may be running."""
 
 
 class Backend(ABC):

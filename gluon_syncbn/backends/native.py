@@ -28,7 +28,7 @@ import os
 import threading
 import warnings
 import weakref
-from ctypes import POINTER, c_char_p, c_double, c_int
+from ctypes import c_char_p, c_double, c_int
 from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
@@ -61,8 +61,9 @@ class _GroupSpecStruct(ctypes.Structure):
         ("epsilon", c_double),
         ("scale", c_int),
         ("dtype", c_int),
-        ("num_renorm_points", c_int),
-        ("renorm_points", POINTER(c_double)),
+        ("has_renorm", c_int),
+        ("r_max", c_double),
+        ("d_max", c_double),
     ]
 
 
@@ -102,7 +103,7 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
     _specs[group_id] = spec
-    schedule = spec.renorm or ()
+    r_max, d_max = spec.renorm or (1.0, 0.0)
     struct = _GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices or 0,
@@ -112,8 +113,9 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
-        num_renorm_points=len(schedule),
-        renorm_points=(c_double * (3 * len(schedule)))(*(number for point in schedule for number in point)),
+        has_renorm=spec.renorm is not None,
+        r_max=r_max,
+        d_max=d_max,
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
@@ -123,8 +125,7 @@ def _connect(group_id: int) -> Optional[Link]:
     """Link the group to other processes, the first time; None if there are none."""
     with _connecting:
         if group_id not in _links:
-            go_to_step = functools.partial(library.core.gluon_syncbn_group_step, group_id)
-            _links[group_id] = link_of(_specs[group_id], go_to_step)
+            _links[group_id] = link_of(_specs[group_id])
         return _links[group_id]
 
 
@@ -218,8 +219,9 @@ class NativeGroup(LayerGroup):
         self.link = _connect(self.id)
         return self.link
 
-    def go_to_step(self, least: int) -> int:
-        return library.core.gluon_syncbn_group_step(self.id, least)
+    def set_renorm(self, limits):
+        _specs[self.id] = _specs[self.id].but(renorm=limits)
+        library.core.gluon_syncbn_set_renorm(self.id, *limits)
 
     def rounds(self, set_id: int) -> int:
         return library.core.gluon_syncbn_rounds(self.id, set_id)

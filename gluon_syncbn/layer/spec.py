@@ -24,11 +24,6 @@ TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 DEFAULT_TIMEOUT = 60.0
 BACKENDS = ("auto", "native", "portable")
 
-# (step, r_max, d_max), by step.
-Schedule = Tuple[Tuple[float, float, float], ...]
-# What a user may give: (r_max, d_max), or such a schedule.
-RenormLike = Union[Tuple[float, float], Sequence[Tuple[float, float, float]]]
-
 _MOST_AXES = 8  # of an input; a larger axis is taken for a number of channels
 _NATIVE_OPTIONS = ("in_place", "renorm")
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
@@ -58,7 +53,7 @@ class LayerSpec:
     kvstore: Union[str, mx.kv.KVStore, None] = None
     process_group: Optional[ProcessGroupLike] = None
     in_place: bool = False
-    renorm: Optional[Schedule] = None
+    renorm: Optional[Tuple[float, float]] = None
     fuse: bool = True
 
     @classmethod
@@ -102,7 +97,7 @@ class LayerSpec:
             "num_devices": _count(self.num_devices, where, "num_devices"),
             "group_size": _count(self.group_size, where, "group_size"),
             "timeout": None if self.timeout is None else check_timeout(self.timeout, where),
-            "renorm": _schedule(self.renorm, where),
+            "renorm": None if self.renorm is None else check_renorm(self.renorm, where),
         }
         if self.backend not in BACKENDS:
             raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}.")
@@ -293,32 +288,15 @@ def _count(value, where: str, option: str) -> Optional[int]:
     return int(value)
 
 
-def _schedule(renorm: Optional[RenormLike], where: str) -> Optional[Schedule]:
-    """The schedule of Batch Renormalization that a user means.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is none; the text starts with ``where``.
-    """
-    if renorm is None:
-        return None
-    error = f"{where}: renorm must be (r_max, d_max), or a list of (step, r_max, d_max), not {renorm!r}."
+def check_renorm(renorm, where: str) -> Tuple[float, float]:
+    """The limits of Batch Renormalization; TypeError or ValueError, starting with ``where``, for what can be none."""
     try:
-        items: List[Any] = list(renorm)
-        rows = [(0, *items)] if len(items) == 2 and not isinstance(items[0], (tuple, list)) else items
-        points = [tuple(float(number) for number in row) for row in rows]
+        r_max, d_max = (float(number) for number in renorm)
     except (TypeError, ValueError):
-        raise TypeError(error) from None
-    if not points or any(len(point) != 3 for point in points):
-        raise ValueError(error)
-    for step, r_max, d_max in points:
-        if not (math.isfinite(step) and math.isfinite(r_max) and math.isfinite(d_max) and r_max >= 1 and d_max >= 0):
-            raise ValueError(f"{where}: renorm takes r_max of at least 1 and d_max of at least 0, not {renorm!r}.")
-    steps = [point[0] for point in points]
-    if any(later <= earlier for earlier, later in zip(steps, steps[1:])):
-        raise ValueError(f"{where}: the steps of renorm must grow, not {renorm!r}.")
-    return tuple((step, r_max, d_max) for step, r_max, d_max in points)
+        raise TypeError(f"{where}: renorm must be (r_max, d_max), not {renorm!r}.") from None
+    if not (math.isfinite(r_max) and math.isfinite(d_max) and r_max >= 1 and d_max >= 0):
+        raise ValueError(f"{where}: renorm takes r_max of at least 1 and d_max of at least 0, not {renorm!r}.")
+    return r_max, d_max
 
 
 def _check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
@@ -19,9 +19,8 @@ DEFAULT_SECONDS = 600.0
 class Link:
     """The link of one layer's group. It holds while the layer has these devices."""
 
-    def __init__(self, group: ProcessGroup, spec: LayerSpec, go_to_step: Callable[[int], int]):
+    def __init__(self, group: ProcessGroup, spec: LayerSpec):
         self._processes: Processes = processes_of(group)
-        self.go_to_step = go_to_step
         self._spec = spec
         self._num_devices = spec.num_devices or 0
         self._devices_per_group = spec.group_size or self._num_devices * group.size
@@ -30,7 +29,6 @@ class Link:
         self.first_device = group.rank * self._num_devices
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
-        self._processes.add_link(self)
 
     def prepare(self, direction: str, chunk: int, set_id: int) -> Tuple[int, Sequence[int]]:
         """Let the processes that have devices in group number ``chunk`` of the layer exchange what these bring.
@@ -87,13 +85,10 @@ def seconds_for_processes(timeout: Optional[float]) -> float:
     return default_timeout() if TIMEOUT_VARIABLE in os.environ else DEFAULT_SECONDS
 
 
-def link_of(spec: LayerSpec, go_to_step: Callable[[int], int]) -> Optional[Link]:
+def link_of(spec: LayerSpec) -> Optional[Link]:
     """Make the link of a layer; None where the process is alone. Raises ValueError where the groups do not divide its
     devices.
-
-    ``go_to_step`` takes the step from which the layer's schedule of Batch Renormalization is to go on if it is not
-    further, and returns that with which it does.
     """
     group = find(spec.process_group, spec.where)
     check_groups(spec, spec.num_devices)
-    return None if group is None else Link(group, spec, go_to_step)
+    return None if group is None else Link(group, spec)

@@ -4,8 +4,8 @@ An exchange itself is the compiled core's, also what becomes of it when a proces
 (csrc/processes/processes.h). Before the first one of each channel, and before the first after a step that was
 abandoned, the core asks Python to prepare it, on a thread that may wait. In this order:
 
-1. If a step was abandoned, all processes must have abandoned it. Then they go on together: layers from their latest
-   step, and what not all have agreed on is agreed on again.
+1. If a step was abandoned, all processes must have abandoned it. Then they go on together, and what not all have agreed
+   on is agreed on again.
 2. Whether the processes of each host can exchange through memory that they share. All do, or none. Hosts exchange with
    each other by leaders then, where a message can go to one process by itself.
 3. The net of the layer is compared: its class, the names of its parameters within it, and its layers with their
@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -66,7 +66,6 @@ class Processes:
         self._has_met = False  # 2. has ended here
         self._compared: Set[str] = set()  # nets
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
-        self._links: weakref.WeakSet[Any] = weakref.WeakSet()  # of layers, whose steps are to be the same everywhere
         self._seen: Dict[str, Tuple[Sequence[str], List[str]]] = {}  # layers of nets, and their name in each process
 
     def way(self) -> str:
@@ -111,8 +110,6 @@ class Processes:
             padded = np.zeros(max(sizes))
             padded[: vector.size] = vector
             rows = self._gather("catch_up.rows", padded, occasion)
-            with self._resume_lock:
-                self._align(occasion)
         self.group.go_to_round(max(highests) + 1)
         return list(all_layers), [row[:size] for row, size in zip(rows, sizes)]
 
@@ -252,10 +249,6 @@ class Processes:
                 )
         self._seen[place.net] = place.layers, names
 
-    def add_link(self, link: Any) -> None:
-        with self._lock:
-            self._links.add(link)
-
     def count_layers(self, name: str) -> int:
         """How many layers of this name without a place in a net there have been before this one."""
         with self._lock:
@@ -263,19 +256,9 @@ class Processes:
             return self._layers[name] - 1
 
     def _align(self, occasion: _Occasion) -> None:
-        """Layers go on from their latest step; some may have been left out of a step, or of a part of it.
-
-        What has been agreed on is what all processes know to be.
-        """
-        with self._lock:
-            known = list(self._links)
-        links = {link.place.key: link for link in known if link.place is not None}
-        mine = {key: link.go_to_step(0) for key, link in links.items()}
-        texts = self._gather_texts("steps", json.dumps([mine, list(self._compared), self._has_met]), occasion)
-        all_steps, all_compared, have_met = zip(*map(json.loads, texts))
-        for steps in all_steps:
-            for key in links.keys() & steps.keys():
-                links[key].go_to_step(steps[key])
+        """What has been agreed on is what all processes know to be."""
+        texts = self._gather_texts("agreed", json.dumps([list(self._compared), self._has_met]), occasion)
+        all_compared, have_met = zip(*map(json.loads, texts))
         self._has_met = all(have_met)
         self._compared.intersection_update(*all_compared)
         for net in self._seen.keys() - self._compared:

@@ -3,6 +3,8 @@
 Nothing here needs a kernel of MXNet's own: arrays are filled on the CPU and copied, head gradients are given.
 """
 
+import itertools
+
 import mxnet as mx
 import numpy as np
 import psutil
@@ -57,10 +59,13 @@ def step(block, arrays, heads, devices, skips=(), train_mode=True):
     return [output.asnumpy() for output in outputs], [gradient.asnumpy() for gradient in gradients]
 
 
+_numbers = itertools.count()
+
+
 def check(layer, devices, shapes=SHAPES, dtype="float32", *, block=None, norm=None, has_skip=False, used=None):
-    """One training step. ``norm``: the layer's reference in several of them."""
-    norm = norm or reference_of(layer)
-    arrays, heads, skips = (random_shards(shapes[: len(devices)], dtype, seed + norm.passes) for seed in (0, 50, 100))
+    """One training step, with other numbers each time. ``norm``: the layer's reference in several of them."""
+    norm, number = norm or reference_of(layer), next(_numbers)
+    arrays, heads, skips = (random_shards(shapes[: len(devices)], dtype, 3 * number + more) for more in range(3))
     skips = skips if has_skip else []
     outputs, gradients = step(block or layer, arrays, heads, devices, skips)
     expected = norm.step(arrays, heads, skips or None, used=used, seen=outputs)

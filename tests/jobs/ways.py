@@ -533,32 +533,6 @@ def dropped_net():
     gc.enable()
 
 
-def steps_of_a_schedule():
-    """One number for a layer, whatever others do, after steps that some left out, and after one that was abandoned."""
-    devices, total = cpus(2), 2 * SIZE
-    # The batch is so far off that the limits, which are those of the step, decide.
-    far = functools.partial(shards_and_heads, mean=100, std=9)
-    for size in (None, 2, 1):
-        layer, norm = make(devices, group_size=size, renorm=[(0, 1, 0), (20, 21, 20)], momentum=0.99)
-        head, head_norm = make(devices)
-        for kind in ("all", "some", "all", "failed", "all"):
-            if kind != "failed":
-                used = [0] if kind == "some" else None
-                for seed in range(2):  # before: by what synchronizes with others a layer learns of their steps
-                    train(head, head_norm, devices, seed, used=used)
-                job.check_step(layer, norm, *far([SHAPE] * (1 if used else total)), devices, used=used)
-            elif ENGINE == "mpi":
-                used = devices[:1] if RANK == 0 else devices
-                with contextlib.suppress(ValueError, mx.MXNetError), autograd.record():
-                    outputs = [layer(x) for x in testing.on_devices(far([SHAPE] * 2)[0], used)]
-                    if RANK:
-                        outputs[0].asnumpy()
-                    raise ValueError("a bad batch, on all processes")
-                gluon_syncbn.abandon_step()
-                norm.passes += size is not None  # else it was done nowhere
-                start_again(layer, norm, devices)
-
-
 def loader():
     """With worker processes of a data loader, which are forked in the middle of the job."""
     layer, norm = make(cpus(1))

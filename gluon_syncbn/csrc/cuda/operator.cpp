@@ -86,7 +86,7 @@ class GpuOperator : public Operator {
     begin_forward();
     Meeting meeting(*call_.group, call_.device, true);
     meeting.begin_pass();
-    const bool has_renorm = call_.group->has_renorm();
+    const bool has_renorm = call_.group->has_renorm;
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
     const double* numbers =

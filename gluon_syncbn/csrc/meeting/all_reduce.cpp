@@ -7,7 +7,6 @@ namespace gluon_syncbn {
 
 void Meeting::bring_moments(Moments local, Done done) {
   active_set_ = active_sets().current;
-  if (group_.has_renorm()) local.step = static_cast<double>(group_.step_of(device_));
   bring(local.pack(), 0, std::move(done));
 }
 
@@ -44,8 +43,7 @@ const Vectors& Meeting::brought() const {
 Statistics Meeting::statistics() const {
   Moments all = merge(brought());
   for (double& value : all.m2) value /= all.count;
-  const RenormLimits renorm = group_.renorm(device_, static_cast<int64_t>(all.step));
-  return {{all.count, outcome_.round_id, active_set_}, std::move(all.mean), std::move(all.m2), renorm};
+  return {{all.count, outcome_.round_id, active_set_}, std::move(all.mean), std::move(all.m2), group_.renorm()};
 }
 
 std::vector<double> Meeting::sums() const { return add_ranks(brought()); }

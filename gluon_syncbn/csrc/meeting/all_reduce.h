@@ -37,7 +37,7 @@ struct Statistics {
   ForwardCall call;
   std::vector<double> mean;
   std::vector<double> variance;  // biased
-  RenormLimits renorm = {};      // of this step
+  RenormLimits renorm = {};
 };
 
 // One pass of one device through its layer's rendezvous: it brings a message, and when `done` is called, once and on
@@ -54,7 +54,7 @@ class Meeting {
   void begin_pass() { profile_.emplace(group_.name, device_, is_forward_); }
   void end_pass() { profile_.reset(); }
 
-  // 2C + 1 numbers: this device's count, mean and M2 (and the step, `Moments`).
+  // 2C + 1 numbers: this device's count, mean and M2.
   void bring_moments(Moments local, Done done);
 
   // 2C numbers: this device's S1 and S2.

@@ -147,7 +147,8 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
       scale(spec.scale != 0),
       dtype(dtype_of(spec.dtype)),
       timeout_seconds(spec.timeout_seconds),
-      renorm_(spec.renorm_points, spec.renorm_points + spec.num_renorm_points),
+      has_renorm(spec.has_renorm != 0),
+      renorm_(spec.renorm),
       devices_(std::move(devices)),
       num_devices_(static_cast<size_t>(spec.num_devices)),
       group_size_(static_cast<size_t>(spec.group_size)),
@@ -226,35 +227,14 @@ int64_t Group::rounds(int64_t active_set) {
   return sum;
 }
 
-int64_t Group::next_step(const std::string& device) {
-  const uint64_t occasion = active_sets().changes + gluon_syncbn::step().generation();  // both only grow
-  if (occasion != occasion_) {
-    occasion_ = occasion;
-    for (const auto& entry : steps_) common_step_ = std::max(common_step_, entry.second);
-    steps_.clear();
-  }
-  const auto found = steps_.find(device);
-  return found == steps_.end() ? common_step_ : std::max(common_step_, found->second);
+RenormLimits Group::renorm() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return renorm_;
 }
 
-int64_t Group::step_of(const std::string& device) {
+void Group::set_renorm(RenormLimits limits) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return next_step(device);
-}
-
-int64_t Group::go_to_step(int64_t least) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  common_step_ = std::max(common_step_, least);
-  int64_t latest = common_step_;
-  for (const auto& entry : steps_) latest = std::max(latest, entry.second);
-  return latest;
-}
-
-RenormLimits Group::renorm(const std::string& device, int64_t step) {
-  if (renorm_.empty()) return {};
-  std::lock_guard<std::mutex> lock(mutex_);
-  steps_[device] = std::max(step, next_step(device)) + 1;
-  return renorm_at(renorm_, step);
+  renorm_ = limits;
 }
 
 void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {

@@ -28,10 +28,10 @@ struct GroupSpec {
   double timeout_seconds;
   double momentum;
   double epsilon;
-  int scale;              // whether there is a gamma
-  int dtype;              // of parameters and statistics, as MXNet's type flag
-  int num_renorm_points;  // 0 without Batch Renormalization
-  const RenormPoint* renorm_points;
+  int scale;       // whether there is a gamma
+  int dtype;       // of parameters and statistics, as MXNet's type flag
+  int has_renorm;  // whether it is Batch Renormalization, with these limits
+  RenormLimits renorm;
 };
 
 // The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is everyone, any other has been
@@ -40,7 +40,6 @@ struct ActiveSets {
   std::mutex mutex;
   std::map<int64_t, std::set<std::string>> members;
   std::atomic<int64_t> current{0};
-  std::atomic<uint64_t> changes{0};
 
   // Whether `id` is everyone, or a set that has been defined.
   bool knows(int64_t id);
@@ -99,26 +98,16 @@ class Group : public std::enable_shared_from_this<Group> {
   // Forward rounds so far with exactly this active set.
   int64_t rounds(int64_t active_set);
 
-  bool has_renorm() const { return !renorm_.empty(); }
+  const bool has_renorm;
 
-  // The step of the layer that comes next on `device`: how many of its training passes the schedule of Batch
-  // Renormalization has counted. Devices that meet bring theirs, and take the latest. Those that do not (in other
-  // subgroups, or left out of a short step) go on together whenever nothing runs: when the active set changes, or a
-  // step is abandoned.
-  int64_t step_of(const std::string& device);
-
-  // Goes on from `least`, if no device is further; returns the latest of all. No operator may be running.
-  int64_t go_to_step(int64_t least);
-
-  // What holds at `step`, which `device` has now had.
-  RenormLimits renorm(const std::string& device, int64_t step);
+  // The limits of Batch Renormalization. They change while no operator runs.
+  RenormLimits renorm();
+  void set_renorm(RenormLimits limits);
 
   // True once: the caller is to warn the user.
   bool is_first_warning() { return !has_warned_.exchange(true); }
 
  private:
-  int64_t next_step(const std::string& device);  // with the lock held
-
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
   std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
@@ -128,10 +117,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // Makes the exchange of what the devices of this process brought, merged to one vector.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
-  const std::vector<RenormPoint> renorm_;
-  std::map<std::string, int64_t> steps_;  // that come next, of the devices that have had one since all went on together
-  int64_t common_step_ = 0;               // the next of the others
-  uint64_t occasion_ = 0;                 // on which all went on together
+  RenormLimits renorm_;
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;     // of an open group in the order in which they came
   std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open

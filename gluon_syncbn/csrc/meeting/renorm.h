@@ -41,24 +41,4 @@ struct RenormVectors {
   std::vector<double> r, d;
 };
 
-// Python gives these as three numbers each.
-struct RenormPoint {
-  double step;
-  double r_max, d_max;
-};
-
-// The limits at a step: between two points of the schedule on the line that joins them, outside as at the nearest one.
-inline RenormLimits renorm_at(const std::vector<RenormPoint>& schedule, int64_t step) {
-  if (schedule.empty()) return {};
-  size_t next = 0;
-  while (next < schedule.size() && schedule[next].step <= static_cast<double>(step)) ++next;
-  if (next == 0 || next == schedule.size()) {
-    const RenormPoint& nearest = schedule[next == 0 ? 0 : next - 1];
-    return {nearest.r_max, nearest.d_max};
-  }
-  const RenormPoint &a = schedule[next - 1], &b = schedule[next];
-  const double share = (static_cast<double>(step) - a.step) / (b.step - a.step);
-  return {a.r_max + share * (b.r_max - a.r_max), a.d_max + share * (b.d_max - a.d_max)};
-}
-
 }  // namespace gluon_syncbn

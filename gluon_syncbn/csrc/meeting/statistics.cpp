@@ -1,28 +1,22 @@
 #include "meeting/statistics.h"
 
-#include <algorithm>
 #include <cstddef>
 
 namespace gluon_syncbn {
 
 std::vector<double> Moments::pack() const {
   std::vector<double> message;
-  message.reserve(2 + 2 * mean.size());
+  message.reserve(1 + 2 * mean.size());
   message.push_back(count);
   message.insert(message.end(), mean.begin(), mean.end());
   message.insert(message.end(), m2.begin(), m2.end());
-  if (step != kNoStep) message.push_back(step);
   return message;
 }
 
 Moments merge(const Vectors& packed) {
   const size_t channels = (packed.front().size() - 1) / 2;
-  const bool has_step = packed.front().size() > 1 + 2 * channels;
   Moments merged{0, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
-  for (const std::vector<double>& part : packed) {
-    merged.count += part[0];
-    if (has_step) merged.step = std::max(merged.step, part.back());
-  }
+  for (const std::vector<double>& part : packed) merged.count += part[0];
   std::vector<double> rest(channels, 0.0);  // what rounding has taken from the mean: equal ones stay what they are
   for (const std::vector<double>& part : packed) {
     const double share = part[0] / merged.count;

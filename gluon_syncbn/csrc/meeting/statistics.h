@@ -12,10 +12,8 @@ struct Moments {
   double count = 0;
   std::vector<double> mean;
   std::vector<double> m2;
-  double step = kNoStep;  // of a layer with Batch Renormalization: the next for this rank; the latest of all ranks
-  static constexpr double kNoStep = -1;
 
-  // Returns one vector of 2C + 1 numbers, and the step if there is one: the whole forward message of a rank.
+  // Returns one vector of 2C + 1 numbers: the whole forward message of a rank.
   std::vector<double> pack() const;
 };
 

@@ -108,14 +108,9 @@ EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
   return gluon_syncbn::find_group(id)->rounds(active_set);
 }
 
-// Has a group with Batch Renormalization go on from the step `least`, if it is not further; its next step, or -1 if
-// there is no such group.
-EXPORTED int64_t gluon_syncbn_group_step(int64_t id, int64_t least) {
-  try {
-    return gluon_syncbn::find_group(id)->go_to_step(least);
-  } catch (const std::invalid_argument&) {
-    return -1;
-  }
+// Sets the limits of Batch Renormalization. No operator may be running.
+EXPORTED void gluon_syncbn_set_renorm(int64_t id, double r_max, double d_max) {
+  gluon_syncbn::find_group(id)->set_renorm({r_max, d_max});
 }
 
 // Makes these devices meet from now on, and no others; set 0 is everyone. No operator may be running.
@@ -124,5 +119,4 @@ EXPORTED void gluon_syncbn_use_active_set(int64_t id, const char* const* devices
   std::lock_guard<std::mutex> lock(all.mutex);
   all.members[id] = std::set<std::string>(devices, devices + num_devices);
   all.current = id;
-  ++all.changes;
 }
