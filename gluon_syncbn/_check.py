@@ -312,12 +312,8 @@ class _Passes:
         """The arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
-        processes, seconds = processes_of(self._group), seconds_for_processes(None)
-        sizes = processes.gather(_NAME, f"{_NAME}.size", np.array([float(array.size)]), seconds)[:, 0].astype(int)
-        padded = np.zeros(sizes.max())
-        padded[: array.size] = array.ravel()
-        rows = processes.gather(_NAME, f"{_NAME}.array", padded, seconds)
-        return [row[:size].astype(array.dtype).reshape(-1, *array.shape[1:]) for row, size in zip(rows, sizes)]
+        rows = processes_of(self._group).gather_each(_NAME, _NAME, array.ravel(), seconds_for_processes(None))
+        return [row.astype(array.dtype).reshape(-1, *array.shape[1:]) for row in rows]
 
     def have_same_weights(self) -> bool:
         """Whether all processes have the same γ, β and other weights."""

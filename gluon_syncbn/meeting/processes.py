@@ -96,6 +96,11 @@ class Processes:
         with self._exchanging(what, None, seconds) as occasion:
             return self._gather(key, vector, occasion)
 
+    def gather_each(self, what: str, key: str, vector: np.ndarray, seconds: float) -> List[np.ndarray]:
+        """The vectors of all processes, which may differ in length. Otherwise as `gather`."""
+        with self._exchanging(what, None, seconds) as occasion:
+            return self._gather_each(key, vector, occasion)
+
     def catch_up(
         self, what: str, layers: Dict[str, int], vector: np.ndarray, seconds: float
     ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
@@ -104,14 +109,12 @@ class Processes:
         ``layers`` has the channels of each layer by its key. Returns those of each process, and its vector, of any
         length. Raises as `find_active`.
         """
-        text = json.dumps([self.group.state.highest_round, vector.size, layers])
+        text = json.dumps([self.group.state.highest_round, layers])
         with self._exchanging(what, None, seconds) as occasion:
-            highests, sizes, all_layers = zip(*map(json.loads, self._gather_texts("catch_up", text, occasion)))
-            padded = np.zeros(max(sizes))
-            padded[: vector.size] = vector
-            rows = self._gather("catch_up.rows", padded, occasion)
+            highests, all_layers = zip(*map(json.loads, self._gather_texts("catch_up", text, occasion)))
+            rows = self._gather_each("catch_up.rows", vector, occasion)
         self.group.go_to_round(max(highests) + 1)
-        return list(all_layers), [row[:size] for row, size in zip(rows, sizes)]
+        return list(all_layers), rows
 
     def find_active(self, what: str, num_devices: int, seconds: float) -> List[int]:
         """The ranks that have devices now, which can meet without the others from here on: all processes call it
@@ -291,12 +294,15 @@ class Processes:
 
     def _gather_texts(self, key: str, text: str, occasion: _Occasion) -> List[str]:
         """The texts of all processes, in rank order."""
-        data = np.frombuffer(text.encode(), dtype=np.uint8)
-        size = self._gather(f"{key}.size", np.array([data.size], dtype=np.float64), occasion)[:, 0].astype(int)
-        padded = np.zeros(size.max())
-        padded[: data.size] = data
-        rows = self._gather(f"{key}.text", padded, occasion)
-        return [row[:length].astype(np.uint8).tobytes().decode() for row, length in zip(rows, size)]
+        rows = self._gather_each(key, np.frombuffer(text.encode(), dtype=np.uint8), occasion)
+        return [row.astype(np.uint8).tobytes().decode() for row in rows]
+
+    def _gather_each(self, key: str, vector: np.ndarray, occasion: _Occasion) -> List[np.ndarray]:
+        """The vectors of all processes, which may differ in length."""
+        sizes = self._gather(f"{key}.size", np.array([vector.size], dtype=np.float64), occasion)[:, 0].astype(int)
+        padded = np.zeros(sizes.max())
+        padded[: vector.size] = vector
+        return [row[:size] for row, size in zip(self._gather(key, padded, occasion), sizes)]
 
     def _gather(self, key: str, vector: np.ndarray, occasion: _Occasion) -> np.ndarray:
         return self.group.all_gather(key, vector, occasion.what, occasion.seconds)

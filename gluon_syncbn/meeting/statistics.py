@@ -8,7 +8,7 @@ once. It never forms E[x²] − E[x]², so a mean that is large against the devi
 order: the same contributions give the same bits, whoever arrived first.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Tuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ class Moments(NamedTuple):
     count: float  # type: ignore[assignment]  # a tuple has a method of this name
     mean: np.ndarray
     m2: np.ndarray
-    step: Optional[float] = None  # of a layer with Batch Renormalization: the next for this rank; the latest of all
 
     @property
     def var(self) -> np.ndarray:
@@ -31,8 +30,8 @@ class Moments(NamedTuple):
         return np.sqrt(self.var + epsilon)
 
     def pack(self) -> np.ndarray:
-        """One vector of 2C + 1 numbers, and the step if there is one: the whole forward message of a rank."""
-        return np.concatenate([[self.count], self.mean, self.m2, [] if self.step is None else [self.step]])
+        """One vector of 2C + 1 numbers: the whole forward message of a rank."""
+        return np.concatenate([[self.count], self.mean, self.m2])
 
     @classmethod
     def from_shifted_sums(cls, count: float, shift: np.ndarray, total: np.ndarray, squares: np.ndarray) -> "Moments":
@@ -44,13 +43,12 @@ class Moments(NamedTuple):
 def merge(gathered: np.ndarray) -> Moments:
     """Moments of the whole mini-batch from packed moments, one row per rank."""
     counts = gathered[:, :1]
-    has_step = gathered.shape[1] % 2 == 0
-    means, m2s = np.split(gathered[:, 1:-1] if has_step else gathered[:, 1:], 2, axis=1)
+    means, m2s = np.split(gathered[:, 1:], 2, axis=1)
     count = counts.sum()
     mean = (means * (counts / count)).sum(axis=0)
     mean += ((means - mean) * (counts / count)).sum(axis=0)  # what rounding has taken: equal means stay what they are
     m2 = (m2s + counts * np.square(means - mean)).sum(axis=0)
-    return Moments(count, mean, m2, gathered[:, -1].max() if has_step else None)
+    return Moments(count, mean, m2)
 
 
 class BatchView(NamedTuple):
