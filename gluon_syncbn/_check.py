@@ -33,7 +33,7 @@ from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.nets.left_plain import names_left_plain
 from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.synchronization import Synchronization, processes_of_layers, synchronization_of
+from gluon_syncbn.synchronization import processes_of_layers, synchronization_of
 
 _NAME = "gluon_syncbn.check"
 _SHOWN = 3  # names of layers in a line
@@ -257,19 +257,6 @@ def _without_dropout(blocks: List[Block]) -> Iterator[None]:
             set_dropout(block, rate)
 
 
-@contextlib.contextmanager
-def _alone(syncs: List[Synchronization]) -> Iterator[None]:
-    """Let layers be those of a net for one device."""
-    options = [sync.options for sync in syncs]
-    try:
-        for sync in syncs:
-            sync.options = sync.options.but(num_devices=None, group_size=None, process_group="none")
-        yield
-    finally:
-        for sync, own in zip(syncs, options):
-            sync.options = own
-
-
 class _Part(NamedTuple):
     """Devices of this process, and images of the whole batch by their numbers."""
 
@@ -349,7 +336,10 @@ class _Passes:
         found = []
         self._changed = step < 0
         for part in parts:
-            with _alone(self._syncs), self._copies(part.contexts[:1]):
+            with contextlib.ExitStack() as stack:
+                for sync in self._syncs:
+                    stack.enter_context(sync.alone())
+                stack.enter_context(self._copies(part.contexts[:1]))
                 found.append(self._train([_Part(part.contexts[:1], part.images[::step])]))
         self._changed = False
         order = np.argsort(np.concatenate([item.images for item in found]))

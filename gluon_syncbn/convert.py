@@ -210,6 +210,8 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
         ``block`` is not a Gluon block, or a limit is no number.
     ValueError
         A limit is too small, no layer of the net has the option, or a step is under way.
+    MXNetError
+        That of a step that has failed, if nothing has raised it yet. The limits are set.
 
     Examples
     --------
@@ -224,10 +226,14 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     if not layers:
         raise ValueError(f"{where}: no layer of '{block.name}' has the option renorm. Convert it with renorm=(1, 0).")
     if mx.autograd.is_recording() or steps.half_called() is not None:
-        raise ValueError(f"{where}: a step is under way. Call it between two steps.")
-    mx.nd.waitall()
-    for layer in layers:
-        layer._sync.set_renorm(limits)
+        raise ValueError(
+            f"{where}: a step is under way. Call it between two steps, or abandon_step() first if one broke off."
+        )
+    try:
+        mx.nd.waitall()
+    finally:
+        for layer in layers:
+            layer._sync.set_renorm(limits)
     return block
 
 

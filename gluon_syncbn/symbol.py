@@ -75,8 +75,8 @@ def SyncBatchNorm(
         As in `gluon_syncbn.SyncBatchNorm`, but by name only. In a job of several processes ``num_devices`` counts the
         devices of one process.
     in_place, renorm, fuse :
-        As in `gluon_syncbn.SyncBatchNorm`. What follows the node is fused when the symbol is bound; the symbol itself
-        does not change.
+        As in `gluon_syncbn.SyncBatchNorm`; the limits of ``renorm`` stay what they are. What follows the node is fused
+        when the symbol is bound; the symbol itself does not change.
     dtype : {'float32', 'float64'}
         The dtype of parameters and statistics.
     name : str, optional

@@ -1,8 +1,9 @@
 """The part of a `SyncBatchNorm` that `nn.BatchNorm` lacks: its options, its group of devices, its place in its net."""
 
+import contextlib
 import threading
 import weakref
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, nn
@@ -117,6 +118,16 @@ class Synchronization:
             if self._group is not None and self._group_is_for is not None:
                 self._group_is_for = self._group_is_for.but(renorm=limits)
                 self._group[1].set_renorm(limits)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the layer be that of a net for one device, and then what it was: graphs of other nets know its group."""
+        kept = self.options, self._group, self._group_is_for
+        self.options = self.options.but(num_devices=None, group_size=None, process_group="none")
+        try:
+            yield
+        finally:
+            self.options, self._group, self._group_is_for = kept
 
     # With whom it synchronizes
 

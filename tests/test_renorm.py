@@ -20,6 +20,7 @@ from testing import (
     observe,
     reference_of,
     sequential,
+    set_mode,
     shards_and_heads,
 )
 
@@ -106,6 +107,29 @@ def test_limits_are_set_before_the_layer_has_devices_and_are_copied():
     check_steps(layer, reference_of(layer, renorm=BOUND), lambda seed: draw(seed=seed), 3)
 
 
+def test_limits_reach_the_graph_of_a_larger_net_although_check_looked_at_a_part(mode):
+    """`check` calls the part on one device, where the layer is another one."""
+    layer, norm = make(2, (1, 0))
+    net = set_mode(sequential(sequential(layer)), mode)
+    check_step(net, norm, *draw(), layer=layer)
+    gluon_syncbn.check(net[0], np.concatenate(draw()[0]))
+    norm.renorm = BOUND
+    gluon_syncbn.set_renorm(net, *BOUND)
+    check_step(net, norm, *draw(seed=1), layer=layer)
+
+
+def test_limits_are_set_although_a_step_has_failed():
+    """Whoever sets them once would not do so again."""
+    layer, norm = make(2, (1, 0), timeout=0.5)
+    with autograd.record():
+        layer(mx.nd.array(draw()[0][0])), layer(mx.nd.random.normal(0, -1, shape=SHAPES[0], ctx=mx.cpu(1)))
+    norm.renorm = BOUND
+    with pytest.raises(mx.MXNetError):
+        gluon_syncbn.set_renorm(layer, *BOUND)
+    gluon_syncbn.abandon_step()
+    check_step(layer, norm, *draw())
+
+
 def test_what_set_renorm_refuses():
     layer, _ = make(2, BOUND)
     for limits, error in (((0.5, 1), ValueError), ((2, -1), ValueError), (("x", 1), TypeError)):
@@ -115,7 +139,7 @@ def test_what_set_renorm_refuses():
         gluon_syncbn.set_renorm(nn.BatchNorm(), 1, 0)
     with pytest.raises(TypeError):
         gluon_syncbn.set_renorm(3, 1, 0)
-    with autograd.record(), pytest.raises(ValueError, match="a step is under way. Call it between two steps"):
+    with autograd.record(), pytest.raises(ValueError, match="a step is under way. Call it between two"):
         gluon_syncbn.set_renorm(layer, 1, 0)
 
 

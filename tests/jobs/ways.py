@@ -533,6 +533,16 @@ def dropped_net():
     gc.enable()
 
 
+def limits():
+    """Of Batch Renormalization, which each process sets between steps."""
+    devices = cpus(2)
+    for size in (None, 2, 1):
+        layer, norm = make(devices, group_size=size, renorm=(1, 0))
+        for seed, norm.renorm in enumerate([(1, 0), (1.5, 0.5), (3, 2)]):
+            gluon_syncbn.set_renorm(layer, *norm.renorm)
+            train(layer, norm, devices, seed)
+
+
 def loader():
     """With worker processes of a data loader, which are forked in the middle of the job."""
     layer, norm = make(cpus(1))

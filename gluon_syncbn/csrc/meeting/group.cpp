@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "meeting/step.h"
 #include "meeting/threads.h"
 
 namespace gluon_syncbn {

@@ -120,7 +120,7 @@ std::string Processes::obstacle(const Waiting& waiting) {
   for (int other : waiting.channel.members) {
     if (other == rank) continue;
     if (has_left(waiting, other) && !is_over_for(waiting, other)) {
-      because_of_ = left_.at(other).because_of;
+      because_of_ = because_of_.value_or(left_.at(other).because_of);
       return "process " + std::to_string(*because_of_) + " has ended";
     }
     // What it had sent before is of the step that it abandoned.
