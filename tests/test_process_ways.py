@@ -60,6 +60,12 @@ def test_a_program_may_finalize_mpi_itself_or_connect_again_after_an_interrupt(w
     assert done.stdout.count("REFUSED True") == refused, done.stdout
 
 
+def test_a_program_may_finalize_mpi_while_its_last_message_is_to_be_sent():
+    """MPI_Finalize keeps Python's lock; the other process would wait for that message for ever."""
+    done = run_job("mpi", 2, "ways_out.py", "finalize_soon", **NO_MEMORY)
+    assert done.returncode == 0 and done.stdout.count("TRAINED") == 4, done.stdout
+
+
 def test_an_exchange_that_the_program_leaves_is_an_error_on_all():
     done = run_job("mpi", 2, "ways_out.py", "leave")
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 2, done.stdout

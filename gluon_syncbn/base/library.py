@@ -53,6 +53,7 @@ class State(ctypes.Structure):
         ("is_resuming", c_int),
         ("shares_memory", c_int),
         ("has_lost_some", c_int),
+        ("open_tasks", c_int),
         ("highest_round", c_int64),
         ("seconds_failed", c_double),
     ]

@@ -8,6 +8,7 @@ asks MPI whether something is there, and never waits in it: MPI takes nothing ba
 import ctypes
 import threading
 import time
+import weakref
 from typing import Any, Callable, List, Tuple
 
 import numpy as np
@@ -73,6 +74,11 @@ class MPIProcessGroup(ProcessGroup):
         self._arriving: List[Tuple[Any, int, np.ndarray]] = []
         self._since = 0.0  # when the last message was sent
         self._begin()
+        # MPI_Finalize, which keeps Python's lock, first deletes what is attached here: another process may still wait
+        # for the last message, and would never come to its own MPI_Finalize.
+        attached = weakref.WeakMethod(self._send_all)
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: (attached() or (lambda: None))())
+        MPI.COMM_SELF.Set_attr(key, None)
 
     def _pause(self):
         waited = time.monotonic() - self._since
@@ -114,6 +120,12 @@ class MPIProcessGroup(ProcessGroup):
             self._arriving = waiting
         except self._mpi.Exception as problem:
             raise CommunicatorError(f"MPI failed: {problem}") from problem
+
+    def _send_all(self) -> None:
+        """Wait until what was to be sent has been, for a while."""
+        deadline = time.monotonic() + _FINALIZE_SECONDS
+        while (self.state.open_tasks or self._unfinished) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def add_up(self, values: np.ndarray) -> None:
         """Replace the array by its sum over all processes. They have met just before: MPI takes nothing back."""

@@ -2,7 +2,7 @@
 ``init_process_group`` by Ctrl-C in one process, before the other has come, and calls it again, leaves
 ``gluon_syncbn.devices`` by Ctrl-C, or abandons or skips a step when gradients of the other process wait for its own.
 
-mpirun -np 2 python tests/jobs/ways_out.py mpi finalize|leave|again|interrupt
+mpirun -np 2 python tests/jobs/ways_out.py mpi finalize|finalize_soon|leave|again|interrupt
 horovodrun -np 2 python tests/jobs/ways_out.py horovod gradients|skipped
 """
 
@@ -37,9 +37,10 @@ layer = gluon_syncbn.SyncBatchNorm(in_channels=3, prefix="stem_", timeout=4 if W
 layer.initialize()
 
 
-def step():
+def step(between=lambda: None):
     with autograd.record():
         out = layer(mx.nd.random.normal(shape=(2, 3, 4, 4)))
+    between()
     out.backward()
     mx.nd.waitall()
     print("TRAINED", flush=True)
@@ -58,6 +59,13 @@ if WAY == "finalize":
         except mx.MXNetError as error:
             print(f"REFUSED {'MPI_Finalize has been called' in str(error)}", flush=True)
         gluon_syncbn.abandon_step()
+elif WAY == "finalize_soon":  # the other has come before, and waits for a message that is yet to be sent
+    if not is_second:
+        send = group._send
+        group._send = lambda message: (time.sleep(1), send(message))
+        type(group)._is_busy = property(lambda self: True)
+    step(lambda: time.sleep(0 if is_second else 3))
+    MPI.Finalize()
 elif WAY == "leave":
     if is_second:
         group.all_gather = leave

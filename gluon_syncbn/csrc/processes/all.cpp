@@ -191,7 +191,10 @@ EXPORTED void gluon_syncbn_fail_processes(int64_t id, const char* error) { find_
 
 EXPORTED const char* gluon_syncbn_failure_of_processes(int64_t id) { return kept(find_processes(id)->failure()); }
 
-EXPORTED void gluon_syncbn_state_of_processes(int64_t id, State* state) { *state = find_processes(id)->state(); }
+EXPORTED void gluon_syncbn_state_of_processes(int64_t id, State* state) {
+  *state = find_processes(id)->state();
+  state->open_tasks = static_cast<int>(entry(id).outside->open_tasks());
+}
 
 // Why the step is abandoned.
 EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way) {

@@ -9,6 +9,7 @@ Outside::Task Outside::next(double seconds, const std::function<Need()>& need) {
   using Clock = std::chrono::steady_clock;
   const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   std::unique_lock<std::mutex> lock(mutex_);
+  is_at_one_ = false;
   while (tasks_.empty()) {
     lock.unlock();
     const Need now = need();  // which asks `Processes`, who may be about to ask here
@@ -24,7 +25,13 @@ Outside::Task Outside::next(double seconds, const std::function<Need()>& need) {
   }
   Task task = std::move(tasks_.front());
   tasks_.pop_front();
+  is_at_one_ = true;
   return task;
+}
+
+size_t Outside::open_tasks() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return tasks_.size() + (is_at_one_ ? 1 : 0);
 }
 
 bool Outside::look() noexcept {

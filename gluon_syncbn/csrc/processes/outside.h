@@ -37,6 +37,9 @@ class Outside : public Transport {
   // there is something to do, or it is to be looked now and then.
   Task next(double seconds, const std::function<Need()>& need);
 
+  // How many tasks are not done: a task is when the next is asked for.
+  size_t open_tasks();
+
   // No tasks come any more.
   void end() { add(Task::kEnd, {}, {}, ""); }
 
@@ -55,6 +58,7 @@ class Outside : public Transport {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
+  bool is_at_one_ = false;
 };
 
 }  // namespace gluon_syncbn

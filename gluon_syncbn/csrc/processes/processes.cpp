@@ -452,7 +452,7 @@ State Processes::state() const {
   if (is_forked()) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   const double failed = failure_.empty() ? 0 : Seconds(Clock::now() - failed_at_).count();
-  return {is_resuming_, uses_memory_, has_lost_some_, highest_had(), failed};
+  return {is_resuming_, uses_memory_, has_lost_some_, 0, highest_had(), failed};
 }
 
 int64_t Processes::highest_had() const {

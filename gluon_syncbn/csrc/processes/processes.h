@@ -78,6 +78,7 @@ struct State {
   int is_resuming = 0;
   int shares_memory = 0;  // whether messages go there, within hosts
   int has_lost_some = 0;  // processes did not come in time, and all have not gone on together since
+  int open_tasks = 0;     // of the thread that carries messages
   int64_t highest_round = 0;
   double seconds_failed = 0;  // for how long the step has failed; 0 if it has not
 };
