@@ -34,7 +34,7 @@ processes: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_process*.py tests/test_host_memory.py
 
 # What takes long: tens of thousands of steps in every mode, more failures, all networks, faults in the package.
-LONG := cpu_devices early_reading endings failures faults install orders sanitizers whole_nets
+LONG := cpu_devices early_reading endings failures faults install leaks orders sanitizers whole_nets
 long: .venv/installed .venv/horovod
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(LONG:%=tests/test_%.py)
 

@@ -101,6 +101,7 @@ print('RIGHT')
 """
 
 
+@pytest.mark.parametrize("backend", ["native", pytest.param("portable", marks=pytest.mark.long)])
 def test_no_step_and_no_net_leaves_anything_behind(backend):
     """Neither objects nor memory, threads, or a group in the compiled core."""
     assert run_python(ALONE, GLUON_SYNCBN_BACKEND=backend).stdout.endswith("RIGHT\n")
