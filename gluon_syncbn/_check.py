@@ -11,7 +11,7 @@ from mxnet import autograd
 from mxnet.gluon import Block, Parameter, SymbolBlock, nn
 
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16
-from gluon_syncbn.base.errors import text_of
+from gluon_syncbn.base.errors import STEP_IS_UNDER_WAY, text_of
 from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
     arrays_of,
@@ -190,9 +190,7 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
     if not inputs:
         raise TypeError(f"{_NAME}: pass what the net is called with, for example check(net, images).")
     if autograd.is_recording() or steps.is_under_way() or steps.half_called() is not None:
-        raise ValueError(
-            f"{_NAME}: a step is under way. Call it between two steps, or abandon_step() first if one broke off."
-        )
+        raise ValueError(f"{_NAME}: {STEP_IS_UNDER_WAY}")
     if len({len(item) for item in inputs}) > 1:
         raise ValueError(
             f"{_NAME}: inputs have different numbers of images ({', '.join(str(len(i)) for i in inputs)})."

@@ -13,6 +13,7 @@ import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from gluon_syncbn.base.errors import STEP_IS_UNDER_WAY
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
@@ -226,9 +227,7 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     if not layers:
         raise ValueError(f"{where}: no layer of '{block.name}' has the option renorm. Convert it with renorm=(1, 0).")
     if mx.autograd.is_recording() or steps.half_called() is not None:
-        raise ValueError(
-            f"{where}: a step is under way. Call it between two steps, or abandon_step() first if one broke off."
-        )
+        raise ValueError(f"{where}: {STEP_IS_UNDER_WAY}")
     try:
         mx.nd.waitall()
     finally:

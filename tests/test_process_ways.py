@@ -66,6 +66,13 @@ def test_a_program_may_finalize_mpi_while_its_last_message_is_to_be_sent():
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 4, done.stdout
 
 
+def test_mpi_is_finalized_without_a_process_that_did_not_come():
+    """Its messages are not waited for again, which took 2 s, and as long is waited for MPI_Finalize to begin."""
+    done = run_job("mpi", 2, "ways_out.py", "without_the_other", **NO_MEMORY)
+    (seconds,) = re.findall(r"LEFT True after (\S+)", done.stdout)
+    assert float(seconds) < 1.5, done.stdout
+
+
 def test_an_exchange_that_the_program_leaves_is_an_error_on_all():
     done = run_job("mpi", 2, "ways_out.py", "leave")
     assert done.returncode == 0 and done.stdout.count("TRAINED") == 2, done.stdout

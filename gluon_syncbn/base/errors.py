@@ -15,6 +15,7 @@ LAYER = "SyncBatchNorm '"  # so the error of a layer begins
 # The end of an error that says what to do; so it begins there, and in the core (csrc/mxnet/engine.cpp).
 TO_GO_ON = "To go on, "
 ADVICE = f"{TO_GO_ON}call gluon_syncbn.abandon_step(), or begin the next step."
+STEP_IS_UNDER_WAY = "a step is under way. Call it between two steps, or abandon_step() first if one broke off."
 
 
 def text_of(error: BaseException) -> str:

@@ -122,9 +122,11 @@ class MPIProcessGroup(ProcessGroup):
             raise CommunicatorError(f"MPI failed: {problem}") from problem
 
     def _send_all(self) -> None:
-        """Wait until what was to be sent has been, for a while."""
+        """Wait until what was to be sent has been, for a while; not once the thread that sends it has ended."""
         deadline = time.monotonic() + _FINALIZE_SECONDS
-        while (self.state.open_tasks or self._unfinished) and time.monotonic() < deadline:
+        while not self._has_ended.is_set() and (self.state.open_tasks or self._unfinished):
+            if time.monotonic() > deadline:
+                break
             time.sleep(_LOOK_SECONDS)
 
     def add_up(self, values: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 ``init_process_group`` by Ctrl-C in one process, before the other has come, and calls it again, leaves
 ``gluon_syncbn.devices`` by Ctrl-C, or abandons or skips a step when gradients of the other process wait for its own.
 
-mpirun -np 2 python tests/jobs/ways_out.py mpi finalize|finalize_soon|leave|again|interrupt
+mpirun -np 2 python tests/jobs/ways_out.py mpi finalize|finalize_soon|without_the_other|leave|again|interrupt
 horovodrun -np 2 python tests/jobs/ways_out.py horovod gradients|skipped
 """
 
@@ -15,6 +15,7 @@ import time
 
 import job
 import mxnet as mx
+import numpy as np
 from mxnet import autograd, gluon
 
 import gluon_syncbn
@@ -66,6 +67,16 @@ elif WAY == "finalize_soon":  # the other has come before, and waits for a messa
         type(group)._is_busy = property(lambda self: True)
     step(lambda: time.sleep(0 if is_second else 3))
     MPI.Finalize()
+elif WAY == "without_the_other":  # which never comes
+    if not is_second:
+        with contextlib.suppress(gluon_syncbn.SyncBatchNormError):
+            group.all_gather("more", np.ones(3), seconds=1)
+        began = time.monotonic()
+        group.leave()
+        print(f"LEFT {MPI.Is_finalized()} after {time.monotonic() - began:.1f}", flush=True)
+        os._exit(0)
+    time.sleep(8)
+    os._exit(0)
 elif WAY == "leave":
     if is_second:
         group.all_gather = leave

@@ -13,15 +13,10 @@ Hosts::Hosts(const std::vector<std::string>& names, int rank) {
   are_several_ = std::any_of(hosts_.begin(), hosts_.end(), [this](int host) { return host != mine_; });
 }
 
-std::vector<int> Hosts::near(const std::vector<int>& ranks) const {
+std::vector<int> Hosts::those(const std::vector<int>& ranks, bool are_near) const {
   std::vector<int> found;
-  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(found), [this](int rank) { return is_near(rank); });
-  return found;
-}
-
-std::vector<int> Hosts::far(const std::vector<int>& ranks) const {
-  std::vector<int> found;
-  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(found), [this](int rank) { return !is_near(rank); });
+  std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(found),
+               [&](int rank) { return is_near(rank) == are_near; });
   return found;
 }
 

@@ -24,8 +24,8 @@ class Hosts {
   bool is_near(int other) const { return host_of(other) == mine_; }
 
   // Those of these ranks that are on this host, or on others.
-  std::vector<int> near(const std::vector<int>& ranks) const;
-  std::vector<int> far(const std::vector<int>& ranks) const;
+  std::vector<int> near(const std::vector<int>& ranks) const { return those(ranks, true); }
+  std::vector<int> far(const std::vector<int>& ranks) const { return those(ranks, false); }
 
   // Of the members on the host of one of them.
   int leader(const std::vector<int>& members, int other) const;
@@ -34,6 +34,7 @@ class Hosts {
   std::vector<int> far_leaders(const std::vector<int>& members) const;
 
  private:
+  std::vector<int> those(const std::vector<int>& ranks, bool are_near) const;
   int host_of(int other) const { return hosts_.empty() ? 0 : hosts_[static_cast<size_t>(other)]; }
 
   std::vector<int> hosts_;  // a number for each process's

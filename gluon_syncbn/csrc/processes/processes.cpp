@@ -84,7 +84,7 @@ void Processes::exchange(const Channel& channel, int64_t round, std::vector<doub
     } else if (channel.members.size() == 1) {
       after.calls.emplace_back(std::move(mine.done), Exchanged{{std::move(mine.vector)}, mine.round, ""});
     } else {
-      mine.has_leaders = uses_memory_ && !hosts_.far(channel.members).empty();
+      mine.has_leaders = uses_memory_ && hosts_.are_several() && !hosts_.far(channel.members).empty();
       send(uses_memory_ ? memory_ : outside_, {Message::kVector, channel.key, mine.round, mine.vector},
            without_me(uses_memory_ ? hosts_.near(channel.members) : channel.members), after);
       const Address address{channel.key, mine.round};
@@ -114,9 +114,7 @@ std::string Processes::refusal(Waiting& mine) {
 }
 
 std::string Processes::obstacle(const Waiting& waiting) {
-  static const std::map<int, Message> nobody;
-  const auto found = gave_up_.find(resumes_);
-  const std::map<int, Message>& gave_up = found != gave_up_.end() ? found->second : nobody;
+  const std::map<int, Message>& gave_up = gave_up_[resumes_];
   for (int other : waiting.channel.members) {
     if (other == rank) continue;
     if (has_left(waiting, other) && !is_over_for(waiting, other)) {
