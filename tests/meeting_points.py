@@ -10,7 +10,7 @@ from standalone import library
 from testing import GRACE, HANG, LONG
 
 from gluon_syncbn import SyncBatchNormError
-from gluon_syncbn.backends.portable.rendezvous import Rendezvous
+from gluon_syncbn.backends.portable.group import Rendezvous
 from gluon_syncbn.meeting import waiting
 
 
@@ -57,10 +57,10 @@ class Portable(MeetingPoint):
 
     def _meet(self, rank, values, key):
         try:
-            outcome = self._rendezvous.all_reduce(rank, values, key)
+            result, number = self._rendezvous.all_reduce(rank, values, key)
         except SyncBatchNormError as error:
             return str(error)
-        return outcome.round_id, outcome.result
+        return number, result
 
 
 def cut_short(because):

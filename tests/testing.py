@@ -311,10 +311,9 @@ def guarded(read):
 
 
 def play_gpus(monkeypatch) -> None:
-    """The portable back end takes the operators, and the way for vectors, that it takes on GPUs; none needs one."""
+    """The portable back end takes the operators that it takes on GPUs; none needs one."""
     centre = portable._centre
     monkeypatch.setattr(portable, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
-    monkeypatch.setattr(portable.HostArrays, "__init__", lambda self, device: setattr(self, "_direct", False))
 
 
 def note_what_runs(monkeypatch) -> list:
@@ -374,7 +373,8 @@ def _run(arguments, env, limit, merged, status) -> subprocess.CompletedProcess:
     done = prepared.run(arguments, ROOT, env, limit, _usual_environment(), merged)
     if status is not None and done.returncode != status:
         words = " ".join(arguments if arguments[0] != "-c" else ["the program"])
-        raise AssertionError(f"{words} ended with {done.returncode}:\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}")
+        said = done.stdout[-6000:], (done.stderr or "")[-3000:]
+        raise AssertionError("\n".join([f"{words} ended with {done.returncode}:", *said]))
     return done
 
 

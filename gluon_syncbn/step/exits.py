@@ -16,19 +16,21 @@ takes the interpreter lock. The thread that forks holds that lock while MXNet wa
 thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are
 let go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
 thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
-(csrc/mxnet/python_operator.cpp).
+(csrc/mxnet/python.h).
 """
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import time
 
 import mxnet as mx
 
-from gluon_syncbn.base import forks, library
+from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import text_of
+from gluon_syncbn.base.mxnet_private import stop_deleting_operators
 from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
@@ -85,7 +87,8 @@ def _at_exit() -> None:
         leave_processes()
     finally:
         failures.end_use()
-        if library.core is not None:  # MXNet's threads are not to call wrapped operators any more
+        stop_deleting_operators()
+        if library.core is not None:
             library.core.gluon_syncbn_stop_calling_python()
 
 
@@ -100,12 +103,10 @@ def end_before_communicators() -> None:
 
 def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
-    atexit.register(forks.handlers.clear)  # they lead to MXNet; runs after what is registered later
     atexit.register(_at_exit)
-    forks.handlers.append((_before_fork, _after_fork))
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(
-            before=forks.before_fork,
-            after_in_parent=forks.after_fork_in_parent,
-            after_in_child=forks.after_fork_in_child,
+            before=_before_fork,
+            after_in_parent=functools.partial(_after_fork, False),
+            after_in_child=functools.partial(_after_fork, True),
         )

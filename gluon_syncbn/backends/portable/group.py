@@ -1,16 +1,39 @@
-"""The groups of the portable back end: which devices share one layer's statistics, and where each meets the others."""
+"""The groups of the portable back end: the devices that share one layer's statistics, and where they meet.
+
+Each device runs on a thread of its own, and comes to a `Rendezvous` with one vector. Devices meet in *rounds*. A round
+has a key, and is in one of three states:
+
+``gathering``
+    From the arrival of the first device, at which its timeout begins, until the arrival of the last. Devices that have
+    come sleep.
+``exchanging``
+    The last device to arrive computes the result of all vectors, outside of the lock. The round has left the table: a
+    device that comes again opens the next round.
+``done``
+    There is a result, or an error, the same for every device of the round.
+
+Every wait ends: with the arrival of the last device; with the timeout, or earlier (`waiting`), which fails the round
+and takes it off the table; with an error of the exchange. The sleepers leave an exchange that does not return after
+one more timeout.
+
+All forward passes of a layer on one device run in program order, since each writes the running statistics. So they
+share one key, and the n-th round has the n-th pass of every device. The backward passes of a layer that is called
+several times per step come in any order; their key is the number of the forward round that they answer.
+
+A device that arrives after its round has failed opens a new round, as the next step does. So `abandon_step` lets all
+pending work end before the next step begins.
+"""
 
 import threading
 import time
 import weakref
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.backends.interface import LayerGroup
 from gluon_syncbn.backends.portable.kvstore import stores
-from gluon_syncbn.backends.portable.rendezvous import Rendezvous
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.layer.decision import check_groups
@@ -23,12 +46,115 @@ from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
 
 
-class Membership(NamedTuple):
-    """The rendezvous where a device meets those that it synchronizes with."""
+class _Round:
+    def __init__(self, number: int, num_ranks: int):
+        self.number, self.opened = number, time.monotonic()
+        self.vectors: List[Any] = [None] * num_ranks
+        self.result: Any = None
+        self.error = ""
 
-    rank: int
-    forward: Rendezvous
-    backward: Rendezvous
+    def is_done(self) -> bool:
+        return self.result is not None or bool(self.error)
+
+    def missing(self) -> List[int]:
+        return [rank for rank, vector in enumerate(self.vectors) if vector is None]
+
+
+class Rendezvous:
+    """The meeting point of some devices, for one direction.
+
+    ``what`` begins its errors, and ``advice`` ends those about missing devices; ``ranks`` are the names of the devices.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        ranks: Sequence[str],
+        timeout: float,
+        exchange: Callable[[List[np.ndarray]], Any],
+        advice: Callable[[], str] = lambda: "",
+    ):
+        self._what, self._ranks, self._timeout = what, list(ranks), timeout
+        self._exchange, self._advice = exchange, advice
+        self._rounds: Dict[int, _Round] = {}
+        self._changed = threading.Condition()
+        self.rounds = 0  # that were ever opened
+
+    def all_reduce(self, rank: int, vector: np.ndarray, key: int = 0) -> Tuple[Any, int]:
+        """Bring ``vector``. Returns the result of the vectors of all ranks, and the number of the round.
+
+        Raises
+        ------
+        SyncBatchNormError
+            The same text on every rank that took part: a rank did not arrive within the timeout, or arrived twice, or
+            the exchange failed.
+        """
+        with self._changed:
+            if key not in self._rounds:
+                self.rounds += 1
+                self._rounds[key] = _Round(self.rounds, len(self._ranks))
+            current = self._rounds[key]
+            if current.vectors[rank] is not None:
+                self._fail(current, self._twice_text(current, rank), key)
+            current.vectors[rank] = vector
+            is_last = not current.missing() and not current.error
+            if is_last:
+                del self._rounds[key]
+            else:
+                self._sleep(current, key)
+        if is_last:
+            self._lead(current)
+        if current.error:
+            raise SyncBatchNormError(current.error)
+        return current.result, current.number
+
+    def _sleep(self, current: _Round, key: int) -> None:
+        def has_gathered() -> bool:
+            return current.is_done() or not current.missing()
+
+        waited = waiting.wait(self._changed, current.opened, self._timeout, has_gathered)
+        if waited is not None:
+            self._fail(current, self._missing_text(current, waited), key)
+        elif not self._changed.wait_for(current.is_done, self._timeout + waiting.GRACE_SECONDS):
+            self._fail(current, f"{self._what}: all devices arrived, but the exchange between them did not return.")
+
+    def _lead(self, current: _Round) -> None:
+        result, error = None, ""
+        try:
+            sizes = [vector.size for vector in current.vectors]
+            if len(set(sizes)) > 1:
+                listed = ", ".join(f"{name}: {size}" for name, size in zip(self._ranks, sizes))
+                raise ValueError(f"the devices brought vectors of different lengths ({listed})")
+            result = self._exchange(current.vectors)
+        except Exception as problem:  # every sleeper gets it
+            error = f"{self._what}: the exchange between devices failed: {problem}"
+        with self._changed:
+            if not current.is_done():
+                current.result, current.error = result, error
+            self._changed.notify_all()
+
+    def _fail(self, current: _Round, error: str, key: Optional[int] = None) -> None:
+        current.error = error
+        if key is not None:
+            del self._rounds[key]
+        self._changed.notify_all()
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._ranks[rank] for rank in ranks)
+
+    def _twice_text(self, current: _Round, rank: int) -> str:
+        return (
+            f"{self._what}: {self._ranks[rank]} arrived twice before {self._named(current.missing())} arrived. Every "
+            f"device must run this layer equally often per step, and in the same order."
+        )
+
+    def _missing_text(self, current: _Round, waited: waiting.Waited) -> str:
+        missing = current.missing()
+        arrived = [rank for rank in range(len(self._ranks)) if rank not in missing]
+        return (
+            f"{self._what} {waited.text(f'{len(missing)} of {len(self._ranks)} devices')}. "
+            f"Arrived: {self._named(arrived)}. Missing: {self._named(missing)}. {waited.advice(self._advice())}"
+        ).rstrip()
 
 
 class Group(LayerGroup):
@@ -37,54 +163,36 @@ class Group(LayerGroup):
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
         super().__init__(spec, devices)
         self._changed = threading.Condition()
-        self._members: Dict[int, Dict[mx.Context, Membership]] = {}  # by active set
+        # By active set: the rank of each device, and its rendezvous of both directions.
+        self._members: Dict[int, Dict[mx.Context, Tuple[int, Rendezvous, Rendezvous]]] = {}
         self._seconds = spec.seconds  # a variable that is no number shows here
         _groups[self.id] = self
 
     def connect(self) -> None:
-        if find(self.spec.process_group, self.spec.where) is not None:
+        where = self.spec.where
+        if find(self.spec.process_group, where) is not None:
             raise RuntimeError(
-                f"{self.spec.where}: it runs on the portable back end, which does not synchronize several processes."
+                f"{where}: it runs on the portable back end, which does not synchronize several processes."
             )
         if profile.is_on:
-            raise RuntimeError(
-                f"{self.spec.where}: gluon_syncbn.profile() does not see layers on the portable back end."
-            )
+            raise RuntimeError(f"{where}: gluon_syncbn.profile() does not see layers on the portable back end.")
         check_groups(self.spec, self.spec.num_devices)
 
     def rounds(self, set_id: int) -> int:
         members = self._members.get(set_id, {}).values()
-        return sum(member.forward.rounds for member in members if member.rank == 0)
+        return sum(forward.rounds for rank, forward, _ in members if rank == 0)
 
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int]:
-        """The moments of the whole mini-batch, and the id of this forward round."""
-        member = self._membership_of(device, set_id)
-        return member.forward.all_reduce(member.rank, local.pack())
+        """The moments of the whole mini-batch, and the number of this forward round."""
+        rank, forward, _ = self._member(device, set_id)
+        return forward.all_reduce(rank, local.pack())
 
-    def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_id: int, set_id: int) -> np.ndarray:
-        """The sum of what all devices bring to the backward passes that answer forward round ``round_id``."""
-        member = self._membership_of(device, set_id)
-        return member.backward.all_reduce(member.rank, local, key=round_id).result
+    def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_number: int, set_id: int) -> np.ndarray:
+        """The sum of the vectors of all devices, in the backward passes that answer this forward round."""
+        rank, _, backward = self._member(device, set_id)
+        return backward.all_reduce(rank, local, round_number)[0]
 
-    def _make_members(self, set_id: int) -> Dict[mx.Context, Membership]:
-        members = {}
-        for neighbours in self.spec.groups_of(self.devices).values():
-            devices = [device for device in neighbours if active_sets.includes(device, set_id)]
-            forward = self._rendezvous(FORWARD, devices, merge)
-            backward = self._rendezvous(BACKWARD, devices, add_ranks)
-            for rank, device in enumerate(devices):
-                members[device] = Membership(rank, forward, backward)
-        return members
-
-    def _rendezvous(self, direction: str, devices: List[mx.Context], reduce: Callable) -> Rendezvous:
-        def exchange(vectors: List[np.ndarray]):
-            rows, kvstore = np.stack(vectors), self.spec.kvstore
-            return reduce(rows if kvstore is None else stores.all_gather(rows, devices, kvstore))
-
-        what = f"{self.spec.where}: {direction} pass"
-        return Rendezvous(what, list(map(str, devices)), self._seconds, exchange, waiting.usual_reasons)
-
-    def _membership_of(self, device: mx.Context, set_id: int) -> Membership:
+    def _member(self, device: mx.Context, set_id: int) -> Tuple[int, Rendezvous, Rendezvous]:
         spec = self.spec
         with self._changed:
             if not (self.devices or spec.num_devices):
@@ -108,8 +216,24 @@ class Group(LayerGroup):
             f"the parameters have moved to other devices; load a symbol again before it is bound to other devices."
         )
 
+    def _make_members(self, set_id: int) -> Dict[mx.Context, Tuple[int, Rendezvous, Rendezvous]]:
+        members = {}
+        for neighbours in self.spec.groups_of(self.devices).values():
+            devices = [device for device in neighbours if active_sets.includes(device, set_id)]
+            both = self._rendezvous(FORWARD, devices, merge), self._rendezvous(BACKWARD, devices, add_ranks)
+            members.update({device: (rank, *both) for rank, device in enumerate(devices)})
+        return members
+
+    def _rendezvous(self, direction: str, devices: List[mx.Context], reduce: Callable) -> Rendezvous:
+        def exchange(vectors: List[np.ndarray]):
+            rows, kvstore = np.stack(vectors), self.spec.kvstore
+            return reduce(rows if kvstore is None else stores.all_gather(rows, devices, kvstore))
+
+        what = f"{self.spec.where}: {direction} pass"
+        return Rendezvous(what, list(map(str, devices)), self._seconds, exchange, waiting.usual_reasons)
+
     def _wait_for_devices(self, device: mx.Context) -> None:
-        """The first round of an open group: returns when as many devices as it has are there."""
+        """Wait in the first round of an open group until all of its devices have come."""
         size = self.spec.num_devices or 0
         if device not in self.devices:
             self.devices.append(device)
@@ -118,16 +242,15 @@ class Group(LayerGroup):
             self._changed.notify_all()
         waited = waiting.wait(self._changed, time.monotonic(), self._seconds, lambda: len(self.devices) == size)
         if waited is not None:
-            arrived = ", ".join(map(str, self.devices))
             raise SyncBatchNormError(
                 f"{self.spec.where}: forward pass {waited.text(f'{size - len(self.devices)} of {size} devices')}. "
-                f"Arrived: {arrived}. Missing: devices that have never run it; it was made for num_devices={size}. "
-                f"{waited.advice(waiting.usual_reasons())}"
+                f"Arrived: {', '.join(map(str, self.devices))}. Missing: devices that have never run it; it was made "
+                f"for num_devices={size}. {waited.advice(waiting.usual_reasons())}"
             )
 
 
 def find_group(reference: str) -> Group:
-    """The group that a graph names: one of this process by its id, or one made here and now of a description.
+    """The group that a graph names: a group of this process by its id, or one that is made here of a description.
 
     Raises
     ------
@@ -139,7 +262,7 @@ def find_group(reference: str) -> Group:
     group = _groups.get(int(reference))
     if group is None:
         raise KeyError(
-            f"no SyncBatchNorm layer number {reference} in this process. Its layer was dropped, or this is a graph "
-            f"that another process has run: save the net, or the symbol that it is of."
+            f"no SyncBatchNorm layer number {reference} in this process. Its layer was dropped, or another process has "
+            f"run this graph: save the net, or the symbol from which the graph was made."
         )
     return group

@@ -10,29 +10,27 @@ The layer as a graph, for x with channels C and everything else flattened around
 
 `BatchNorm` is MXNet's own, so that prediction mode is `nn.BatchNorm` to the last bit and float16 needs no care. In
 training mode it normalizes with the statistics of its device, ẑ = (x − mean_d)/std_d, where std_d = √(var_d + ε);
-`weight` and `bias` turn that into the result for the whole mini-batch, because both are affine in x::
+`weight` and `bias` turn ẑ into the result for the whole mini-batch, because both are affine in x::
 
     γ·(x − mean)/std + β = (γ·std_d/std)·ẑ + (β + γ·(mean_d − mean)/std)
 
-Its momentum is 1, which leaves the running statistics alone; `AllReduce` updates them.
+The momentum of `BatchNorm` is 1, which leaves the running statistics alone; `AllReduce` updates them.
 
 Only `AllReduce` meets other devices, once in each direction, and only with vectors:
 
 forward
     sends this device's count, mean and M2; returns `weight` and `bias`. In prediction mode these are γ and β, and it
-    meets no one.
+    meets no other device.
 backward
     receives Σ dy·ẑ and Σ dy as the gradients of `weight` and `bias`, sends S1 = Σ dy and S2 = Σ dy·x̂ of this device,
     and gives `total` and `squares` the gradients that turn BatchNorm's dx, which knows one device, into the dx of
-    the whole mini-batch. γ and β receive this device's own sums, because Trainer adds those over devices.
+    the whole mini-batch. γ and β receive this device's own sums, because Trainer adds the sums of all devices.
 
 Activations never enter the custom operator, since on CPU its inputs may dangle (a converted copy of an array in
-oneDNN's layout dies before the callback reads it); vectors are always plain. On CPU, sums are taken as products with
-ones, which BLAS does an order of magnitude faster than MXNet's reductions. `shift` keeps the sums exact where the mean
-is large against the deviation.
+oneDNN's layout dies before the callback reads it); vectors are always plain. `shift` keeps the sums exact where the
+mean is large against the deviation.
 """
 
-import contextlib
 from typing import Optional
 
 import mxnet as mx
@@ -41,11 +39,7 @@ import numpy as np
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, mxnet_takes_bfloat16
 from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.portable.group import Group, find_group
-from gluon_syncbn.backends.portable.host_arrays import HostArrays
-from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
-from gluon_syncbn.base.library import check_call
-from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.graphs.graph import Names, inserted
 from gluon_syncbn.meeting.active_set import active_sets
@@ -53,10 +47,7 @@ from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
 from gluon_syncbn.mxnet_engine import failures
 
 _OPERATOR = "gluon_syncbn_all_reduce"
-# MXNet forgets an error once it is read; what it then passes on must not look like a result.
-_NAN = np.nan
-# What a forward pass in prediction mode, which met no one, saves for the backward pass.
-_PREDICTION = -1.0
+_PREDICTION = -1.0  # all of ``saved``, of a forward pass in prediction mode
 
 
 class PortableBackend(Backend):
@@ -155,81 +146,78 @@ def _centre(F, rows, is_on_gpu: bool):
 
 
 class _AllReduce(mx.operator.CustomOp):
-    def __init__(self, group: Group, device: mx.Context, channels: int):
+    def __init__(self, group: Optional[Group], problem: Optional[Exception], device: mx.Context):
         super().__init__()
+        self._problem = problem
         self._group = group
         self._device = device
-        self._channels = channels
-        self._host = HostArrays(device)
         self._forward_generation = 0  # of the step in which the last forward pass was completed
 
     def forward(self, is_train, req, in_data, out_data, aux):
         self._forward_generation = 0
-        spec, channels = self._group.spec, self._channels
-        if not is_train:
-            affine = [self._gamma(in_data), self._read(in_data[3])]
-            self._host.write(out_data[0], (2, channels), spec.dtype, affine)
-            self._host.write(out_data[1], (_saved_size(channels),), np.float64, _PREDICTION)
-        else:
-            try:
-                self._train(in_data, out_data, aux)
-            except Exception as problem:
-                self._host.write(out_data[0], (2, channels), spec.dtype, _NAN)
-                self._host.write(out_data[1], (_saved_size(channels),), np.float64, _NAN)
-                return _fail(problem, out_data[0])
-        self._forward_generation = failures.generation()
+        try:
+            if self._problem is not None:
+                raise self._problem
+            self._train(in_data, out_data, aux) if is_train else self._predict(in_data, out_data)
+            self._forward_generation = failures.generation()
+        except Exception as problem:
+            _fail(problem, out_data[0], out_data)
+
+    def _predict(self, in_data, out_data):
+        _write(out_data[0], [self._gamma(in_data), _read(in_data[3])])
+        _write(out_data[1], _PREDICTION)
 
     def _train(self, in_data, out_data, aux):
-        spec, host, channels = self._group.spec, self._host, self._channels
+        spec = self._group.spec
         set_id = active_sets.current
-        (size,) = host.read(in_data[1], (1,), np.int64)
+        (size,), (shift, total, squares) = _read(in_data[1]), _read(in_data[0])
         if not size:
             raise ValueError(
                 f"{spec.where}: the input on {self._device} is empty. A device without images cannot "
                 f"take part; leave it out with gluon_syncbn.devices(...)."
             )
-        local = Moments.from_shifted_sums(size / channels, *host.read(in_data[0], (3, channels), spec.dtype))
+        local = Moments.from_shifted_sums(size / len(shift), shift, total, squares)
         self._check_step("forward")
-        merged, round_id = self._group.all_reduce_moments(self._device, local, set_id)
+        merged, round_number = self._group.all_reduce_moments(self._device, local, set_id)
         view = BatchView.of(local, merged, spec.epsilon)
-        affine = view.weight_and_bias(self._gamma(in_data), self._read(in_data[3]))
-        host.write(out_data[0], (2, channels), spec.dtype, affine)
-        to_save = np.concatenate([*view, [local.count, merged.count, round_id, set_id]])
-        host.write(out_data[1], (_saved_size(channels),), np.float64, to_save)
+        _write(out_data[0], view.weight_and_bias(self._gamma(in_data), _read(in_data[3])))
+        _write(out_data[1], np.concatenate([*view, [local.count, merged.count, round_number, set_id]]))
         for running, value in zip(aux, (merged.mean, merged.var)):
-            average = moving_average(self._read(running), value, spec.momentum)
-            host.write(running, (channels,), spec.dtype, average)
+            _write(running, moving_average(_read(running), value, spec.momentum))
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         try:
-            self._send_back(req, out_grad, in_data, out_data, in_grad)
+            gradients = self._gradients(out_grad, in_data, out_data)
+            # Nobody requests the gradients of `size` and `after`.
+            for i, gradient in zip((0, 2, 3), gradients):
+                if req[i] != "null":
+                    _write(in_grad[i], gradient + _read(in_grad[i]) if req[i] == "add" else gradient)
         except Exception as problem:
-            self._write_gradients(in_grad, req, _NAN, _NAN, _NAN)
-            _fail(problem, out_grad[0])
+            _fail(problem, out_grad[0], [array for array, how in zip(in_grad, req) if how != "null"])
 
-    def _send_back(self, req, out_grad, in_data, out_data, in_grad):
-        spec, host, channels = self._group.spec, self._host, self._channels
-        d_weight, d_bias = host.read(out_grad[0], (2, channels), spec.dtype)
-        saved = host.read(out_data[1], (_saved_size(channels),), np.float64)
+    def _gradients(self, out_grad, in_data, out_data):
+        """The gradients of the sums, of γ and of β."""
+        spec = self._group.spec
         if self._forward_generation != failures.generation():
             raise SyncBatchNormError(
                 f"{spec.where}: the backward pass on {self._device} cannot be run: its forward pass never ran, "
                 f"because an operator before it had failed, or its step was abandoned."
             )
         self._check_step("backward")
+        d_weight, d_bias = _read(out_grad[0])
+        saved = _read(out_data[1])
         if (saved == _PREDICTION).all():  # BatchNorm's own gradients are complete
-            return self._write_gradients(in_grad, req, 0, d_weight, d_bias)
-        view = BatchView(*saved[:-4].reshape(3, channels))
-        count, total_count, round_id, set_id = saved[-4:]
+            return np.zeros((3, len(d_bias))), d_weight * spec.scale, d_bias
+        view = BatchView(*saved[:-4].reshape(3, -1))
+        count, total_count, round_number, set_id = saved[-4:]
         own_s1, own_s2 = view.sums(d_weight, d_bias)
         sums = np.concatenate([own_s1, own_s2])
-        s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_id), int(set_id)).reshape(2, -1)
+        s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_number), int(set_id)).reshape(2, -1)
         constant, slope = view.correction(self._gamma(in_data), d_weight, d_bias, count, s1, s2, total_count)
-        # The gradient of total reaches every x as it is, that of squares times 2·(x − shift); the constant and the
-        # slope are about the mean, which lies total/count above shift.
-        total = host.read(in_data[0], (3, channels), spec.dtype)[1]
-        d_sums = [np.zeros(channels), constant - slope * total / count, slope / 2]
-        self._write_gradients(in_grad, req, d_sums, own_s2, own_s1)
+        # The gradient of total reaches every x as it is, and the gradient of squares times 2·(x − shift); the constant
+        # and the slope are about the mean, which lies total/count above shift.
+        total = _read(in_data[0])[1]
+        return np.stack([0 * total, constant - slope * total / count, slope / 2]), own_s2 * spec.scale, own_s1
 
     def _check_step(self, direction):
         if failures.failure():
@@ -239,53 +227,42 @@ class _AllReduce(mx.operator.CustomOp):
             )
 
     def _gamma(self, in_data):
-        return self._read(in_data[2]) if self._group.spec.scale else np.ones(self._channels)
-
-    def _read(self, vector):
-        return self._host.read(vector, (self._channels,), self._group.spec.dtype)
-
-    def _write_gradients(self, in_grad, req, sums, gamma, beta):
-        """Write gradients. Those of ``size`` and ``after`` are never requested."""
-        vector = (self._channels,)
-        gamma = gamma if self._group.spec.scale else 0
-        for i, shape, value in ((0, (3, self._channels), sums), (2, vector, gamma), (3, vector, beta)):
-            if req[i] != "null":
-                self._host.write(in_grad[i], shape, self._group.spec.dtype, value, add=req[i] == "add")
+        gamma = _read(in_data[2])
+        return gamma if self._group.spec.scale else np.ones_like(gamma)
 
 
-def _fail(problem: Exception, array: mx.nd.NDArray) -> None:
-    """The step has failed: whoever reads what the operator computes gets the text, through one of its arrays.
+def _read(array: mx.nd.NDArray) -> np.ndarray:
+    return array.asnumpy().astype(np.float64)
 
-    It is not raised: MXNet has one place for what custom operators raise, and loses one of two that come together.
+
+def _write(array: mx.nd.NDArray, value) -> None:
+    array[:] = np.broadcast_to(value, array.shape).astype(array.dtype)
+
+
+def _fail(problem: Exception, to_poison: mx.nd.NDArray, outputs) -> None:
+    """Fail the step: reading an output of the operator raises the error, through one of its arrays.
+
+    The error is not raised: MXNet has one place for errors of custom operators, and loses one of two that come
+    together. MXNet forgets an error once it is read, so no output may look like a result.
     """
+    for array in outputs:
+        _write(array, np.nan)
     failures.fail(str(problem))
-    failures.poison(array, str(problem))
-
-
-@contextlib.contextmanager
-def _reporting_errors():
-    """Let the text of an error reach whoever asks for names, shapes or types; MXNet alone would only print it."""
-    try:
-        yield
-    except Exception as problem:
-        library.set_last_error(str(problem))
-        raise
+    failures.poison(to_poison, str(problem))
 
 
 class _AllReduceProp(mx.operator.CustomOpProp):
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
+        self._group: Optional[Group] = None
         self._problem: Optional[Exception] = None
         try:
             self._group = find_group(group)
-        except Exception as problem:  # an error that left this method would end in a segmentation fault of MXNet's
+        except Exception as problem:  # the operator raises it: here MXNet would drop its text
             self._problem = problem
         self._has_order_token = follows == "1"
 
-    @_reporting_errors()
     def list_arguments(self):
-        if self._problem is not None:
-            raise self._problem
         return ["sums", "size", "gamma", "beta"] + ["after"] * self._has_order_token
 
     def list_auxiliary_states(self):
@@ -294,48 +271,29 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def list_outputs(self):
         return ["affine", "saved"]
 
-    @_reporting_errors()
     def infer_shape(self, in_shape):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
         channels = in_shape[0][1]
-        for name, shape in zip(("gamma", "beta"), in_shape[2:]):
-            if len(shape) == 1 and shape[0] not in (0, -1, channels):
-                raise ValueError(f"{self._group.spec.where}: the input has {channels} channels, {name} has {shape[0]}.")
         vector, saved = [channels], [_saved_size(channels)]
         inputs = [[3, channels], [1], vector, vector] + [saved] * self._has_order_token
         return inputs, [[2, channels], saved], [vector] * 2
 
     def infer_type(self, in_type):
-        dtype = np.dtype(self._group.spec.dtype).type
+        dtype = in_type[0]
         inputs = [dtype, np.int64, dtype, dtype] + [np.float64] * self._has_order_token
         return inputs, [dtype, np.float64], [dtype] * 2
 
     def create_operator(self, ctx, in_shapes, in_dtypes):
-        return _AllReduce(self._group, ctx, in_shapes[0][1])
+        return _AllReduce(self._group, self._problem, ctx)
 
 
 def _saved_size(channels: int) -> int:
-    """How many numbers the backward pass needs: a `BatchView`, two counts, the ids of forward round and active set.
+    """How many numbers the backward pass needs: a `BatchView`, two counts, the number of the round, the active set.
 
     MXNet asks while it does not know the channels, too, which is -1.
     """
     return 3 * channels + 4 if channels >= 0 else -1
 
 
-def _register() -> None:
-    """Make the operator known to MXNet, with what MXNet's wrapping lacks where there is a compiled core.
-
-    That is errors that keep their text, safety from Ctrl-C, and clean exits: see csrc/mxnet/python_operator.cpp. Where
-    nothing is compiled, it is the operator itself.
-    """
-    if library.core is None:
-        mx.operator.register(_OPERATOR)(_AllReduceProp)
-        return
-    inner = f"{_OPERATOR}_inside"
-    mx.operator.register(inner)(_AllReduceProp)
-    creator = last_registered_operator()
-    check_call(library.core.gluon_syncbn_wrap_python_operator(_OPERATOR.encode(), inner.encode(), creator))
-
-
-_register()
+mx.operator.register(_OPERATOR)(_AllReduceProp)

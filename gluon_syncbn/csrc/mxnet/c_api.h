@@ -89,12 +89,6 @@ AnyCallback any(Function function) {
 // Those of the MXNet that Python has connected.
 const MXNetFunctions& mxnet();
 
-// The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
-std::string take_error();
-
-// Runs `call`, which is Python's, unless the interpreter has ended or is about to.
-void while_python_lives(const std::function<void()>& call);
-
 // Has Python warn the user, and returns after a second at most. Not with the interpreter lock.
 void warn_user(const std::string& text);
 

@@ -13,7 +13,7 @@
 
 #include "exported.h"
 #include "mxnet/c_api.h"
-#include "mxnet/off_main_thread.h"
+#include "mxnet/python.h"
 #include "mxnet/operator.h"
 #include "processes/all.h"
 

@@ -36,6 +36,7 @@
 #include "mxnet/c_api.h"
 #include "mxnet/engine.h"
 #include "mxnet/operator.h"
+#include "mxnet/python.h"
 #include "numbers.h"
 #include "tensor.h"
 

@@ -1,0 +1,75 @@
+#include "mxnet/python.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "exported.h"
+#include "meeting/threads.h"
+
+namespace gluon_syncbn {
+namespace {
+
+thread_local std::string left_behind;
+std::atomic<bool> python_is_gone{false};
+std::atomic<int> calls{0};  // of Python, that are under way
+
+bool holds_interpreter_lock() {
+  static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check && check();
+}
+
+}  // namespace
+
+int call_off_main_thread(const std::function<int()>& call) {
+  // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through
+  // ctypes.
+  if (syscall(SYS_gettid) != getpid() || holds_interpreter_lock()) return call();
+  const auto task = std::make_shared<std::packaged_task<int()>>(call);  // its end comes after this function's
+  std::future<int> returned = task->get_future();
+  try {
+    run_on_a_thread([task] { (*task)(); });
+  } catch (const std::system_error&) {  // no thread can be had
+    return call();
+  }
+  return returned.get();
+}
+
+void while_python_lives(const std::function<void()>& call) {
+  // The threads that were in a call are not there in a child.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { calls = 0; });
+  static_cast<void>(registered);
+  const struct Counted {
+    Counted() { calls += 1; }
+    ~Counted() { calls -= 1; }
+  } counted;  // before the look at python_is_gone, or stop_calling_python could miss this call
+  if (!python_is_gone) call();
+}
+
+std::string take_error() { return std::exchange(left_behind, ""); }
+
+}  // namespace gluon_syncbn
+
+// What Python calls (base/library.py)
+
+// Sets the text of the error in which the callback that runs on this thread ends.
+EXPORTED void gluon_syncbn_leave_error(const char* text) { gluon_syncbn::left_behind = text; }
+
+// The interpreter is about to end. Called without the interpreter lock, for which a call may be waiting. A call that
+// does not return, in a hook of the user's, keeps the process for ten seconds.
+EXPORTED void gluon_syncbn_stop_calling_python() {
+  gluon_syncbn::python_is_gone = true;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (gluon_syncbn::calls > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}

@@ -1,0 +1,28 @@
+// Calls into Python.
+//
+// Ctrl-C does no harm. Python raises KeyboardInterrupt on its main thread, between any two of its instructions, also in
+// a callback that MXNet runs there; the callback then does half of its work. So such a call is made on another thread
+// while the main thread waits, and KeyboardInterrupt is raised when the main thread is back in the user's code. That
+// takes 30 µs, and several times as long where other threads run Python; a net that is hybridized with static_alloc
+// makes no such call in a training step.
+//
+// Exits are clean. A thread of MXNet's engine that calls Python while the interpreter shuts down is unwound, which C++
+// answers with "terminate called". gluon_syncbn_stop_calling_python, at exit, waits for the calls that are under way;
+// from then on none is made.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace gluon_syncbn {
+
+// Returns or throws as `call` does; on another thread if this is Python's main thread.
+int call_off_main_thread(const std::function<int()>& call);
+
+// Runs `call`, which is Python's, unless the interpreter has ended or is about to.
+void while_python_lives(const std::function<void()>& call);
+
+// The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
+std::string take_error();
+
+}  // namespace gluon_syncbn
