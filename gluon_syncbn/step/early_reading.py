@@ -20,8 +20,9 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from types import FrameType
-from typing import Iterator, Optional, Sequence, Set
+from typing import Iterator, List, Optional, Sequence, Set
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.step.passes import HalfCalled
@@ -93,7 +94,7 @@ def _text(half: HalfCalled) -> str:
     )
 
 
-def _is_ours(frame: Optional[FrameType]) -> bool:
+def _is_ours(frame: FrameType) -> bool:
     """Whether a function of this package has called MXNet."""
     return next((_is_in(name, [_PACKAGE]) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
 
@@ -115,18 +116,14 @@ def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
 
 def _runs_an_operator() -> bool:
     """Whether MXNet runs a custom operator that is not this package's."""
-    found = (list(_modules(frame)) for frame in sys._current_frames().values())
-    return any(
-        modules[-1] == "mxnet.operator" and not any(_is_in(module, [_PACKAGE]) for module in modules)
-        for modules in found
-    )
+    threads = map(_modules, sys._current_frames().values())
+    operators = (modules for modules in threads if modules[-1] == "mxnet.operator")
+    return any(not any(_is_in(module, [_PACKAGE]) for module in modules) for modules in operators)
 
 
-def _modules(frame: Optional[FrameType]) -> Iterator[str]:
+def _modules(frame: FrameType) -> List[str]:
     """The modules of the functions that are being called, from the inside."""
-    while frame is not None:
-        yield frame.f_globals.get("__name__", "")
-        frame = frame.f_back
+    return [called.f_globals.get("__name__", "") for called, _ in traceback.walk_stack(frame)]
 
 
 def _is_in(module: str, names: Sequence[str]) -> bool:

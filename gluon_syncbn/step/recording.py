@@ -87,11 +87,10 @@ def counting_backward(backward):
     @functools.wraps(backward)
     def counted_backward(num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest):
         def call() -> int:
-            """Call it, as one call if it cannot go from device to device."""
             args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
             if failures.is_in_use():
                 cpu_resources.open_step()
-            if steps.progress.has_copies_in_graphs:
+            if steps.progress.has_copies_in_graphs:  # it may go from device to device, and so in several calls
                 return backward(*args)
             return cpu_resources.in_one_call(None, None, backward, *args)
 
