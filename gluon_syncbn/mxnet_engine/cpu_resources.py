@@ -99,7 +99,7 @@ def buffers_of(owner: Any) -> GraphsBuffers:
 
 
 def give_buffers(owner: Any, buffers: GraphsBuffers) -> None:
-    """Have these go when the owner does, or has others."""
+    """Let ``owner`` keep these buffers until it goes, or has others."""
     _cpus.buffers[owner] = buffers
 
 

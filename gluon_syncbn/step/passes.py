@@ -56,10 +56,11 @@ class Passes:
     def is_unfinished(self, device: Optional[mx.Context] = None, is_first: bool = False) -> bool:
         """Whether a step broke off in the group of ``device``; or in any.
 
-        Where the pass ``is_first`` in its ``record()``, also in a group that this thread alone has called.
+        If the pass ``is_first`` in its ``record()``, groups that this thread alone has called count, too. Groups that
+        other threads have called do not: their backward passes may be under way.
 
-        It is known when all devices of the group have begun equally many forward passes: the next begins a new step.
-        Of another thread's group it is not: its backward passes may be under way.
+        A step can only have broken off if all devices of a group have begun equally many forward passes: the next one
+        begins a new step.
         """
         groups = self._groups
         if device is not None:

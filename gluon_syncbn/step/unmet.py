@@ -1,10 +1,10 @@
 """A layer that trains on several devices must synchronize: if not, that is an error, never silence.
 
-This knows nothing of graphs. A layer is looked at when weights are about to be updated, and at the next ``record()``:
-γ or β have fresh gradients on several devices, something was recorded in training mode, and the layer was never asked
-to synchronize over these devices in training. If its running statistics differ from device to device, each has
-normalized with its own images. They may also differ from a time when the layer was plain, or had other groups. So one
-that was made where its Parameters were on these devices already is an error when they have changed once more.
+A layer is looked at when weights are about to be updated, and at the next ``record()``, without its graph: γ or β have
+fresh gradients on several devices, something was recorded in training mode, and the layer was never asked to
+synchronize over these devices in training. If its running statistics differ from device to device, each device has
+normalized with its own images. They may also differ from a time when the layer was plain, or had other groups. So a
+layer whose Parameters were on these devices when it was made is an error only when they have changed once more.
 """
 
 from typing import Iterable, List, Optional
@@ -70,7 +70,7 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
 def check_module(module: mx.mod.Module) -> None:
     """SyncBatchNormError if a Module trains a symbol on another number of devices than it is for.
 
-    A symbol that is of a net on one device, or made for one, is plain there; one for more would wait for them.
+    A symbol of a net on one device, or made for one, is plain there; a symbol for more devices would wait for them.
     """
     if module in steps.updates.checked_modules:
         return

@@ -88,7 +88,7 @@ def noting_trainer(init):
 
 
 def guarding_trainer(update):
-    """A method of Trainer's that reads gradients, or updates weights."""
+    """A method of Trainer that reads gradients, or updates weights."""
 
     @functools.wraps(update)
     def guarded(self, *args, **kwargs):
