@@ -90,7 +90,7 @@ def count_meetings() -> int:
     """Layers that have synchronized with the other processes."""
     from gluon_syncbn.step.steps import steps
 
-    return sum(layer._sync.link is not None and layer._sync.link.place is not None for layer in steps.layers())
+    return sum(layer._sync.link is not None and layer._sync.link.place is not None for layer in steps.layers.blocks())
 
 
 def run(scripts: Path, home: Path, digests: dict, name: str, layer: str, size: int, seconds: float, hosts=None) -> str:

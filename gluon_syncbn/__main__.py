@@ -103,10 +103,10 @@ def _back_end(devices: List[mx.Context], kind: str) -> str:
 
 def _cpu_devices() -> str:
     """Whether CPU devices can wait for each other's temporary space and random generators."""
-    if not cpu_resources.shared_because:
+    if not cpu_resources.shared_because():
         return "each has temporary space and random generators of its own"
     settings = cpu_resources.settings_in_force()
-    return f"all share {settings or 'what MXNet has'}, which takes memory and time: {cpu_resources.shared_because}"
+    return f"all share {settings or 'what MXNet has'}, which takes memory and time: {cpu_resources.shared_because()}"
 
 
 def _engines() -> str:

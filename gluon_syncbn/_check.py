@@ -173,7 +173,7 @@ def check(net: Block, *inputs: Any) -> Check:
         with on_copies(_parameters_of(blocks), _contexts_of(net)):  # its gradients are not of a failed step
             abandon_step()
         raise
-    steps.forget_passes()
+    steps.progress.forget()
     for block in blocks:
         if isinstance(block, SymbolBlock):
             result.layers += [CheckedLayer(name, "not synchronized", _CONVERT) for name in names_left_plain(block)]
@@ -189,7 +189,7 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
             raise TypeError(f"{_NAME}: inputs must be arrays whose first axis is the batch, not {type(item).__name__}.")
     if not inputs:
         raise TypeError(f"{_NAME}: pass what the net is called with, for example check(net, images).")
-    if autograd.is_recording() or steps.is_under_way() or steps.half_called() is not None:
+    if autograd.is_recording() or steps.progress.is_under_way() or steps.progress.half_called() is not None:
         raise ValueError(f"{_NAME}: {STEP_IS_UNDER_WAY}")
     if len({len(item) for item in inputs}) > 1:
         raise ValueError(

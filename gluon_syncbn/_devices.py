@@ -77,9 +77,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     clear_gradients()
     ranks = _active_ranks(chosen)
     before, set_id = active_sets.current, active_sets.id_of(chosen, ranks)
-    rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in steps.layers()}
+    rounds = {layer: layer._sync.synchronized_passes(set_id) for layer in steps.layers.blocks()}
     _put_in_force(set_id)
-    outer, steps.before_update = steps.before_update, clear_gradients
+    outer, steps.updates.before_update = steps.updates.before_update, clear_gradients
     try:
         yield
         mx.nd.waitall()
@@ -88,9 +88,11 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         abandon_step()
         raise
     finally:
-        steps.before_update = outer
+        steps.updates.before_update = outer
         _put_in_force(before)
-    trained = [layer for layer in steps.layers() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)]
+    trained = [
+        layer for layer in steps.layers.blocks() if layer._sync.synchronized_passes(set_id) > rounds.get(layer, 0)
+    ]
     for layer in trained:
         _spread_statistics(layer, chosen)
     for group, active in ranks.items():
@@ -111,7 +113,7 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
 
 def _put_in_force(set_id: int) -> None:
     """Put a set of devices in force. No operator may be running."""
-    steps.forget_passes()
+    steps.progress.forget()
     active_sets.use(set_id)
 
 
@@ -170,7 +172,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
     received = {
         (rank, key): row for rank, (sizes, row) in enumerate(zip(all_sizes, rows)) for key, row in _cut(sizes, row)
     }
-    for layer in steps.layers():
+    for layer in steps.layers.blocks():
         link, key = layer._sync.link, _key(layer)
         if link is None or layer._sync.process_group() is not group or key is None:
             continue

@@ -1,70 +1,62 @@
 """The methods of MXNet that this package extends, because MXNet has no hook there. The table lists all of them.
 
-Each entry names a method and a decorator. The decorated method does what the original does, and some work of its own.
-Where a method has two entries, the later one is the outer: it calls the earlier one.
+Each row has an owner, some of its methods, a decorator, and the reason. The decorated method does the work of the
+original, and some work of its own. A function of MXNet's library is extended in place of several methods that call it.
 """
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
 
+from gluon_syncbn.base.library import LIBMXNET
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.graphs.bind import following_reshape, lowering_bind, lowering_partition
 from gluon_syncbn.graphs.calls import following_changes, lowering_what_runs
 from gluon_syncbn.graphs.trace import dropping_layers, noting_layers
 from gluon_syncbn.nets.export import exporting_plain_graphs
-from gluon_syncbn.nets.left_plain import warning_of_plain_norms
+from gluon_syncbn.nets.left_plain import warn_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
-from gluon_syncbn.step.abandon import failing_what_cannot_be_read
+from gluon_syncbn.step.abandon import failing_what_cannot_be_read, failing_with_all_work
 from gluon_syncbn.step.recording import (
     counting_backward,
     noticing_backward_of_symbols,
     noticing_copies,
     noticing_end_of_record,
     noticing_forward_of_symbols,
-    noticing_grad,
     noticing_record,
 )
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.updates import guarding_module, guarding_trainer, noting_trainer
 
 _EXTENSIONS = [
-    (RecordingScope, "__enter__", noticing_record),
-    (RecordingScope, "__exit__", noticing_end_of_record),
-    (RecordingScope, "__exit__", warning_of_plain_norms),
-    (mx.nd.NDArray, "backward", counting_backward),
-    (mx.autograd, "backward", counting_backward),
-    (mx.autograd, "grad", noticing_grad),
-    (mx.nd.NDArray, "copyto", noticing_copies),
-    (mx.np.ndarray, "copyto", noticing_copies),
-    (mx.nd.NDArray, "asnumpy", failing_what_cannot_be_read),
-    (mx.nd.NDArray, "wait_to_read", failing_what_cannot_be_read),
-    (mx.nd, "waitall", failing_what_cannot_be_read),
-    (mx.npx, "waitall", failing_what_cannot_be_read),
-    (mx.executor.Executor, "forward", noticing_forward_of_symbols),
-    (mx.executor.Executor, "backward", noticing_backward_of_symbols),
-    (mx.gluon.Trainer, "__init__", noting_trainer),
-    (mx.gluon.Trainer, "step", guarding_trainer),
-    (mx.gluon.Trainer, "allreduce_grads", guarding_trainer),
-    (mx.gluon.Trainer, "update", guarding_trainer),
-    (mx.mod.Module, "update", guarding_module),
-    (HybridBlock, "_get_graph", noting_layers),
-    (HybridBlock, "_clear_cached_op", dropping_layers),
-    (HybridBlock, "_build_cache", lowering_what_runs),
-    (HybridBlock, "_call_cached_op", following_changes),
-    (mx.sym.Symbol, "bind", lowering_bind),
-    (mx.sym.Symbol, "simple_bind", lowering_bind),
-    (mx.sym.Symbol, "optimize_for", lowering_partition),
-    (mx.executor.Executor, "reshape", following_reshape),
-    (HybridBlock, "export", exporting_plain_graphs),
-    (SymbolBlock, "__init__", synchronizing_what_is_marked),
+    (RecordingScope, "__enter__", noticing_record),  # a step begins: the one before may have failed
+    (RecordingScope, "__exit__", noticing_end_of_record),  # an exception ends a step
+    (LIBMXNET, "MXAutogradBackwardEx", counting_backward),  # some devices may have no backward()
+    (mx.nd.NDArray, "copyto", noticing_copies),  # backward passes may go from one CPU device to another
+    (mx.np.ndarray, "copyto", noticing_copies),  # it has a method of its own
+    (mx.nd.NDArray, "asnumpy wait_to_read", failing_what_cannot_be_read),  # MXNet drops an error when it is read
+    (LIBMXNET, "MXNDArrayWaitAll", failing_with_all_work),  # nd.waitall and npx.waitall
+    (mx.executor.Executor, "forward", noticing_forward_of_symbols),  # a step of a Module or symbol begins
+    (mx.executor.Executor, "backward", noticing_backward_of_symbols),  # and ends
+    (mx.executor.Executor, "reshape", following_reshape),  # it makes another executor
+    (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
+    (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight
+    (mx.mod.Module, "update", guarding_module),  # nor without a Trainer
+    (HybridBlock, "_get_graph", noting_layers),  # a graph has nodes, and no layers
+    (HybridBlock, "_clear_cached_op", dropping_layers),  # they go with the graph
+    (HybridBlock, "_build_cache", lowering_what_runs),  # in the graph that runs, the operator replaces plain nodes
+    (HybridBlock, "_call_cached_op", following_changes),  # layers may have moved or changed since
+    (HybridBlock, "export", exporting_plain_graphs),  # files must load without this package
+    (mx.sym.Symbol, "bind simple_bind", lowering_bind),  # as _build_cache, for symbols
+    (mx.sym.Symbol, "optimize_for", lowering_partition),  # a partitioner must see the operator
+    (SymbolBlock, "__init__", synchronizing_what_is_marked),  # a saved symbol says that it synchronizes
 ]
-_are_installed = False
 
 
 def install_hooks() -> None:
     """Extend the methods, when the package is imported; again does nothing (``importlib.reload``)."""
-    global _are_installed
-    if _are_installed:
+    if steps.progress.when_net_is_new is warn_of_plain_norms:
         return
-    _are_installed = True
-    for owner, name, extended in _EXTENSIONS:
-        setattr(owner, name, extended(getattr(owner, name)))
+    steps.progress.when_net_is_new = warn_of_plain_norms
+    for owner, names, extended in _EXTENSIONS:
+        for name in names.split():
+            setattr(owner, name, extended(getattr(owner, name)))

@@ -198,7 +198,7 @@ def profile() -> Iterator[Report]:
     report = Report()
     mx.nd.waitall()
     gc.collect()  # a net that the program has dropped may still exist
-    for layer in steps.layers():
+    for layer in steps.layers.blocks():
         if layer.backend == "portable":
             raise RuntimeError(
                 f"gluon_syncbn.profile: {layer.name} runs on the portable back end, which keeps no notes."

@@ -88,7 +88,7 @@ class DistributedTrainer(gluon.Trainer):
         self._number = processes_of(group).count_layers(_NAME)
         self._values = np.empty(0, np.float32)  # all gradients, in memory that is asked for anew where others learn
         self._compared: Optional[Tuple] = None  # what learned when values were compared, and the step's generation
-        steps.trainers_of_jobs.add(self)
+        steps.progress.count_trainer_of_job(self)
 
     def broadcast_parameters(self) -> None:
         """Give all processes the parameters and statistics of the first process. All of them call it.
@@ -139,7 +139,7 @@ class DistributedTrainer(gluon.Trainer):
         try:
             return self._average_gradients()
         except BaseException:
-            steps.drop_update()
+            steps.updates.drop_last()
             raise
 
     def _average_gradients(self) -> None:
@@ -173,7 +173,7 @@ class DistributedTrainer(gluon.Trainer):
             for gradient in parameter.list_grad():
                 _write(gradient, part.reshape(parameter.shape))
         self._compared = now
-        steps.end_update_of_job()
+        steps.progress.has_gradients_of_job = False
 
     def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
         """Wait for the other processes. Returns the facts of all, a row each."""

@@ -134,7 +134,6 @@ def convert_batchnorm(block: Block) -> Block:
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
     for layer in layers:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
-        steps.remove_layer(layer)
         del layer._sync
         original = getattr(layer, "_converted_from", made_as)
         layer.__dict__.pop("_converted_from", None)
@@ -226,7 +225,7 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     layers = [item for item in all_blocks(block) if isinstance(item, SyncBatchNorm) and item._sync.options.renorm]
     if not layers:
         raise ValueError(f"{where}: no layer of '{block.name}' has the option renorm. Convert it with renorm=(1, 0).")
-    if mx.autograd.is_recording() or steps.half_called() is not None:
+    if mx.autograd.is_recording() or steps.progress.half_called() is not None:
         raise ValueError(f"{where}: {STEP_IS_UNDER_WAY}")
     try:
         mx.nd.waitall()

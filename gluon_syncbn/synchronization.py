@@ -21,7 +21,8 @@ from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
-from gluon_syncbn.step.steps import Passes, steps
+from gluon_syncbn.step.passes import Passes
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.unmet import follow
 
 
@@ -108,7 +109,6 @@ class Synchronization:
                 backend = choose(spec, devices).backend
                 self._group = now = backend, backend.make_group(spec.but(num_devices=len(devices)), devices)
                 self._group_is_for = spec
-                steps.add_layer(self.layer)
             return now
 
     def set_renorm(self, limits: Tuple[float, float]) -> None:
@@ -166,7 +166,7 @@ class Synchronization:
         link = self._group[1].connect()
         if link is not None and link.place is None:
             end_before_communicators()
-            link.take(steps.nets.place_of(self.layer, _description))
+            link.take(steps.layers.nets.place_of(self.layer, _description))
 
 
 def options_of(layer: Block, **options: Any) -> LayerSpec:

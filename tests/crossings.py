@@ -310,7 +310,8 @@ class Trial:
                 getattr(self, event.replace(" ", "_"))()
             self.check_step()
         mx.nd.waitall()
-        assert not steps.is_under_way() and steps.half_called() is None, "a step seems to be under way"
+        progress = steps.progress
+        assert not progress.is_under_way() and progress.half_called() is None, "a step seems to be under way"
 
     def check_step(self, used=None, training=True, statistics=True, **how):
         used = used or self.case.everyone

@@ -106,7 +106,7 @@ def exceptions() -> None:
 def temporary_space() -> None:
     """The ordinary loop, with its loss outside the net."""
     version = tuple(map(int, mx.__version__.split(".")[:2]))
-    reason = gluon_syncbn.mxnet_engine.cpu_resources.shared_because
+    reason = gluon_syncbn.mxnet_engine.cpu_resources.shared_because()
     assert bool(reason) == (version < (1, 7)), reason
     if reason:
         return print(f"CPU devices share temporary space: {reason}")

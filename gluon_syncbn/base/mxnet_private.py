@@ -13,6 +13,8 @@ from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.gluon import block as gluon_block
 from mxnet.gluon.nn import basic_layers
 
+from gluon_syncbn.base.library import LIBMXNET, check_call
+
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
 PlainBatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
 
@@ -190,6 +192,13 @@ def is_numpy(symbol: mx.sym.Symbol) -> bool:
 def device_of(array: mx.nd.NDArray) -> mx.Context:
     """Its context. MXNet 1.6 has no ``ctx``, and mx.np's arrays warn of ``context``."""
     return array.ctx if hasattr(array, "ctx") else array.context
+
+
+def device_of_handle(handle: int) -> mx.Context:
+    """The context of an array that MXNet's library knows by this handle."""
+    kind, number = ctypes.c_int(), ctypes.c_int()
+    check_call(LIBMXNET.MXNDArrayGetContext(ctypes.c_void_p(handle), ctypes.byref(kind), ctypes.byref(number)))
+    return mx.Context(mx.Context.devtype2str[kind.value], number.value)
 
 
 def contexts_of(parameter: Parameter) -> List[mx.Context]:

@@ -2,9 +2,16 @@
 
 import sys
 from types import FrameType
-from typing import Iterator, List, Optional
+from typing import Iterator, List, Optional, Protocol, Sequence, runtime_checkable
 
 from mxnet.gluon import Block
+
+
+@runtime_checkable
+class _HidesBlocks(Protocol):
+    """A `SynchronizedSymbolBlock`, whose layers Gluon does not know as children."""
+
+    def hidden_blocks(self) -> Sequence[Block]: ...
 
 
 def all_blocks(root: Block) -> List[Block]:
@@ -17,7 +24,7 @@ def all_blocks(root: Block) -> List[Block]:
         if id(block) not in found:
             found[id(block)] = block
             waiting.extend(reversed(list(blocks_in(vars(block), set()))))
-            if hasattr(block, "hidden_blocks"):  # a SynchronizedSymbolBlock
+            if isinstance(block, _HidesBlocks):
                 waiting.extend(block.hidden_blocks())
     return list(found.values())
 

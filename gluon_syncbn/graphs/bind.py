@@ -86,7 +86,7 @@ def following_reshape(reshape):
 
     @functools.wraps(reshape)
     def followed_reshape(self, *args, **kwargs):
-        return _bind(reshape, self, self in steps.executors, args, kwargs)
+        return _bind(reshape, self, self in steps.progress.executors, args, kwargs)
 
     return followed_reshape
 
@@ -107,7 +107,7 @@ def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor
                 os.environ[_MIRROR] = before
     cpu_resources.give_buffers(executor, buffers)
     if synchronizes:
-        steps.executors[executor] = None
+        steps.progress.executors[executor] = None
     return executor
 
 

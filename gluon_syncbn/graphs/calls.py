@@ -53,9 +53,10 @@ from gluon_syncbn.graphs.lower import Lowering, say
 from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
 from gluon_syncbn.graphs.trace import layers_of, set_layers
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
+from gluon_syncbn.step.progress import is_followed
 from gluon_syncbn.step.recording import begin_forward
-from gluon_syncbn.step.steps import is_followed, steps
-from gluon_syncbn.synchronization import synchronization_of
+from gluon_syncbn.step.steps import steps
+from gluon_syncbn.synchronization import Synchronization, synchronization_of
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
@@ -87,24 +88,24 @@ class _Graph:
         self._is_static = is_static(net)
         self._modes: Dict[mx.Context, bool] = {}  # of the last call that was not recorded: training or prediction
 
-    def _layers(self) -> List[Block]:
+    def _layers(self) -> List[Synchronization]:
         """The layers that have not been converted back since."""
-        return [layer for layer in list(self._contexts) if "_sync" in vars(layer)]
+        return [sync for sync in map(synchronization_of, list(self._contexts)) if sync is not None]
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
         if not self._is_placed and mx.autograd.is_training():
             for layer in self._layers():
-                layer._sync.take_place()
+                layer.take_place()
             self._is_placed = True
         first = next(iter(self._layers()), None)
         if device is not None and first is not None and self._is_static and not mx.autograd.is_recording():
             self._end_other_mode(device)
-        if device is not None and first is not None and len(context_list(first.running_mean) or ()) > 1:
+        if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None and is_followed():
-            learns = (layer for layer in self._layers() if layer._sync.passes.arrays())
-            steps.note_forward(next(learns, first)._sync.passes)
+            learns = (layer for layer in self._layers() if layer.passes.arrays())
+            steps.progress.note_forward(next(learns, first).passes)
 
     def _end_other_mode(self, device: mx.Context) -> None:
         """Let the calls before run first if they were in the other mode: MXNet gives the mode of a call of a static
@@ -118,8 +119,9 @@ class _Graph:
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""
         found = []
-        for layer in self._layers():
-            contexts = context_list(layer.running_mean) if layer._sync.has_group else None
+        for sync in self._layers():
+            layer = sync.layer
+            contexts = context_list(layer.running_mean) if sync.has_group else None
             if contexts and device in contexts:
                 rank = contexts.index(device)
                 found += [arrays_of(layer.running_mean)[rank], arrays_of(layer.running_var)[rank]]

@@ -4,7 +4,7 @@ In MXNet all devices ``mx.cpu(i)`` share a few of both. An operator of cpu(0) th
 can have the buffer, or the generator, that cpu(1) needs to *reach* that layer: the two wait for each other until the
 timeout. So the compiled core gives each CPU device its own (csrc/mxnet/temporary_space.h and cpu_resources.cpp).
 
-Where it cannot (nothing is compiled, MXNet is older than 1.7, or is built otherwise), `shared_because` says why. The
+Where it cannot (nothing is compiled, MXNet is older than 1.7, or is built otherwise), `shared_because` returns why. The
 devices then share many instead: MXNet reads from two environment variables how many it makes, before its first operator
 that needs one. Operators outside a static graph go round all buffers, each of which keeps the largest size that it ever
 had; and when they have come round, an operator can still meet a buffer that another device needs.
@@ -24,10 +24,22 @@ _BUFFERS = "MXNET_CPU_TEMP_COPY"
 # For each environment variable, our value and MXNet's default.
 CPU_RESOURCES = {_BUFFERS: (16384, 4), "MXNET_CPU_PARALLEL_RAND_COPY": (16, 1)}
 
-shared_because = "the package is being imported"
 _FEW = 256  # buffers for all devices, each of which has its own
-# What MXNet had taken already when this package was imported, where it had computed before and we would have set it.
-_taken: Dict[str, str] = {}
+
+
+class _CPUs:
+    def __init__(self) -> None:
+        self.shared_because = "the package is being imported"
+        self.taken: Dict[str, str] = {}  # the numbers that MXNet had taken before this package could set its own
+        self.buffers: weakref.WeakKeyDictionary[Any, GraphsBuffers] = weakref.WeakKeyDictionary()
+
+
+_cpus = _CPUs()
+
+
+def shared_because() -> str:
+    """Why CPU devices share temporary space and random generators; empty if each has its own."""
+    return _cpus.shared_because
 
 
 def set_cpu_resources() -> None:
@@ -35,9 +47,8 @@ def set_cpu_resources() -> None:
 
     ValueError if ``MXNET_CPU_TEMP_COPY`` is not a positive whole number.
     """
-    global shared_because
-    shared_because = _separate()
-    if shared_because:
+    _cpus.shared_because = _separate()
+    if _cpus.shared_because:
         _set_variables()
 
 
@@ -61,18 +72,14 @@ def _separate() -> str:
 
 
 def open_step() -> None:
-    """Note that a pass of a synchronized layer begins on some device: from now on operators wait for no buffer of
-    another call's.
-
-    Does nothing in a step that is open.
-    """
-    if not shared_because:
+    """Begin a step, unless one is open: from now on operators wait for no buffer of another call."""
+    if not _cpus.shared_because:
         library.core.gluon_syncbn_open_step()
 
 
 def close_step() -> None:
-    """End the step: all that was pushed can finish by itself, so what is pushed from now on may wait for it."""
-    if not shared_because:
+    """End the step: all pushed operators can finish by themselves, so the next ones may wait for them."""
+    if not _cpus.shared_because:
         library.core.gluon_syncbn_close_step()
 
 
@@ -81,22 +88,19 @@ class GraphsBuffers:
 
     def __init__(self):
         self.handle = None
-        if not shared_because:
+        if not _cpus.shared_because:
             self.handle = library.core.gluon_syncbn_new_graph()
             weakref.finalize(self, library.core.gluon_syncbn_drop_graph, self.handle).atexit = False
 
 
-_buffers: "weakref.WeakKeyDictionary[Any, GraphsBuffers]" = weakref.WeakKeyDictionary()
-
-
 def buffers_of(owner: Any) -> GraphsBuffers:
-    """Those of the graph of this net."""
-    return _buffers.get(owner) or _buffers.setdefault(owner, GraphsBuffers())
+    """The buffers of the graph of this net."""
+    return _cpus.buffers.get(owner) or _cpus.buffers.setdefault(owner, GraphsBuffers())
 
 
 def give_buffers(owner: Any, buffers: GraphsBuffers) -> None:
-    """Have these go when the owner does, or has others."""
-    _buffers[owner] = buffers
+    """Let ``owner`` keep these buffers until it goes, or has others."""
+    _cpus.buffers[owner] = buffers
 
 
 def in_one_call(
@@ -107,7 +111,7 @@ def in_one_call(
 
     The operators that it pushes for a device may wait for each other, and so need little space.
     """
-    if shared_because:
+    if _cpus.shared_because:
         return function(*args, **kwargs)
     number = device.device_id if device is not None and device.device_type == "cpu" else -1
     before = 0
@@ -132,23 +136,24 @@ def _set_variables() -> None:
         return
     os.environ.update({name: str(CPU_RESOURCES[name][0]) for name in ours})
     if _engine_was_running() and _has_resources():
-        _taken.update({name: str(CPU_RESOURCES[name][1]) for name in ours})
-        end = "Several CPU contexts cannot train now." if _BUFFERS in _taken else "Dropout may wait until the timeout."
+        _cpus.taken.update({name: str(CPU_RESOURCES[name][1]) for name in ours})
+        has_few = _BUFFERS in _cpus.taken
+        end = "Several CPU contexts cannot train now." if has_few else "Dropout may wait until the timeout."
         warnings.warn(f"{_too_late()} {end}", stacklevel=4)
 
 
 def refuse_late_import(where: str, num_devices: int) -> None:
     """RuntimeError if this many CPU contexts would wait for each other, because MXNet has few buffers for them."""
-    if _BUFFERS in _taken and num_devices > 1:
+    if _BUFFERS in _cpus.taken and num_devices > 1:
         raise RuntimeError(f"{where}: {_too_late()} As it is, {num_devices} CPU contexts would wait for each other.")
 
 
 def _too_late() -> str:
-    wanted = " and ".join(f"{name}={CPU_RESOURCES[name][0]}" for name in _taken)
+    wanted = " and ".join(f"{name}={CPU_RESOURCES[name][0]}" for name in _cpus.taken)
     return (
         f"gluon_syncbn was imported after MXNet had begun to compute, too late for it to set {wanted}: MXNet has taken "
-        f"{_listed(_taken)} for all CPU contexts. Import gluon_syncbn before the first operator runs, or set {wanted} "
-        f"before the program starts."
+        f"{_listed(_cpus.taken)} for all CPU contexts. Import gluon_syncbn before the first operator runs, or set "
+        f"{wanted} before the program starts."
     )
 
 
@@ -165,19 +170,20 @@ def may_have_gpus() -> bool:
 
 def settings_in_force() -> str:
     """The numbers that all CPU devices share, as text; empty where each has its own, or there is a GPU."""
-    return "" if not shared_because or may_have_gpus() else _listed(resources_in_force())
+    return "" if not _cpus.shared_because or may_have_gpus() else _listed(resources_in_force())
 
 
 def resources_in_force() -> Dict[str, str]:
     """The numbers that MXNet has taken, or will take when it first needs such a resource."""
-    return {name: _taken.get(name) or os.environ.get(name) or str(value) for name, (_, value) in CPU_RESOURCES.items()}
+    found = {**os.environ, **_cpus.taken}
+    return {name: found.get(name) or str(value) for name, (_, value) in CPU_RESOURCES.items()}
 
 
 def too_few() -> Iterator[Tuple[str, str, int]]:
     """The variables that several CPU devices need larger: name, value, and our value."""
     for name, value in resources_in_force().items():
         ours, _ = CPU_RESOURCES[name]
-        if shared_because:
+        if _cpus.shared_because:
             is_few = not may_have_gpus() and int(value) < ours
         else:
             is_few = name == _BUFFERS and name in os.environ and int(value) < _FEW

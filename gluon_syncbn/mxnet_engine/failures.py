@@ -1,16 +1,15 @@
-"""Failed steps: what MXNet's engine is given so that they are noticed and change no weight.
+"""Failed steps: operations for MXNet's engine by which they are noticed, and change no weight.
 
 csrc/mxnet/engine.h has the protocol, csrc/meeting/step.h the states of a step. Python only says where: it watches the
 outputs of nets (`graphs.calls`, `block`) and the heads of backward passes, and puts a gate before each optimizer
 (`step.updates`).
 
-The engine learns one thing more here, because it goes with the watch after a call of a graph: that the call writes
-the running statistics of its layers. The engine orders operators by the arrays that they write, and a graph with
-``static_alloc`` and ``static_shape`` counts running statistics as only read. Whoever reads them next would not wait:
-``save_parameters``, or the first ``Trainer.step``, which copies every parameter and writes the copy back, so that an
-update was lost. And while the outputs of one call are in use, the next call of the net runs in memory of its own, and
-nothing would order the two: a layer would meet the second call of one device with the first of another. So the watch
-writes them. (`graphs.lower` puts several calls of a layer within one graph in order.)
+The watch after a call of a graph also writes the running statistics of its layers. The engine orders operators by the
+arrays that they write, and a graph with ``static_alloc`` and ``static_shape`` counts running statistics as only read.
+The next read would not wait: ``save_parameters``, or the first ``Trainer.step``, which copies every parameter and
+writes the copy back, so that an update was lost. And while the outputs of one call are in use, the next call of the net
+runs in memory of its own, and nothing would order the two: a layer would meet the second call of one device with the
+first of another. (`graphs.lower` puts several calls of a layer within one graph in order.)
 
 Where nothing is compiled, nothing is watched, and a gate waits until all gradients are there.
 """
@@ -30,7 +29,6 @@ from gluon_syncbn.base.mxnet_private import device_of
 
 _ENDED = " has ended"  # a process
 _SECONDS_TO_FAIL = 0.05
-_turn_to_fail = threading.Lock()
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 
 
@@ -42,6 +40,7 @@ class _State:
         self.error, self.failed_at, self.generation = "", 0.0, 1
         self.is_told = False  # whether the user has been told: an array could not be read, or its error was raised
         self.lock = threading.Lock()
+        self.turn_to_fail = threading.Lock()  # where nothing is compiled
 
 
 _state = _State()
@@ -77,7 +76,7 @@ def fail(error: str) -> None:
 
 
 def fail_by_reading(error: str) -> None:
-    """The step has failed as far as anyone knows: an array could not be read, which may have to do with no layer."""
+    """The step counts as failed: an array could not be read, perhaps one that no layer has to do with."""
     tell()
     if library.core is None:
         return fail(error)
@@ -104,7 +103,7 @@ def is_readable(array: mx.nd.NDArray) -> bool:
 
 
 def is_by_reading() -> bool:
-    """Whether that is all that is known of the failure. Where nothing is compiled, nobody asks."""
+    """Whether nothing but `fail_by_reading` tells of the failure. Where nothing is compiled, nobody asks."""
     return library.core is not None and bool(library.core.gluon_syncbn_step_is_by_reading())
 
 
@@ -119,7 +118,7 @@ def failed_at() -> float:
 
 
 def generation() -> int:
-    """The number of the steps that were abandoned, from 1: a backward pass must be of its forward pass's."""
+    """Count abandoned steps, from 1: a backward pass must have the number of its forward pass."""
     return _state.generation if library.core is None else library.core.gluon_syncbn_step_generation()
 
 
@@ -131,7 +130,7 @@ def reset() -> None:
         library.core.gluon_syncbn_reset_step()
 
 
-# Whether someone has seen the error. MXNet keeps the text of the last error that it has thrown to a thread.
+# Whether somebody has seen the error. MXNet keeps the text of the last error that it has thrown to a thread.
 
 
 def last_error() -> str:
@@ -140,9 +139,9 @@ def last_error() -> str:
 
 
 def was_seen() -> bool:
-    """Whether the user knows of the failure: was told, or this thread has seen an error since `forget_seen`.
+    """Whether the user knows of the failure: the error was raised, or this thread has seen one since `forget_seen`.
 
-    Where a layer has failed, an error of a layer: another may have to do with the step or not.
+    Where a layer has failed, only an error of a layer counts: another may be of the step or not.
     """
     seen = last_error()
     is_ours = LAYER in seen or (library.core is None and "potrf" in seen)  # see poison
@@ -150,7 +149,7 @@ def was_seen() -> bool:
 
 
 def tell() -> None:
-    """Note that the failure, or what is known of it, is about to be raised."""
+    """Note that the error of the failure is about to be raised."""
     _state.is_told = True
 
 
@@ -163,7 +162,7 @@ def forget_seen() -> None:
         set_last_error("")
 
 
-# What the engine is given
+# Operations for the engine
 
 
 def _handles(arrays: Sequence[mx.nd.NDArray]):
@@ -178,10 +177,10 @@ def _distinct(arrays: Iterable[mx.nd.NDArray]) -> List[mx.nd.NDArray]:
 def watch(
     arrays: Sequence[mx.nd.NDArray], error: str, statistics: Iterable[mx.nd.NDArray] = (), are_heads: bool = False
 ) -> None:
-    """Notice if MXNet skips what computes ``arrays``, of one device: the step has failed then, with this ``error``.
+    """Notice if MXNet skips operators that compute ``arrays``, of one device: the step fails with this ``error``.
 
-    The same call writes these running ``statistics``: whoever reads them comes after it, and if the step has failed,
-    nothing writes them any more. The ``arrays`` may be the heads of a backward pass.
+    The same call writes these running ``statistics``: every read comes after it, and if the step has failed, nothing
+    writes them any more. The ``arrays`` may be the heads of a backward pass.
     """
     if library.core is None or not arrays:
         return
@@ -206,7 +205,14 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     has failed.
     """
     if library.core is None:
-        return _wait_for(gradients)
+        try:
+            for array in (array for some in gradients for array in some):
+                array.wait_to_read()
+        except mx.MXNetError as problem:
+            fail(text_of(problem))
+        if failure():
+            refuse_update()
+        return 0
     _give_memory()
     gradients = [_distinct(some) for some in gradients]  # a Trainer takes a parameter twice
     flat = [array for some in gradients for array in some]
@@ -231,30 +237,30 @@ def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
 def _give_memory() -> None:
     """Reserve memory for MXNet's list of exceptions before the first gate, or MXNet may crash.
 
-    Waits until nothing runs, and so raises what is pending.
+    Waits until nothing runs, and so raises pending errors.
     """
     if _state.has_memory:
         return
     mx.nd.waitall()
     seen = last_error()
     check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
-    LIBMXNET.MXNDArrayWaitAll()  # which fails
+    LIBMXNET["MXNDArrayWaitAll"]()  # which fails; not the function that `_hooks` extends
     set_last_error(seen)
     _state.has_memory = True
 
 
 def poison(array: mx.nd.NDArray, error: str) -> None:
-    """Give ``array``, of float32 or float64, this error: whoever reads it gets the error.
+    """Give ``array``, of float32 or float64, this error: every read of it raises the error.
 
-    Where nothing is compiled, the engine copies into the array what an operator of MXNet's could not compute, and
-    `explained` has the error's text. MXNet's list of exceptions has no lock, so devices that fail together take turns:
-    what follows from an error is in the list when the next one comes.
+    Where nothing is compiled, the engine copies into the array an array that an operator of MXNet's could not compute,
+    and `explained` has the error's text. MXNet's list of exceptions has no lock, so devices that fail together take
+    turns: all consequences of an error are in the list when the next one comes.
     """
     if library.core is not None:
         check_call(library.core.gluon_syncbn_poison(array.handle, error.encode()))
         return
     values = array.as_nd_ndarray()  # of mx.np, reshape would copy
-    with _turn_to_fail, mx.autograd.pause():
+    with _state.turn_to_fail, mx.autograd.pause():
         time.sleep(_SECONDS_TO_FAIL)
         cpu = mx.cpu(device_of(values).device_id)  # a GPU computes NaN, and no error
         root = mx.nd.linalg.potrf(mx.nd.full((1, 1), -1, ctx=cpu, dtype=values.dtype))
@@ -267,19 +273,8 @@ def explained(error: mx.MXNetError) -> mx.MXNetError:
     return mx.MXNetError(failure()) if is_poison and failure() else error
 
 
-def _wait_for(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
-    try:
-        for array in (array for some in gradients for array in some):
-            array.wait_to_read()
-    except mx.MXNetError as problem:
-        fail(text_of(problem))
-    if failure():
-        refuse_update()
-    return 0
-
-
 def with_advice(error: str) -> str:
-    """The error with what to do at its end, once."""
+    """The error with advice at its end, once."""
     if _ENDED in error:
         return f"{error} Start the job again. Give all processes equally many batches."
     return error if TO_GO_ON in error else f"{error} {ADVICE}"

@@ -5,37 +5,23 @@ YOLOv3Estimator synchronizes 27 of 47. Nothing shows it; so a net is looked thro
 several devices has been called, at the end of ``autograd.record()``.
 """
 
-import functools
 import warnings
 from typing import List
 
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import is_plain
 from gluon_syncbn.nets.symbol_block import plain_norms
-from gluon_syncbn.step.steps import steps
 
 _SHOWN = 3
 
 
-def warning_of_plain_norms(leave):
-    """The end of ``autograd.record()``: each net that holds both is warned of (UserWarning), once."""
-
-    @functools.wraps(leave)
-    def __exit__(self, kind, value, trace):
-        leave(self, kind, value, trace)
-        net = steps.take_new_net() if is_record(self) else None
-        if net is not None:
-            _warn(net)
-
-    return __exit__
-
-
-def _warn(net: Block) -> None:
+def warn_of_plain_norms(net: Block) -> None:
+    """UserWarning if the net holds both."""
     blocks = all_blocks(net)
     layers = [
         item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]

@@ -1,1 +1,1 @@
-"""Steps: how far they have come, what gives them up, and what ends them at an exit or a fork."""
+"""Steps: how far they have come, and how they end: with an update, an error, an exit or a fork."""

@@ -1,13 +1,13 @@
 """Abandoning a step that cannot be finished, so that the next one begins clean.
 
-When an exception ends a step between the forward passes of two devices, the first of them waits for the second, and
-what it has brought would meet the second device's next step. So such a step is abandoned: whoever waits is released
-with an error, and nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at
-the beginning of a step if the one before broke off between the ``backward()`` of two devices.
+When an exception ends a step between the forward passes of two devices, the first device waits for the second, and its
+vectors would meet the second device's next step. So the step is abandoned: every waiting device gets an error, and
+nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the beginning of a
+step if the step before broke off between the ``backward()`` of two devices.
 
-A step that has failed (`engine.failures`) must be abandoned, too: until then no synchronized layer computes, and no
-weight is updated. Where nobody has, the next ``autograd.record()`` does, if someone has seen the error; if not, it
-raises it.
+A step that has failed (`mxnet_engine.failures`) must be abandoned, too: until then no synchronized layer computes, and
+no weight is updated. If the program does not do it, the next ``autograd.record()`` does, or raises the error of the
+step if nobody has seen it.
 """
 
 import functools
@@ -17,34 +17,34 @@ import sys
 import mxnet as mx
 
 from gluon_syncbn.base.errors import LAYER, SyncBatchNormError, text_of
+from gluon_syncbn.base.library import check_call
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.early_reading import noticing_what_cannot_end
 from gluon_syncbn.step.exits import finish_pending_work
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.updates import clear_added_gradients, is_updating, undo_held_updates
 
 _log = logging.getLogger("gluon_syncbn")
 _ABANDONED = "the step was abandoned"
 
 
 def abandon_step() -> None:
-    """Abandon what is left of a step, and return when nothing runs any more: the next step is right.
+    """Abandon the rest of a step, and return when nothing runs any more: the next step is right.
 
-    To be called before the next step by whoever has caught an exception (a bad batch, Ctrl-C, an error of this package)
-    and goes on, or saves the net. Where the exception has left ``with autograd.record()`` or
+    Call it after you have caught an exception (a bad batch, Ctrl-C, an error of this package), before the next step or
+    before you save the net. Where the exception has left ``with autograd.record()`` or
     ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
 
     Weights and the states of optimizers are then as they were before the step. If a backward pass has failed, some may
-    be updated instead, with their whole gradient, on all devices; what is logged says which of the two holds. Running
-    statistics are as they were before the step, or as its own forward passes have made them. Its outputs and gradients
-    are not to be used; those of all parameters with ``grad_req='add'`` that a Trainer has are set to zero.
+    be updated instead, with their whole gradient, on all devices; the log says which of the two holds. Running
+    statistics are as they were before the step, or as its own forward passes have made them. Do not use its outputs and
+    gradients. Gradients of all parameters with ``grad_req='add'`` that a Trainer has are set to zero.
 
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
-    In a job of several processes, those that wait for this one in the step get an error, and call this too; then the
-    next step is right. Where Horovod carries their vectors, which it cannot take back, the job has ended
+    In a job of several processes, the processes that wait for this one in the step get an error, and call this too;
+    then the next step is right. Where Horovod carries their vectors, which it cannot take back, the job has ended
     (docs/processes.md).
 
     Examples
@@ -56,19 +56,19 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.is_under_way()
+    error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.progress.is_under_way()
     with waiting.cut_short(_ABANDONED):
         pending = finish_pending_work()
     cpu_resources.close_step()
     has_failed = bool(failures.failure())
-    updated = undo_held_updates()
+    updated = steps.updates.undo()
     abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))
-    steps.forget_passes()
+    steps.progress.forget()
     failures.reset()
     failures.forget_seen()
     if has_failed:
-        clear_added_gradients()
-        # Who waited until now has an error that says no more than that the step is abandoned.
+        steps.updates.clear_added_gradients()
+        # Devices that waited until now have an error that says no more than that the step is abandoned.
         is_known = was_seen or (not error and _ABANDONED in pending)
         unseen = "" if is_known else f" Its error was not read: {_with_cause(error or pending, pending)}"
         _log.warning("A step was abandoned. %s%s", updated, unseen)
@@ -79,7 +79,7 @@ def leave_failed_step() -> None:
     error = failures.failure()
     if not error:
         if failures.is_in_use():
-            failures.forget_seen()  # of what is not about the step that begins
+            failures.forget_seen()  # errors that are not of the step that begins
     elif failures.was_seen():
         abandon_step()
     else:
@@ -96,11 +96,12 @@ def _with_cause(error: str, pending: str) -> str:
 
 
 def failing_what_cannot_be_read(read):
-    """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, whatever it was that failed.
+    """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, for any operator.
 
-    MXNet then forgets the error for all that shares it, and goes on with what it has skipped. So the step fails before
-    an array is read; and within an update, some of which is yet to be skipped, MXNet does not read it at all (LARS and
-    the loss scaler of AMP read gradients there). An error of a synchronized layer is raised as a `SyncBatchNormError`.
+    MXNet then forgets the error for all arrays that share it, and runs the operators after them. So the step fails
+    before an array is read; and within an update, which MXNet has yet to skip, it does not read the array at all (LARS
+    and the loss scaler of AMP read gradients there). An error of a synchronized layer is raised as a
+    `SyncBatchNormError`.
     """
 
     @functools.wraps(read)
@@ -111,9 +112,19 @@ def failing_what_cannot_be_read(read):
     return reading
 
 
+def failing_with_all_work(wait_for_all):
+    """``MXNDArrayWaitAll``, which ``waitall`` calls under each of its names."""
+
+    def wait() -> int:
+        check_call(wait_for_all())
+        return 0
+
+    return functools.update_wrapper(failing_what_cannot_be_read(wait), wait_for_all)
+
+
 def _read(read, *array):
     has_error = array and failures.is_in_use() and not failures.is_readable(*array)
-    if has_error and is_updating() and not failures.is_by_reading():
+    if has_error and steps.updates.here.updates and not failures.is_by_reading():
         failures.refuse_update()
     try:
         done = read(*array)

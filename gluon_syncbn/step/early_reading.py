@@ -4,34 +4,37 @@
         losses.append(loss(net(x)).mean().asscalar())
 
 The first read waits for the second device, and the thread that would call the net there is the one that reads. So
-while a thread reads after it has called layers on some of their devices only, another one looks, ten times a second,
-whether it can still go on, and if not, ends the waits with an error that says so. It cannot if
+while a thread reads after it has called layers on some of their devices only, another thread looks, ten times a second,
+whether the program can still go on, and if not, ends the waits with an error. It cannot go on if
 
-- nobody but this thread has called those layers, so far;
-- no other thread could: none is there that may run code of the user's;
+- only the reading thread has called those layers so far;
+- no other thread could call them: no thread exists that may run the user's code;
 - the process does nothing for half a second, and no operator of the user's runs: a read may also take long because much
   is computed, by another net, say.
 
-Where one of these is not known, the wait lasts until the timeout, as ever. A thread that is not of Python's making, and
-runs no Python at that moment, is not seen.
+If one of these is not known, the wait lasts until the timeout. A thread that Python has not made, and that runs no
+Python at that moment, is not seen.
 """
 
 import contextlib
 import os
 import sys
 import threading
+import traceback
 from types import FrameType
-from typing import Iterator, Optional, Sequence, Set
+from typing import Iterator, List, Optional, Sequence, Set
 
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.step.steps import HalfCalled, steps
+from gluon_syncbn.step.passes import HalfCalled
+from gluon_syncbn.step.steps import steps
 
 _LOOK_SECONDS = 0.1
 _IDLE_LOOKS = 5  # in a row
+_PACKAGE = "gluon_syncbn"
 _TASKS = "/proc/self/task"  # Linux has the state of each thread there
-# Modules whose threads call no net. Those of a pool of threads may, and so may any that are not known.
+# Modules whose threads call no net. Threads of a pool may, and so may all that are not known.
 _HARMLESS = [
-    *("multiprocessing.pool", "multiprocessing.queues", "tqdm", "gluon_syncbn", "horovod"),
+    *("multiprocessing.pool", "multiprocessing.queues", "tqdm", _PACKAGE, "horovod"),
     *("IPython.core", "ipykernel", "zmq", "tornado", "debugpy", "_pydevd_bundle", "pydevd"),
     *("tensorboard", "tensorboardX", "mxboard"),
 ]
@@ -40,13 +43,13 @@ _HARMLESS = [
 @contextlib.contextmanager
 def noticing_what_cannot_end(reader: FrameType) -> Iterator[None]:
     """While this thread reads an array, or waits for all of them. The package itself may do that for other reasons."""
-    half = steps.half_called()
+    half = steps.progress.half_called()
     if half is None or _is_ours(reader) or _others_may_call({threading.get_ident()}):
         yield
         return
     is_over = threading.Event()
-    told = half, is_over, threading.get_ident()
-    looking = threading.Thread(target=_look, args=told, name="gluon_syncbn reading", daemon=True)
+    arguments = half, is_over, threading.get_ident()
+    looking = threading.Thread(target=_look, args=arguments, name="gluon_syncbn reading", daemon=True)
     try:
         looking.start()
         yield
@@ -91,13 +94,13 @@ def _text(half: HalfCalled) -> str:
     )
 
 
-def _is_ours(frame: Optional[FrameType]) -> bool:
-    """Whether what has called MXNet is of this package."""
-    return next((_is_package(name) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a function of this package has called MXNet."""
+    return next((_is_in(name, [_PACKAGE]) for name in _modules(frame) if not _is_in(name, ["mxnet"])), False)
 
 
 def _others_may_call(known: Set[int]) -> bool:
-    """Whether there are threads but these that may run code of the user's, and call nets."""
+    """Whether other threads than these may run the user's code, and call nets."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     others = [item for item in sys._current_frames().items() if item[0] not in known]
     return any(_may_call(threads.get(ident), frame) for ident, frame in others)
@@ -105,7 +108,7 @@ def _others_may_call(known: Set[int]) -> bool:
 
 def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
     if thread is None or thread.name.startswith("Dummy-"):  # not of Python's making
-        return not any(_is_in(module, ("mxnet", "gluon_syncbn")) for module in _modules(frame))
+        return not any(_is_in(module, ("mxnet", _PACKAGE)) for module in _modules(frame))
     target = getattr(thread, "_target", None)
     module = getattr(target, "__module__", None) if type(thread) is threading.Thread else type(thread).__module__
     return not _is_in(module or "", _HARMLESS)
@@ -113,20 +116,15 @@ def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
 
 def _runs_an_operator() -> bool:
     """Whether MXNet runs a custom operator that is not this package's."""
-    found = (list(_modules(frame)) for frame in sys._current_frames().values())
-    return any(modules[-1] == "mxnet.operator" and not any(map(_is_package, modules)) for modules in found)
+    threads = map(_modules, sys._current_frames().values())
+    operators = (modules for modules in threads if modules[-1] == "mxnet.operator")
+    return any(not any(_is_in(module, [_PACKAGE]) for module in modules) for modules in operators)
 
 
-def _modules(frame: Optional[FrameType]) -> Iterator[str]:
-    """Of what is being called, from the inside."""
-    while frame is not None:
-        yield frame.f_globals.get("__name__", "")
-        frame = frame.f_back
-
-
-def _is_package(module: str) -> bool:
-    return _is_in(module, ["gluon_syncbn"])
+def _modules(frame: FrameType) -> List[str]:
+    """The modules of the functions that are being called, from the inside."""
+    return [called.f_globals.get("__name__", "") for called, _ in traceback.walk_stack(frame)]
 
 
 def _is_in(module: str, names: Sequence[str]) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in names)
+    return any(f"{module}.".startswith(f"{name}.") for name in names)

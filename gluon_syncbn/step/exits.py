@@ -1,22 +1,22 @@
-"""Ends what is pending before the process exits or forks.
+"""Finishes pending work before the process exits or forks.
 
 At both, MXNet first stops the threads that run custom operators, each as soon as it is idle, and only then waits for
 all pending work. A device that comes to a rendezvous in between finds no thread, and the others wait for it until
 the timeout; and if an operator has failed by then, MXNet throws its error through ``fork``, which ends the process with
-``terminate called``. So all pending work is waited for here, before MXNet begins: at exit by `atexit`, whose handlers
+``terminate called``. So this module waits for all pending work before MXNet begins: at exit by `atexit`, whose handlers
 run in reverse order of registration (MXNet's was registered when it was imported); before a fork by
 `os.register_at_fork`, which serves ``os.fork`` and `multiprocessing`, hence a ``DataLoader`` with workers. Each wait
-ends, because every round does; at exit soon, since whoever has not been started by then never will be.
+ends, because every round does; at exit soon, since a pass that has not been started by then never will be.
 
-The threads of the compiled rendezvous, which no one joins, are waited for as well: those of exchanges with other
+It also waits for the threads of the compiled rendezvous, which no one joins: threads that carry exchanges with other
 processes until they have ended, the watchdog until it stands still.
 
-One thing more: MXNet counts an operator as done before it has dropped it, and to drop one that is written in Python
-takes the interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a
-thread that comes for it while the interpreter shuts down ends the process with ``terminate called``. So operators are
-let go before: what a device's thread runs next shows that it has dropped what it ran before. That is certain with one
-thread per device, MXNet's default; a moment is left to others. At exit, ours then do without Python
-(csrc/mxnet/python.h).
+MXNet counts an operator as done before it has dropped it, and to drop an operator that is written in Python takes the
+interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a thread that
+comes for the lock while the interpreter shuts down ends the process with ``terminate called``. So operators are dropped
+before: when a device's thread runs the next operator, it has dropped the one before. That is certain with one thread
+per device, MXNet's default; a moment is left to others. At exit,
+MXNet then drops operators without Python (`stop_deleting_operators`).
 """
 
 import atexit
@@ -41,13 +41,13 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 def finish_pending_work() -> str:
-    """Wait until nothing runs. Returns the error of work that no one has waited for, if there is one."""
+    """Wait until nothing runs. Returns the error of work that nobody has waited for, if there is one."""
     error = ""
     try:
         mx.nd.waitall()
     except mx.MXNetError as problem:
         error = text_of(problem)
-    for device in steps.devices_in_use():
+    for device in steps.layers.devices_in_use():
         # A GPU that is newer than MXNet has no kernel for this; its thread has come by all the same.
         with contextlib.suppress(mx.MXNetError):
             mx.nd.ones(1, ctx=device).wait_to_read()
@@ -77,7 +77,7 @@ def _after_fork(is_child: bool) -> None:
     if library.core is not None:
         library.core.gluon_syncbn_after_fork(is_child)
     if is_child:
-        steps.lose_gpus()
+        steps.layers.lose_gpus()
 
 
 def _at_exit() -> None:
@@ -93,9 +93,9 @@ def _at_exit() -> None:
 
 
 def end_before_communicators() -> None:
-    """Wait for pending work at exit before what has been registered until now, Horovod's own end among it.
+    """Wait for pending work at exit before the handlers that have been registered until now.
 
-    It would break the last step off, which scripts do not wait for.
+    Horovod's would break off the last step, for which scripts do not wait.
     """
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)

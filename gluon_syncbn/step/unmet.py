@@ -1,15 +1,13 @@
 """A layer that trains on several devices must synchronize: if not, that is an error, never silence.
 
-This knows nothing of graphs. A layer is looked at when weights are about to be updated, and at the next ``record()``:
-γ or β have fresh gradients on several devices, something was recorded in training mode, and the layer was never asked
-to synchronize over these devices in training. If its running statistics differ from device to device, each has
-normalized with its own images. They may also differ from a time when the layer was plain, or had other groups. So one
-that was made where its Parameters were on these devices already is an error when they have changed once more.
+A layer is looked at when weights are about to be updated, and at the next ``record()``, without its graph: γ or β have
+fresh gradients on several devices, something was recorded in training mode, and the layer was never asked to
+synchronize over these devices in training. If its running statistics differ from device to device, each device has
+normalized with its own images. They may also differ from a time when the layer was plain, or had other groups. So a
+layer whose Parameters were on these devices when it was made is an error only when they have changed once more.
 """
 
-import threading
-import weakref
-from typing import TYPE_CHECKING, Iterable, List, Optional
+from typing import Iterable, List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -27,38 +25,17 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import find_norms, is_marked
+from gluon_syncbn.step.layers import LastLook, LayerInStep
 from gluon_syncbn.step.steps import steps
 
-if TYPE_CHECKING:
-    from gluon_syncbn.synchronization import Synchronization
-
 _SHOWN = 5
-_all: "weakref.WeakSet[Synchronization]" = weakref.WeakSet()
-# With the contexts on which they synchronize: another list where the layer has moved.
-_settled: "weakref.WeakKeyDictionary[Synchronization, List[mx.Context]]" = weakref.WeakKeyDictionary()
-
-# Running means on all devices, as they were when they differed first, of layers that may have trained before; None
-# before that.
-_differed: "weakref.WeakKeyDictionary[Synchronization, Optional[List[np.ndarray]]]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # of these
-_has_trained = False  # since layers were looked at
-_modules: "weakref.WeakSet[mx.mod.Module]" = weakref.WeakSet()  # that are right
 
 
-def follow(sync: "Synchronization") -> None:
+def follow(sync: LayerInStep) -> None:
     """Look at this layer from now on."""
     for array in _fresh(sync):
         set_fresh_gradient(array, False)  # of a time when the layer was plain
-    with _lock:
-        _all.add(sync)
-        if len(arrays_of(sync.layer.running_mean)) > 1:
-            _differed[sync] = None
-
-
-def note_record(trains: bool) -> None:
-    """Note that ``autograd.record()`` begins, in training mode or not."""
-    global _has_trained
-    _has_trained |= trains
+    steps.layers.add(sync, LastLook(may_have_trained=len(arrays_of(sync.layer.running_mean)) > 1))
 
 
 def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
@@ -67,20 +44,18 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
     ``parameters`` are those that are about to be updated: only their layers are looked at. By default all layers are,
     if nothing waits for a pass that is yet to begin.
     """
-    global _has_trained
-    if not _has_trained:
+    if not steps.progress.has_trained:
         return
     chosen = None if parameters is None else set(map(id, parameters))
-    with _lock:
-        layers = {sync: sync.layer_or_none for sync in list(_all)}  # which nobody collects meanwhile
-        suspects = [sync for sync in layers if _is_suspect(sync, chosen)]
-        if suspects:  # a base net and the SymbolBlock that was made of it have the same Parameters
-            met = {id(layer.running_mean) for sync, layer in layers.items() if layer is not None and sync.trains_here()}
-            suspects = [sync for sync in suspects if id(sync.layer.running_mean) not in met]
+    layers = {sync: sync.layer_or_none for sync in steps.layers.made()}  # which are not collected meanwhile
+    suspects = [sync for sync in layers if _is_suspect(sync, chosen)]
+    if suspects:  # a base net and the SymbolBlock that was made of it have the same Parameters
+        met = {id(layer.running_mean) for sync, layer in layers.items() if layer is not None and sync.trains_here()}
+        suspects = [sync for sync in suspects if id(sync.layer.running_mean) not in met]
     if chosen is None:
-        if not steps.is_balanced():
+        if not steps.progress.is_balanced():
             return
-        _has_trained = False
+        steps.progress.has_trained = False
     unmet = [sync for sync in suspects if _has_learned_apart(sync)]
     if unmet:
         for array in (array for sync in unmet for array in _fresh(sync)):
@@ -95,9 +70,9 @@ def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
 def check_module(module: mx.mod.Module) -> None:
     """SyncBatchNormError if a Module trains a symbol on another number of devices than it is for.
 
-    A symbol that is of a net on one device, or made for one, is plain there; one for more would wait for them.
+    A symbol of a net on one device, or made for one, is plain there; a symbol for more devices would wait for them.
     """
-    if module in _modules:
+    if module in steps.updates.checked_modules:
         return
     count = len(contexts_of_module(module))
     norms = find_norms(Graph(module.symbol)) if is_marked(module.symbol) else []
@@ -109,7 +84,7 @@ def check_module(module: mx.mod.Module) -> None:
             f"{_listed([norm.name for norm in others])} of the symbol is for {made_for}, and the Module has {count}. "
             f"Make the symbol for them: gluon_syncbn.convert_symbol(symbol, {count})."
         )
-    _modules.add(module)
+    steps.updates.checked_modules.add(module)
 
 
 def _listed(items, kind: str = "SyncBatchNorm ") -> str:
@@ -117,20 +92,20 @@ def _listed(items, kind: str = "SyncBatchNorm ") -> str:
     return f"{kind}{shown}" + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _learning(sync: "Synchronization") -> List[Parameter]:
+def _learning(sync: LayerInStep) -> List[Parameter]:
     return [item for item in (sync.layer.gamma, sync.layer.beta) if has_gradient(item)]
 
 
-def _fresh(sync: "Synchronization") -> List[mx.nd.NDArray]:
+def _fresh(sync: LayerInStep) -> List[mx.nd.NDArray]:
     """γ and β where a backward pass has written their gradient, and no Trainer has used it."""
     return [array for item in _learning(sync) for array in arrays_of(item) if has_fresh_gradient(array)]
 
 
-def _is_suspect(sync: "Synchronization", chosen) -> bool:
+def _is_suspect(sync: LayerInStep, chosen) -> bool:
     """Whether the layer has gradients on several devices that should have met, and it was never asked to."""
     layer = sync.layer_or_none
     contexts = None if layer is None else context_list(layer.running_mean)
-    if contexts is None or len(contexts) < 2 or _settled.get(sync) is contexts:
+    if contexts is None or len(contexts) < 2 or steps.layers.last_look(sync).met_on is contexts:
         return False
     if chosen is not None and not any(id(item) in chosen for item in _learning(sync)):
         return False
@@ -140,18 +115,18 @@ def _is_suspect(sync: "Synchronization", chosen) -> bool:
     if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):
         return False
     if sync.trains_here():
-        _settled[sync] = contexts
+        steps.layers.last_look(sync).met_on = contexts
         return False
     return True
 
 
-def _has_learned_apart(sync: "Synchronization") -> bool:
+def _has_learned_apart(sync: LayerInStep) -> bool:
     """Whether devices of one group have different running statistics, which they have not had before."""
     means = {device: sync.layer.running_mean.data(device).asnumpy() for device in sync.devices()}
     if all(np.array_equal(means[device], means[group[0]]) for group in sync.groups() for device in group):
         return False
-    if sync not in _differed:
+    look = steps.layers.last_look(sync)
+    if not look.may_have_trained:
         return True
-    before, now = _differed[sync], list(means.values())
-    _differed[sync] = now
-    return before is not None and not np.array_equal(before, now)
+    before, look.means = look.means, list(means.values())
+    return before is not None and not np.array_equal(before, look.means)

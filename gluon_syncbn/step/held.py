@@ -1,0 +1,112 @@
+"""Updates of weights that are held until their gates are known to have opened, and undone if the step is abandoned.
+
+In a failed step the gates (`step.updates`) make MXNet skip the updates of weights and of the optimizer's arrays. But
+the optimizer also counts updates, in Python, when it is *called*: Adam corrects its means by that number, and schedules
+choose the learning rate by it. So the numbers are remembered at the gates, and put back when the step is abandoned.
+"""
+
+import threading
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import has_gradient, parameters_of
+from gluon_syncbn.mxnet_engine import failures
+
+# Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
+_NUMBERS = ("num_update", "m_schedule")
+
+
+class _Held(NamedTuple):
+    """An update that is not known to have passed all of its gates."""
+
+    first_gate: int
+    indices: Sequence[List[Any]]  # by gate, as the optimizer counts
+    optimizer: "weakref.ref[mx.optimizer.Optimizer]"
+    numbers: Dict[str, Any]
+    counts: Dict[int, Dict[Any, int]]  # by device
+
+    def opened(self) -> List[bool]:
+        return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
+
+    def undo(self, opened: List[bool]) -> None:
+        """Take back the counts of weights whose gates have not opened."""
+        optimizer = self.optimizer()
+        if optimizer is None or all(opened):
+            return
+        held = [index for some, is_open in zip(self.indices, opened) if not is_open for index in some]
+        for device, counts in _counts(optimizer).items():
+            before = self.counts.get(device, {})
+            for index in held:
+                counts.pop(index, None)
+                if index in before:
+                    counts[index] = before[index]
+        if not any(opened):
+            for name, value in self.numbers.items():
+                setattr(optimizer, name, value)
+
+
+class _Here(threading.local):
+    updates = 0  # that this thread is within
+
+
+class Updates:
+    """The Trainers and Modules that update weights, and the updates that are held, in `steps.updates`."""
+
+    def __init__(self) -> None:
+        self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()  # has updated?
+        self.checked_modules: weakref.WeakSet[mx.mod.Module] = weakref.WeakSet()  # whose symbols are right for them
+        self.before_update: Callable[[], None] = lambda: None  # set by `gluon_syncbn.devices`
+        self.here = _Here()
+        self._lock = threading.Lock()
+        self._held: List[_Held] = []  # oldest first
+
+    def hold(self, gate: int, indices: Sequence[List[Any]], optimizer: Optional[mx.optimizer.Optimizer]) -> None:
+        """Remember the optimizer's numbers until these gates, one for each list of indices, have opened."""
+        if optimizer is None:
+            return
+        numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
+        counts = {device: dict(some) for device, some in _counts(optimizer).items()}
+        with self._lock:
+            while self._held and all(self._held[0].opened()):
+                del self._held[0]
+            self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts))
+
+    def drop_last(self) -> None:
+        """Forget the update that was held last: it has not begun."""
+        with self._lock:
+            del self._held[-1:]
+
+    def undo(self) -> str:
+        """Undo updates that were held back. The step was abandoned; nothing runs.
+
+        Returns which weights it has updated, for the log.
+        """
+        with self._lock:
+            updates = [(update, update.opened()) for update in self._held]
+            self._held.clear()
+        for update, opened in reversed(updates):  # so that the oldest of an optimizer's has the last word
+            update.undo(opened)
+        failures.forget_gates()
+        held = [opened for _, opened in updates if not all(opened)]
+        if not held:
+            return "No weight has been updated since it failed."
+        if not any(map(any, held)):
+            return "Weights and optimizer states are as they were before it."
+        return (
+            "Its backward pass had failed when some weights had their whole gradient: those are updated, on all "
+            "devices. The others, and their optimizer states, are as they were before it."
+        )
+
+    def clear_added_gradients(self) -> None:
+        """Set gradients with ``grad_req='add'`` to zero: a failed step may have added anything to them."""
+        with mx.autograd.pause():  # a step may be abandoned where the next one is recorded
+            for trainer in list(self.trainers):
+                for parameter in parameters_of(trainer):
+                    if parameter.grad_req == "add" and has_gradient(parameter):
+                        parameter.zero_grad()
+
+
+def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
+    return getattr(optimizer, "_all_index_update_counts", {})

@@ -1,0 +1,93 @@
+"""The synchronized layers of this process, and their devices."""
+
+import threading
+import weakref
+from typing import Any, Dict, List, Optional, Protocol, Set
+
+import mxnet as mx
+import numpy as np
+
+from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.meeting.link import Link
+from gluon_syncbn.meeting.positions import Nets
+from gluon_syncbn.step.passes import Passes
+
+
+class LayerInStep(Protocol):
+    """The part of a layer's `Synchronization` that the modules of ``step`` use."""
+
+    passes: Passes
+
+    @property
+    def layer(self) -> Any: ...
+
+    @property
+    def layer_or_none(self) -> Optional[Any]: ...
+
+    @property
+    def has_group(self) -> bool: ...
+
+    @property
+    def link(self) -> Optional[Link]: ...
+
+    def spec(self) -> LayerSpec: ...
+
+    def devices(self) -> List[mx.Context]: ...
+
+    def groups(self) -> List[List[mx.Context]]: ...
+
+    def trains_here(self) -> bool: ...
+
+
+class LastLook:
+    """The state of a layer when `step.unmet` last looked at it."""
+
+    def __init__(self, may_have_trained: bool) -> None:
+        self.may_have_trained = may_have_trained  # on these devices, before it was made
+        self.met_on: Optional[List[mx.Context]] = None  # another list where the layer has moved
+        self.means: Optional[List[np.ndarray]] = None  # on all devices, when they differed first
+
+
+class SynchronizedLayers:
+    """The layers that were made in this process, in `steps.layers`."""
+
+    def __init__(self) -> None:
+        self.nets = Nets()  # that have trained with other processes
+        self._lock = threading.Lock()
+        self._looks: weakref.WeakKeyDictionary[LayerInStep, LastLook] = weakref.WeakKeyDictionary()
+        self._used_gpus = False  # when work was last waited for
+        self._lost_gpus = False
+
+    def add(self, sync: LayerInStep, look: LastLook) -> None:
+        """Add a layer that was just made."""
+        with self._lock:
+            self._looks[sync] = look
+
+    def last_look(self, sync: LayerInStep) -> LastLook:
+        """The state of this layer when it was last looked at."""
+        return self._looks[sync]
+
+    def made(self) -> List[LayerInStep]:
+        """All layers, synchronized yet or not."""
+        with self._lock:
+            return list(self._looks)
+
+    def in_use(self) -> Dict[LayerInStep, Any]:
+        """The layers that have synchronized, and were not converted back since."""
+        found = {sync: sync.layer_or_none for sync in self.made() if sync.has_group}
+        return {sync: layer for sync, layer in found.items() if layer is not None}
+
+    def blocks(self) -> List[Any]:
+        """The blocks of the layers in use."""
+        return list(self.in_use().values())
+
+    def devices_in_use(self) -> Set[mx.Context]:
+        """The devices of the layers; no GPUs in a process forked by one that had used them, where CUDA fails."""
+        devices = {device for layer in self.blocks() for device in layer.running_mean.list_ctx()}
+        gpus = {device for device in devices if device.device_type == "gpu"}
+        self._used_gpus = bool(gpus)
+        return devices - gpus if self._lost_gpus else devices
+
+    def lose_gpus(self) -> None:
+        """Use no GPU any more in a process that was just forked, if its parent has used some."""
+        self._lost_gpus = self._lost_gpus or self._used_gpus

@@ -1,0 +1,222 @@
+"""How far Python has come with the steps of this process.
+
+Passes are counted for one layer of a net, as 100 would cost time: the layer that is the first in its
+``autograd.record()`` (`step.passes`).
+
+Other processes must know where a step breaks off here that is under way (`Progress.is_under_way`): from the first
+recorded call of a layer on, until a ``backward()`` has reached that layer (any ``backward()``, if its parameters are
+frozen). For this the first layer of each graph counts that learns. Training passes outside ``record()`` (statistics
+that are estimated anew) never are under way. A recorded pass without a backward pass is no longer under way when its
+thread enters the next ``autograd.record()``; unless the program has shown that it calls ``backward()`` for one
+``record()`` after it has entered the next. A step is also under way from ``backward()`` on until a Trainer that waits
+for other processes (`gluon_syncbn.DistributedTrainer`) has added gradients up.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from typing import Callable, Dict, Iterable, List, Optional, Set
+
+import mxnet as mx
+from mxnet.gluon import Block
+
+from gluon_syncbn.base.walk import outermost_block
+from gluon_syncbn.distributed.default import has_groups
+from gluon_syncbn.mxnet_engine import cpu_resources
+from gluon_syncbn.step.passes import GradientNotes, HalfCalled, Passes
+
+
+class _Scope(threading.local):
+    """The last ``autograd.record()`` of each thread, or the one that it is in."""
+
+    has_begun = False  # no layer has been called in it yet
+    net: Optional[Block] = None  # that has the first layer that was called in it
+
+
+class Progress:
+    """Counts passes that Python has begun and ended. Threads of several devices call it together."""
+
+    def __init__(self) -> None:
+        # Executors of symbols that have synchronized layers, with the mode of the last call: training, prediction, or
+        # none yet.
+        self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
+        self.open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
+        self.has_trained = False  # since `step.unmet` has looked at layers
+        # Whether autograd has ever recorded a copy from one CPU device to another. In a backward pass, one device may
+        # then wait for another.
+        self.has_copies_in_graphs = False
+        self.when_net_is_new: Callable[[Block], None] = lambda net: None  # called when its first record() has ended
+        self._nets: weakref.WeakSet[Block] = weakref.WeakSet()  # for which it was called
+        self.scope = _Scope()
+
+        self._lock = threading.Lock()  # of all that follows, and of the layers' passes
+        self._inside: Counter = Counter()  # by thread: how many record() it is in
+        self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # whose backward passes are counted
+        self._uneven: weakref.WeakSet[Passes] = weakref.WeakSet()  # that some device has yet to begin
+        self._heads: Counter = Counter()  # of backward passes, by device, since weights were updated
+        # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
+        # reached since; and those that were open when the thread entered the next record().
+        self._open: Dict[int, Set[Passes]] = {}
+        self._left: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._answers_late = False  # whether a backward() has reached one of them that was not called again
+        self._notes = GradientNotes()  # takes its own lock first
+        self._trainers_of_jobs = 0  # that wait for other processes
+        self.has_gradients_of_job = False  # that none of them has added up over processes
+
+    # Where a step begins and ends
+
+    def begin_record(self, trains: bool) -> None:
+        """Note that this thread has entered ``autograd.record()``: the first layer that it calls from now on counts."""
+        self.has_trained |= trains
+        self.scope.has_begun, self.scope.net = True, None
+        me = threading.get_ident()
+        with self._lock:
+            if not self._inside[me] and not self._answers_late:
+                self._left.update(self._open.pop(me, ()))
+            self._inside[me] += 1
+
+    def end_record(self) -> None:
+        """Note that this thread leaves ``autograd.record()``."""
+        me = threading.get_ident()
+        with self._lock:
+            self._inside[me] -= 1
+            if self._inside[me] <= 0:
+                del self._inside[me]
+
+    def show_new_net(self) -> None:
+        """Call `when_net_is_new` for the net with the first layer of this thread's last ``record()``, once per net."""
+        net, self.scope.net = self.scope.net, None
+        if net is not None and net not in self._nets:
+            self._nets.add(net)
+            self.when_net_is_new(net)
+
+    def is_under_way(self) -> bool:
+        """Whether a step has begun here that other processes may be in the middle of, too."""
+        return bool(self._open or self.open_executors) or self.is_uneven() or self.has_gradients_of_job
+
+    def is_uneven(self) -> bool:
+        """Whether ``backward()`` has been called for only some of the devices that have run a layer in this step."""
+        return any(passes.is_unfinished() for passes in self._watched_now())
+
+    def is_balanced(self) -> bool:
+        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin.
+
+        For the backward passes that nobody counts, all devices must have had equally many heads.
+        """
+        with self._lock:
+            if self._uneven or self.open_executors or len(set(self._heads.values())) > 1:
+                return False
+        return all(passes.is_balanced() for passes in self._watched_now())
+
+    def half_called(self) -> Optional[HalfCalled]:
+        """The passes that this thread alone has begun on some devices, and no thread on the others; None if none."""
+        with self._lock:
+            if not self._uneven and len(set(self._heads.values())) < 2:
+                return None
+            passes = [*self._uneven, *self._watched]
+        return next(filter(None, (item.half_called() for item in passes)), None)
+
+    def close_if_balanced(self) -> None:
+        """Tell `cpu_resources` that all passes that have begun can end, if that is so."""
+        if self.is_balanced():
+            cpu_resources.close_step()
+
+    def forget(self) -> None:
+        """Begin anew: no step is under way."""
+        with self._lock:
+            for passes in {*self._watched, *self._uneven}:
+                passes.forget()
+            self._uneven.clear()
+            self._heads.clear()
+            self._open.clear()
+            self._left.clear()
+        self.open_executors.clear()
+        self.has_gradients_of_job = False
+        self._notes.forget()
+
+    def _watched_now(self) -> List[Passes]:
+        with self._lock:
+            return list(self._watched)
+
+    # Forward passes
+
+    def begin_forward(self, passes: Passes, device: mx.Context) -> None:
+        """Note that Python starts a forward pass in training mode on ``device``."""
+        self.note_forward(passes)
+        is_first = self.scope.has_begun and mx.autograd.is_recording()
+        if is_first:
+            self.scope.has_begun, self.scope.net = False, outermost_block()
+        with self._lock:
+            if is_first:
+                self._watched.add(passes)
+            self._heads[device] += 0
+            passes.begin_forward(device)
+            if passes.is_even():
+                self._uneven.discard(passes)
+            else:
+                self._uneven.add(passes)
+
+    def note_forward(self, passes: Passes) -> None:
+        """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""
+        if is_followed():
+            with self._lock:
+                self._open.setdefault(threading.get_ident(), set()).add(passes)
+                self._left.discard(passes)
+
+    # Backward passes
+
+    def begin_backward(self, devices: Iterable[mx.Context]) -> None:
+        """Note that a backward pass begins, of an array on each of these devices."""
+        with self._lock:
+            self._heads.update(devices)
+
+    def begin_gradients(self) -> None:
+        """Note that it is about to write the gradients of Parameters."""
+        self._notes.begin(self._awaited)
+
+    def _awaited(self) -> Set[Passes]:
+        """The layers that a ``backward()`` may reach, and whose backward passes are counted."""
+        with self._lock:
+            return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
+
+    def end_gradients(self) -> Set[Passes]:
+        """Note that it returns, or raises. Returns the layers that have been reached by now."""
+        self.has_gradients_of_job = bool(self._trainers_of_jobs)
+        return self._notes.end()
+
+    def note_backward(self, reached: Set[Passes]) -> None:
+        """Note that a ``backward()`` has reached these layers."""
+        with self._lock:
+            self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
+            for passes in reached:
+                self._left.discard(passes)
+            for thread in list(self._open):
+                self._open[thread] = {passes for passes in self._open[thread] - reached if passes.arrays()}
+                if not self._open[thread]:
+                    del self._open[thread]
+
+    def end_grad(self) -> None:
+        """Note that ``autograd.grad`` was called on this thread, and its graph is done with."""
+        with self._lock:
+            self._open.pop(threading.get_ident(), None)
+
+    # Updates
+
+    def begin_update(self) -> None:
+        """Note that weights are about to be updated: the backward passes of all devices have begun."""
+        with self._lock:
+            self._heads = Counter(dict.fromkeys(self._heads, 0))
+        self.close_if_balanced()
+
+    def count_trainer_of_job(self, trainer: mx.gluon.Trainer) -> None:
+        """Count a Trainer that waits for other processes, as long as it exists."""
+        self._trainers_of_jobs += 1
+        weakref.finalize(trainer, self._forget_trainer_of_job).atexit = False
+
+    def _forget_trainer_of_job(self) -> None:
+        self._trainers_of_jobs -= 1
+
+
+def is_followed() -> bool:
+    """Whether other processes may have to know of a call that this thread makes now."""
+    return has_groups() and mx.autograd.is_recording() and mx.autograd.is_training()
