@@ -276,9 +276,9 @@ class _Passes:
         self.contexts = _contexts_of(net)
         called = [norm for norm in norms if arrays_of(norm.running_mean)]  # the others have no shape
         self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
-        self._batch = [np.concatenate(self._of_all(_in_numpy(item))) for item in inputs]
-        sizes = self._of_all(np.array([len(inputs[0])]))
-        first = 0 if group is None else int(np.concatenate(sizes)[: group.rank].sum())
+        parts = [self._of_all(_in_numpy(item)) for item in inputs]
+        self._batch = [np.concatenate(some) for some in parts]
+        first = 0 if group is None else sum(map(len, parts[0][: group.rank]))
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
         self._shards: _Shards = dict(zip(self.contexts, own))
         self._kept: Optional[List[int]] = None  # the numbers of the outputs that are compared
@@ -300,7 +300,7 @@ class _Passes:
         return all(np.array_equal(row, mine) for row in self._of_all(mine))
 
     def groups(self) -> List[List[mx.Context]]:
-        """Return the groups of devices that synchronize; [] if layers have different ones, or they span processes."""
+        """Return the groups of devices that synchronize; [] if these differ, or layers of a job have a group_size."""
         if self._group is not None:
             return [self.contexts] if all(sync.options.group_size is None for sync in self._syncs) else []
         groups = [sync.groups() for sync in self._syncs if not sync.spec().is_plain] or [[self.contexts]]
