@@ -31,6 +31,8 @@ Several processes
 ``python -m gluon_syncbn.run script.py`` runs a script with this layer in place of MXNet's.
 """
 
+import types
+
 from gluon_syncbn.base.requirements import check_mxnet
 
 check_mxnet()
@@ -59,33 +61,12 @@ from gluon_syncbn.symbol import convert_symbol, plain_symbol
 
 watch_exits_and_forks()
 install_hooks()
+del check_mxnet, install_hooks, set_cpu_resources, watch_exits_and_forks
 
 __version__ = "0.1.0"
-_PUBLIC = [
-    "Check",
-    "DistributedTrainer",
-    "ProcessGroup",
-    "Report",
-    "SyncBatchNorm",
-    "SyncBatchNormError",
-    "abandon_step",
-    "check",
-    "convert_batchnorm",
-    "convert_symbol",
-    "convert_sync_batchnorm",
-    "devices",
-    "freeze_statistics",
-    "guard_update",
-    "init_process_group",
-    "install",
-    "plain_symbol",
-    "profile",
-    "set_renorm",
-    "symbol",
-    "uninstall",
-    "update_statistics",
-]
 
 
 def __dir__():
-    return [*_PUBLIC, "__doc__", "__version__"]
+    """Return the public names. Of the package's modules, only ``symbol`` is public."""
+    public = (name for name, value in globals().items() if name[0] != "_" and not isinstance(value, types.ModuleType))
+    return [*public, "symbol", "__doc__", "__version__"]

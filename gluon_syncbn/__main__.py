@@ -1,8 +1,8 @@
 """``python -m gluon_syncbn``: a doctor's report of this installation, for bug reports and for peace of mind.
 
-Says what is installed, what runs on it and why, tries a synchronized layer on 2 CPU contexts, and names what should be
-changed. Exits with 1 if the layer gave wrong numbers or did not run. Started by ``horovodrun`` or ``mpirun``, the
-layer is tried over all processes, and the first of them makes the report::
+It lists the versions and the back end with its reason, tries a synchronized layer on 2 CPU contexts, and warns of bad
+settings. It exits with 1 if the layer gave wrong numbers or did not run. Started by ``horovodrun`` or ``mpirun``, it
+tries the layer over all processes, and the first of them makes the report::
 
     horovodrun -np 2 python -m gluon_syncbn
 """
@@ -44,8 +44,9 @@ def main() -> int:
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
     print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
-    print(f"beside it    {_companions()}")
-    print(f"devices      {_cores()} CPU cores for this process, {mx.context.num_gpus()} GPUs")
+    print(f"beside it    {_installed('gluoncv', 'opencv-python', 'opencv-python-headless') or 'no GluonCV, no OpenCV'}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    print(f"devices      {cores} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
     print(f"CPU devices  {_cpu_devices()}")
     missing = native.unavailable_reason
@@ -53,7 +54,8 @@ def main() -> int:
     print(f"back end     {_back_end(devices, 'CPU')}")
     if mx.context.num_gpus():
         print(f"             {_back_end([mx.gpu(0)], 'GPU')}")
-    print(f"processes    {_engines()}")
+    engines = _installed("mpi4py", "horovod")
+    print(f"processes    {engines or 'one only: neither mpi4py nor horovod is installed'}")
     warned = _warnings(group)
     try:
         is_native = choose(LayerSpec("doctor"), devices).backend.name == "native"
@@ -62,7 +64,8 @@ def main() -> int:
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
         print(f"all-reduce   right on {where}; {milliseconds:.2f} ms for a forward and backward pass (median)")
         if report is not None:
-            print(f"waiting      {_waiting(report)}")
+            spreads = ", ".join(f"{row.direction} {1e3 * row.spread:.2f} ms" for row in report.rows)
+            print(f"waiting      first to last device: {spreads} (median); gluon_syncbn.profile() measures your net")
         if group is not None:
             delay = np.median(group.time_exchanges(_EXCHANGED, _ROUNDS))
             way = processes_of(group).way()
@@ -79,7 +82,7 @@ def main() -> int:
 
 
 def _join() -> Optional[gluon_syncbn.ProcessGroup]:
-    """The processes of this job; none if they cannot be connected, after saying why."""
+    """Connect the processes of this job; None, after a warning, if that fails."""
     name = os.environ.get(VARIABLE) or name_of_communicator()
     try:
         if name == "horovod":
@@ -92,8 +95,25 @@ def _join() -> Optional[gluon_syncbn.ProcessGroup]:
         return None
 
 
+def _installed(*packages: str) -> str:
+    """Name the packages that are installed, with their versions."""
+    found = []
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
+
+
+def _cpu_devices() -> str:
+    """Say whether CPU devices can wait for each other's temporary space and random generators."""
+    if not cpu_resources.shared_because():
+        return "each has temporary space and random generators of its own"
+    settings = cpu_resources.settings_in_force()
+    return f"all share {settings or 'the default number'}, which takes memory and time: {cpu_resources.shared_because()}"
+
+
 def _back_end(devices: List[mx.Context], kind: str) -> str:
-    """The back end on these devices, and why."""
+    """Name the back end on these devices, and the reason."""
     try:
         choice = choose(LayerSpec("doctor"), devices)
     except RuntimeError as problem:
@@ -101,58 +121,12 @@ def _back_end(devices: List[mx.Context], kind: str) -> str:
     return f"{choice.backend.name} on {kind}: {choice.reason}"
 
 
-def _cpu_devices() -> str:
-    """Whether CPU devices can wait for each other's temporary space and random generators."""
-    if not cpu_resources.shared_because():
-        return "each has temporary space and random generators of its own"
-    settings = cpu_resources.settings_in_force()
-    return f"all share {settings or 'what MXNet has'}, which takes memory and time: {cpu_resources.shared_because()}"
-
-
-def _engines() -> str:
-    """Name what could connect processes."""
-    found = []
-    for package, name in (("mpi4py", "mpi"), ("horovod", "horovod")):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} ({package} {metadata.version(package)})")
-    return ", ".join(found) or "one only: neither mpi4py nor horovod is installed"
-
-
-def _waiting(report: gluon_syncbn.Report) -> str:
-    """How far apart the devices came."""
-    spreads = {row.direction: 1e3 * row.spread for row in report.rows}
-    shown = ", ".join(f"{direction} {spread:.2f} ms" for direction, spread in spreads.items())
-    return f"first to last device: {shown} (median); gluon_syncbn.profile() shows it for your net"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _companions() -> str:
-    """Packages that are often used with it, and their versions."""
-    found = []
-    for package in ("gluoncv", "opencv-python", "opencv-python-headless"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join(found) or "neither GluonCV nor OpenCV"
-
-
-def _why_no_opencv() -> str:
-    """Why OpenCV is installed and cannot be imported; else an empty text."""
-    try:
-        import cv2  # noqa: F401
-    except ModuleNotFoundError:
-        return ""
-    except (ImportError, AttributeError) as problem:
-        return str(problem)
-    return ""
-
-
 def _warnings(group: Optional[gluon_syncbn.ProcessGroup]) -> List[str]:
     found = []
-    problem = _why_no_opencv()
-    if problem:
+    try:
+        with contextlib.suppress(ModuleNotFoundError):
+            import cv2  # noqa: F401
+    except (ImportError, AttributeError) as problem:
         found.append(
             f"OpenCV cannot be imported ({problem}). Run: apt-get install libgl1, or pip install 'opencv-python<4.10'"
         )
@@ -174,7 +148,7 @@ def _warnings(group: Optional[gluon_syncbn.ProcessGroup]) -> List[str]:
 
 
 def _all_reduce(devices, group: Optional[gluon_syncbn.ProcessGroup]) -> float:
-    """Milliseconds of a step of one small layer on all devices; AssertionError if its numbers are wrong."""
+    """Return the milliseconds of a step of one small layer on all devices; AssertionError if its numbers are wrong."""
     layer = gluon_syncbn.SyncBatchNorm(in_channels=64, timeout=10, prefix="doctor_")
     layer.initialize(ctx=devices)
     layer.hybridize(static_alloc=True, static_shape=True)

@@ -1,9 +1,9 @@
-"""`check`: whether a net is really synchronized, by one training pass on copies of its parameters."""
+"""`check`: finds out whether a net really synchronizes, by training passes on copies of its parameters."""
 
 import contextlib
 import zlib
 from collections import defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -37,19 +37,18 @@ from gluon_syncbn.synchronization import processes_of_layers, synchronization_of
 
 _NAME = "gluon_syncbn.check"
 _SHOWN = 3  # names of layers in a line
-# A difference counts if it is more than this share, and so many units of the dtype, and times what rounding makes.
+# A difference is too large if it exceeds this share, so many units of the dtype, and so many times the usual one.
 _SHARE, _UNITS, _TIMES_USUAL = 1e-3, 16, 30
-_RANDOM = 0.1  # two passes that differ by this share are of a net that draws random numbers
+_RANDOM = 0.1  # a net draws random numbers if two passes on one device differ by more than this share
 _UNIT = {"float64": 2.0**-23, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # momentum is a float32
 _CONVERT = "plain; convert_sync_batchnorm(net) makes them synchronize"
-_INPUT = "gradients of the input"
 
 
 class Difference(NamedTuple):
-    """How far the devices are from one device with the whole batch: the root of the mean square, as a share."""
+    """The difference from one device with the whole batch: the root of the mean square, as a share."""
 
     found: float
-    usual: float  # between passes on one device, of images in another order and changed in their last bits
+    usual: float  # between two passes on one device, the second with images in another order and other last bits
 
 
 class CheckedLayer(NamedTuple):
@@ -57,7 +56,7 @@ class CheckedLayer(NamedTuple):
 
     name: str
     state: str  # 'synchronized', 'not synchronized', 'frozen', or 'not called'
-    text: str  # with whom, or why not
+    text: str  # its devices, or the reason why it does not synchronize
 
 
 class Check:
@@ -71,17 +70,17 @@ class Check:
         Of outputs, gradients and running statistics, each with ``found`` and ``usual``. Empty if the layers have
         different groups, or groups over several processes: no one device is comparable then.
     notes : list of str
-        What else there is to know, for example that the net draws random numbers.
+        Remarks, for example that the net draws random numbers.
     is_synchronized : bool
         Whether all layers synchronize that were called and are not frozen, at least one, and no difference is far more
         than rounding makes.
     """
 
-    def __init__(self, title: str, unit: float) -> None:
-        self.layers: List[CheckedLayer] = []
-        self.differences: Dict[str, Difference] = {}
+    def __init__(
+        self, title: str, unit: float, layers: List[CheckedLayer], differences: Dict[str, Difference], notes: List[str]
+    ) -> None:
         self._title, self._unit = title, unit
-        self.notes: List[str] = []
+        self.layers, self.differences, self.notes = layers, differences, notes
 
     @property
     def is_synchronized(self) -> bool:
@@ -166,24 +165,21 @@ def check(net: Block, *inputs: Any) -> Check:
         if any(map(is_deferred, _parameters_of(blocks))):
             _find_shapes(net, arrays)
         with _without_dropout(blocks), keeping_graphs(blocks):
-            result = _compare(_Passes(net, blocks, norms, arrays, group), norms)
+            result = _compare(_Passes(net, blocks, norms, arrays, group), blocks)
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
-        with on_copies(_parameters_of(blocks), _contexts_of(net)):  # its gradients are not of a failed step
+        with on_copies(_parameters_of(blocks), _contexts_of(net)):  # abandon_step would clear the gradients of the net
             abandon_step()
         raise
     steps.progress.forget()
-    for block in blocks:
-        if isinstance(block, SymbolBlock):
-            result.layers += [CheckedLayer(name, "not synchronized", _CONVERT) for name in names_left_plain(block)]
     if group is None or group.rank == 0:
         print(result)
     return result
 
 
 def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
-    """The inputs as arrays."""
+    """Return the inputs as arrays."""
     for item in inputs:
         if not isinstance(item, (mx.nd.NDArray, np.ndarray)) or not item.ndim:
             raise TypeError(f"{_NAME}: inputs must be arrays whose first axis is the batch, not {type(item).__name__}.")
@@ -206,34 +202,35 @@ def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
             f"{_NAME}: {len(elsewhere)} parameters ({', '.join(elsewhere[:_SHOWN])}, ...) are on other devices than "
             f"{', '.join(map(str, contexts))}. Call net.collect_params().reset_ctx(devices)."
         )
-    arrays = [item if isinstance(item, mx.nd.NDArray) else _array(item) for item in inputs]
+    make = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    arrays = [
+        item
+        if isinstance(item, mx.nd.NDArray)
+        else make(item, dtype=item.dtype if np.issubdtype(item.dtype, np.integer) else "float32")
+        for item in inputs
+    ]
     if len(arrays[0]) > 1 and all((item == item[:1]).min() for item in (array.asnumpy() for array in arrays)):
         raise ValueError(f"{_NAME}: the images are all alike, so their order cannot matter. Pass random or real ones.")
     return arrays
 
 
-def _array(item: np.ndarray) -> mx.nd.NDArray:
-    dtype = item.dtype if np.issubdtype(item.dtype, np.integer) else "float32"
-    return (mx.np if mx.util.is_np_array() else mx.nd).array(item, dtype=dtype)
-
-
 def _in_numpy(array: mx.nd.NDArray) -> np.ndarray:
-    """In NumPy, which has no bfloat16."""
+    """Return the values as a NumPy array, of float32 for bfloat16, which NumPy does not have."""
     return (array.astype("float32") if is_bfloat16(array.dtype) else array).asnumpy()
 
 
 def _parameters_of(blocks: List[Block]) -> List[Parameter]:
-    """Also those of blocks that Gluon does not know as children."""
-    return list({id(item): item for block in blocks for item in block.params.values()}.values())
+    """Return all parameters, also of blocks that Gluon does not know as children."""
+    return list(dict.fromkeys(item for block in blocks for item in block.params.values()))
 
 
 def _contexts_of(net: Block) -> List[mx.Context]:
-    """The devices of most parameters: a head may have been left on one."""
+    """Return the devices of most parameters: a head may have been left on one."""
     return max(map(contexts_of, net.collect_params().values()), key=len, default=[])
 
 
 def _find_shapes(net: Block, inputs: List[mx.nd.NDArray]) -> None:
-    """Let parameters have shapes. In training one device would wait for the others, so this is a prediction."""
+    """Give parameters their shapes by a prediction: in training the first device would wait for the others."""
     try:
         with autograd.pause(train_mode=False):
             net(*(item[:1].as_in_context(_contexts_of(net)[0]) for item in inputs))
@@ -246,7 +243,7 @@ def _find_shapes(net: Block, inputs: List[mx.nd.NDArray]) -> None:
 
 @contextlib.contextmanager
 def _without_dropout(blocks: List[Block]) -> Iterator[None]:
-    """Dropout would draw another mask on each device."""
+    """Turn Dropout off within the ``with`` block: it would draw another mask on each device."""
     rates = {block: set_dropout(block, 0.0) for block in blocks if isinstance(block, nn.Dropout)}
     try:
         yield
@@ -255,46 +252,42 @@ def _without_dropout(blocks: List[Block]) -> Iterator[None]:
             set_dropout(block, rate)
 
 
-class _Part(NamedTuple):
-    """Devices of this process, and images of the whole batch by their numbers."""
-
-    contexts: List[mx.Context]
-    images: np.ndarray
+_Shards = Dict[mx.Context, np.ndarray]  # the numbers of each device's images in the whole batch
+_Statistics = Dict[mx.Context, np.ndarray]  # the running mean and variance of a layer, of shape (2, C), by device
 
 
 class _Numbers(NamedTuple):
-    """What a training pass computes."""
+    """The numbers that a training pass computes. Outputs and gradients of inputs have a row for each of ``images``."""
 
-    images: np.ndarray  # in ascending order, as in the rows of the next two
-    outputs: List[np.ndarray]  # those whose first axis is the batch
-    inputs: List[np.ndarray]  # gradients
-    parameters: List[np.ndarray]  # gradients of γ and β, summed over devices
-    statistics: List[Dict[mx.Context, np.ndarray]]  # of each layer: running mean and variance, of shape (2, C)
+    images: np.ndarray  # in ascending order
+    outputs: List[np.ndarray]  # all outputs whose first axis is the batch
+    input_gradients: List[np.ndarray]
+    gradients: List[np.ndarray]  # of γ and β, summed over devices
+    statistics: List[_Statistics]  # of each layer that learns them
 
 
 class _Passes:
     """Training passes of a net on copies of its parameters."""
 
     def __init__(self, net: Block, blocks: List[Block], norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray], group):
-        self._net, self._inputs, self._group, self._blocks = net, inputs, group, blocks
-        self._changed = False  # whether images are changed in their last bits
+        self._net, self._blocks, self._inputs, self._group = net, blocks, inputs, group
         self._syncs = [sync for sync in map(synchronization_of, norms) if sync is not None]
-        self._parameters = _parameters_of(self._blocks)
+        self._parameters = _parameters_of(blocks)
         self.contexts = _contexts_of(net)
-        called = [norm for norm in norms if arrays_of(norm.running_mean)]  # others have no shape
+        called = [norm for norm in norms if arrays_of(norm.running_mean)]  # the others have no shape
         self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
-        self.batch = [np.concatenate(self._of_all(_in_numpy(item))) for item in inputs]
-        sizes = self._of_all(np.array([len(inputs[0])]))
-        first = 0 if group is None else int(np.concatenate(sizes)[: group.rank].sum())
+        parts = [self._of_all(_in_numpy(item)) for item in inputs]
+        self._batch = [np.concatenate(some) for some in parts]
+        first = 0 if group is None else sum(map(len, parts[0][: group.rank]))
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
-        self._shards = [_Part([context], images) for context, images in zip(self.contexts, own)]
-        self._kept: Optional[List[int]] = None  # outputs whose first axis is the batch
-        self.unit = 0.0  # of rounding of these
+        self._shards: _Shards = dict(zip(self.contexts, own))
+        self._kept: Optional[List[int]] = None  # the numbers of the outputs that are compared
+        self.unit = 0.0  # of rounding of these outputs
         where = ", ".join(map(str, self.contexts)) + (f" of {group.size} processes" if group is not None else "")
-        self.title = f"{net.name}: {len(self.batch[0])} images on {where}"
+        self.title = f"{net.name}: {len(self._batch[0])} images on {where}"
 
     def _of_all(self, array: np.ndarray) -> List[np.ndarray]:
-        """The arrays of all processes, which may differ in their first axis."""
+        """Return the arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
         rows = processes_of(self._group).gather_each(_NAME, _NAME, array.ravel(), seconds_for_processes(None))
@@ -306,137 +299,128 @@ class _Passes:
         mine = np.array([[zlib.crc32(arrays_of(item)[0].asnumpy().tobytes()) for item in weights]], dtype=np.float64)
         return all(np.array_equal(row, mine) for row in self._of_all(mine))
 
-    def parts(self) -> List[_Part]:
-        """The groups of devices that synchronize; none if layers have different ones, or they lie in processes."""
-        groups = [sync.groups() for sync in self._syncs if not sync.spec().is_plain] or [[self.contexts]]
+    def groups(self) -> List[List[mx.Context]]:
+        """Return the groups of devices that synchronize; [] if these differ, or layers of a job have a group_size."""
         if self._group is not None:
-            is_one = all(sync.options.group_size is None for sync in self._syncs)
-            return [_Part(self.contexts, np.arange(len(self.batch[0])))] if is_one else []
-        if any(some != groups[0] for some in groups):
-            return []
-        images = {part.contexts[0]: part.images for part in self._shards}
-        return [_Part(some, np.concatenate([images[context] for context in some])) for some in groups[0]]
+            return [self.contexts] if all(sync.options.group_size is None for sync in self._syncs) else []
+        groups = [sync.groups() for sync in self._syncs if not sync.spec().is_plain] or [[self.contexts]]
+        return groups[0] if all(some == groups[0] for some in groups) else []
 
-    @contextlib.contextmanager
-    def _copies(self, contexts: List[mx.Context]) -> Iterator[None]:
-        """Within the block the net has copies of its parameters on these contexts, and graphs that are made for them:
-        a plain static one would write into the arrays that it has been made for."""
-        drop_graphs(self._blocks)
-        try:
-            with on_copies(self._parameters, contexts):
-                yield
-        finally:
-            drop_graphs(self._blocks)
+    def _copies(self, contexts: List[mx.Context]) -> ContextManager[None]:
+        """Give the net copies of its parameters within the ``with`` block, and graphs that are made for them."""
+        drop_graphs(self._blocks)  # a plain static graph would write into the arrays that it has been made for
+        return on_copies(self._parameters, contexts)
 
-    def on_one_device(self, parts: List[_Part], step: int = 1) -> _Numbers:
-        """The numbers of each part on its first device alone, with its images in this order: 1, or -1, in which they
-        are changed in their last bits, too."""
-        found = []
-        self._changed = step < 0
-        for part in parts:
-            with contextlib.ExitStack() as stack:
-                for sync in self._syncs:
-                    stack.enter_context(sync.alone())
-                stack.enter_context(self._copies(part.contexts[:1]))
-                found.append(self._train([_Part(part.contexts[:1], part.images[::step])]))
-        self._changed = False
-        order = np.argsort(np.concatenate([item.images for item in found]))
-        return _Numbers(
-            np.concatenate([item.images for item in found])[order],
-            [np.concatenate(rows)[order] for rows in zip(*(item.outputs for item in found))],
-            [np.concatenate(rows)[order] for rows in zip(*(item.inputs for item in found))],
-            [np.sum(items, axis=0) for items in zip(*(item.parameters for item in found))],
-            [
-                {context: item[part.contexts[0]] for part, item in zip(parts, items) for context in part.contexts}
-                for items in zip(*(item.statistics for item in found))
-            ],
-        )
+    def on_one_device(self, groups: List[List[mx.Context]], is_changed: bool) -> _Numbers:
+        """Run the images of each group on its first device alone.
 
-    def on_all_devices(self) -> Tuple[List[Dict[mx.Context, np.ndarray]], _Numbers]:
-        """The statistics before, and the numbers of all devices; gradients are summed over processes, too."""
+        With ``is_changed`` they are in reverse order, and their last bits differ.
+        """
+        images = {some[0]: np.concatenate([self._shards[context] for context in some]) for some in groups}
+        if self._group is not None:
+            images = {self.contexts[0]: np.arange(len(self._batch[0]))}
+        with contextlib.ExitStack() as stack:
+            for sync in self._syncs:
+                stack.enter_context(sync.alone())
+            stack.enter_context(self._copies(list(images)))
+            return self._train({first: some[:: -1 if is_changed else 1] for first, some in images.items()}, is_changed)
+
+    def on_all_devices(self) -> Tuple[List[_Statistics], _Numbers]:
+        """Return the statistics before the pass, and its numbers. Gradients are summed over processes, too."""
         with self._copies(self.contexts):
             before = self._statistics()
             found = self._train(self._shards)
-        return before, found._replace(parameters=[np.sum(self._of_all(item), axis=0) for item in found.parameters])
+        return before, found._replace(gradients=[np.sum(self._of_all(item), axis=0) for item in found.gradients])
 
-    def _train(self, shards: List[_Part]) -> _Numbers:
-        given = [[self._input(i, part) for i in range(len(self.batch))] for part in shards]
+    def _train(self, shards: _Shards, is_changed: bool = False) -> _Numbers:
+        inputs = [[self._input(i, *shard, is_changed) for i in range(len(self._batch))] for shard in shards.items()]
         with autograd.record():
-            outputs = [
-                [item for item in flatten(self._net(*items), "output")[0] if item is not None] for items in given
-            ]
+            outputs = [[x for x in flatten(self._net(*items), "output")[0] if x is not None] for items in inputs]
             if self._kept is None:
-                size, floats = len(shards[0].images), [dtype_name(item.dtype) in _UNIT for item in outputs[0]]
-                sized = [item.ndim > 0 and len(item) == size for item in outputs[0]]
-                self._kept = [i for i, both in enumerate(zip(floats, sized)) if all(both)]
+                size, dtypes = len(inputs[0][0]), [dtype_name(item.dtype) for item in outputs[0]]
+                self._kept = [
+                    i for i, item in enumerate(outputs[0]) if dtypes[i] in _UNIT and item.ndim and len(item) == size
+                ]
                 if not self._kept:
                     raise ValueError(f"{_NAME}: '{self._net.name}' returns no floats whose first axis is the batch.")
-                self.unit = max(_UNIT[dtype_name(outputs[0][i].dtype)] for i in self._kept)
-            sums = [self._weighted_sum(items, part) for items, part in zip(outputs, shards)]
-        autograd.backward(sums)
-        images = np.concatenate([part.images for part in shards])
+                self.unit = max(_UNIT[dtypes[i]] for i in self._kept)
+            outputs = [[items[i] for i in self._kept] for items in outputs]
+            losses = [self._loss(items, images) for items, images in zip(outputs, shards.values())]
+        autograd.backward(losses)
+        images = np.concatenate(list(shards.values()))
         order = np.argsort(images)
-        has_gradients = [i for i, item in enumerate(given[0]) if item.grad is not None]
+        gradients = [[item.grad for item in items if item.grad is not None] for items in inputs]
         learned = [item for norm in self.learning for item in (norm.gamma, norm.beta) if has_gradient(item)]
         return _Numbers(
             images[order],
-            [np.concatenate([_in_numpy(items[i]) for items in outputs])[order] for i in self._kept],
-            [np.concatenate([_in_numpy(items[i].grad) for items in given])[order] for i in has_gradients],
+            [np.concatenate(list(map(_in_numpy, parts)))[order] for parts in zip(*outputs)],
+            [np.concatenate(list(map(_in_numpy, parts)))[order] for parts in zip(*gradients)],
             [np.sum([array.asnumpy() for array in item.list_grad()], axis=0, dtype=np.float64) for item in learned],
             self._statistics(),
         )
 
-    def _input(self, number: int, part: _Part) -> mx.nd.NDArray:
-        like, values = self._inputs[number], self.batch[number][part.images]
-        are_images = values.ndim > 2 and np.issubdtype(values.dtype, np.floating)  # and no labels, and no indices
-        if are_images and self._changed:
+    def _input(self, number: int, context: mx.Context, images: np.ndarray, is_changed: bool) -> mx.nd.NDArray:
+        like, values = self._inputs[number], self._batch[number][images]
+        are_images = values.ndim > 2 and np.issubdtype(values.dtype, np.floating)  # not labels, and not indices
+        if are_images and is_changed:
             up = np.random.RandomState(number).uniform(size=values.shape) < 0.5
             values = np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
-        made = mx.nd.array(values, ctx=part.contexts[0], dtype=values.dtype).astype(like.dtype, copy=False)
+        made = mx.nd.array(values, ctx=context, dtype=values.dtype).astype(like.dtype, copy=False)
         made = made.as_np_ndarray() if is_numpy_array(like) else made
         if are_images:
             made.attach_grad()
         return made
 
-    def _weighted_sum(self, outputs: List[mx.nd.NDArray], part: _Part) -> mx.nd.NDArray:
-        """Of all that depends on the images, each number with its own weight: a loss for any net."""
+    def _loss(self, outputs: List[mx.nd.NDArray], images: np.ndarray) -> mx.nd.NDArray:
+        """Return a loss for any net: the sum of all outputs, in which each number has a weight of its own."""
         sums = []
-        for i in self._kept or ():
-            out = outputs[i].as_nd_ndarray().astype("float32")
-            drawn = np.random.RandomState(i).standard_normal((len(self.batch[0]), *out.shape[1:]))
-            sums.append((out * mx.nd.array(drawn[part.images], ctx=part.contexts[0])).sum())
+        for seed, out in enumerate(outputs):
+            out = out.as_nd_ndarray().astype("float32")
+            weights = np.random.RandomState(seed).standard_normal((len(self._batch[0]), *out.shape[1:]))
+            sums.append((out * mx.nd.array(weights[images], ctx=out.context)).sum())
         return mx.nd.add_n(*sums)
 
-    def _statistics(self) -> List[Dict[mx.Context, np.ndarray]]:
-        found = []
-        for norm in self.learning:
-            pairs = zip(arrays_of(norm.running_mean), arrays_of(norm.running_var))
-            found.append({device_of(mean): np.stack([mean.asnumpy(), var.asnumpy()]) for mean, var in pairs})
-        return found
+    def _statistics(self) -> List[_Statistics]:
+        return [
+            {
+                device_of(mean): np.stack([mean.asnumpy(), var.asnumpy()])
+                for mean, var in zip(arrays_of(norm.running_mean), arrays_of(norm.running_var))
+            }
+            for norm in self.learning
+        ]
 
 
-def _compare(passes: _Passes, norms: List[nn.BatchNorm]) -> Check:
-    parts = passes.parts()
-    expected = passes.on_one_device(parts) if parts else None
-    again = passes.on_one_device(parts, -1) if parts else None
+def _compare(passes: _Passes, blocks: List[Block]) -> Check:
+    groups = passes.groups()
+    alone = [passes.on_one_device(groups, is_changed) for is_changed in (False, True)] if groups else []
     before, found = passes.on_all_devices()
-    result = Check(passes.title, passes.unit)
     learned = dict(zip(passes.learning, zip(before, found.statistics)))
-    result.layers = [CheckedLayer(norm.name, *_state(norm, passes.contexts, learned.get(norm))) for norm in norms]
-    if expected is not None and again is not None:
-        both = _differences(found, expected), _differences(again, expected)
-        result.differences = {name: Difference(both[0][name], both[1][name]) for name in both[0]}
-        if any(item.usual > _RANDOM for item in result.differences.values()):
-            result.notes.append("The net draws random numbers: two passes on one device differ, too.")
+    layers = []
+    for block in blocks:
+        if isinstance(block, PlainBatchNorm):
+            layers.append(CheckedLayer(block.name, *_state(block, passes.contexts, learned.get(block))))
+        elif isinstance(block, SymbolBlock):
+            layers += [CheckedLayer(name, "not synchronized", _CONVERT) for name in names_left_plain(block)]
+    differences, notes = {}, []
+    if alone:
+        firsts = {context: some[0] for some in groups for context in some}
+        usual = _differences(alone[1], alone[0], firsts)
+        shares = _differences(found, alone[0], firsts)
+        differences = {name: Difference(share, usual[name]) for name, share in shares.items()}
+        if any(item.usual > _RANDOM for item in differences.values()):
+            notes.append("The net draws random numbers: two passes on one device differ, too.")
     else:
-        result.notes.append("Not compared with one device: the groups are not the same devices of one process.")
+        notes.append("Not compared with one device: the groups are not the same devices of one process.")
     if not passes.have_same_weights():
-        result.notes.append("The weights of the processes differ: see DistributedTrainer.broadcast_parameters.")
-    return result
+        notes.append("The weights of the processes differ: see DistributedTrainer.broadcast_parameters.")
+    return Check(passes.title, passes.unit, layers, differences, notes)
 
 
 def _state(norm: nn.BatchNorm, contexts: List[mx.Context], learned) -> Tuple[str, str]:
-    """The state of a layer, and with whom it synchronizes, or why it does not."""
+    """Return the state of a layer and its devices, or the reason why it does not synchronize.
+
+    ``learned`` is its statistics before and after the pass; None if it learns none.
+    """
     if learned is None:
         return ("not called", "") if arrays_of(norm.running_mean) == [] else ("frozen", "use_global_stats")
     before, after = learned
@@ -445,21 +429,22 @@ def _state(norm: nn.BatchNorm, contexts: List[mx.Context], learned) -> Tuple[str
     sync = synchronization_of(norm)
     if sync is None:
         return "not synchronized", _CONVERT if is_plain(norm) else "its class has a forward pass of its own"
-    group, groups = sync.process_group(), sync.groups()
-    if sync.options.group_size == 1:
+    group, size = sync.process_group(), sync.options.group_size
+    if size == 1:
         return "not synchronized", "group_size=1"
     if group is None and len(contexts) == 1:
         return "not synchronized", f"the net is on one device, {contexts[0]}"
-    if any(not np.array_equal(after[item], after[some[0]]) for some in groups for item in some):
+    if any(not np.array_equal(after[item], after[some[0]]) for some in sync.groups() for item in some):
         return "not synchronized", "its devices have different statistics"
-    size = sync.options.group_size
-    whom = "" if group is None else f" of {group.size} processes"
-    return "synchronized", f"groups of {size} devices{whom}" if size else f"{', '.join(map(str, contexts))}{whom}"
+    devices = f"groups of {size} devices" if size else ", ".join(map(str, contexts))
+    return "synchronized", devices + ("" if group is None else f" of {group.size} processes")
 
 
-def _differences(found: _Numbers, expected: _Numbers) -> Dict[str, float]:
-    """How far the numbers are from those expected; the largest of what is of one kind."""
-    rows = np.searchsorted(expected.images, found.images)
+def _differences(found: _Numbers, expected: _Numbers, firsts: Dict[mx.Context, mx.Context]) -> Dict[str, float]:
+    """Return the largest difference of each kind of numbers.
+
+    ``expected`` is of the whole batch. ``firsts`` is the device that computed it for each device.
+    """
     shares: Dict[str, List[float]] = defaultdict(list)
 
     def compare(name: str, numbers: np.ndarray, right: np.ndarray, scale: Any = None) -> None:
@@ -468,14 +453,15 @@ def _differences(found: _Numbers, expected: _Numbers) -> Dict[str, float]:
         apart = (numbers.astype(np.float64) - right) / np.where(scale > 0, scale, 1.0)
         shares[name].append(float(np.sqrt(np.mean(apart**2))))
 
-    for name, some, right in (("outputs", found.outputs, expected.outputs), (_INPUT, found.inputs, expected.inputs)):
-        for item, its in zip(some, right):
-            compare(name, item, its[rows])
-    if expected.parameters:
-        gradients = (np.concatenate(items) for items in (found.parameters, expected.parameters))
-        compare("gradients of gamma and beta", *gradients)
-    for layer, its_layer in zip(found.statistics, expected.statistics):
+    for item, right in zip(found.outputs, expected.outputs):
+        compare("outputs", item, right[found.images])
+    for item, right in zip(found.input_gradients, expected.input_gradients):
+        compare("gradients of the input", item, right[found.images])
+    if expected.gradients:
+        compare("gradients of gamma and beta", *map(np.concatenate, (found.gradients, expected.gradients)))
+    for layer, right_layer in zip(found.statistics, expected.statistics):
         for context, item in layer.items():
-            its, var = its_layer[context], np.max(its_layer[context][1])
-            compare("running statistics", item, its, np.array([[np.sqrt(var)], [var]]))
+            right = right_layer[firsts[context]]
+            var = np.max(right[1])
+            compare("running statistics", item, right, np.array([[np.sqrt(var)], [var]]))
     return {name: float(np.max(items)) for name, items in shares.items()}

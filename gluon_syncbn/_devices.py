@@ -1,13 +1,13 @@
 """`devices`: trains on some of the devices only."""
 
 import contextlib
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block, Parameter
 
-from gluon_syncbn.base.mxnet_private import has_gradient, set_fresh_gradient
+from gluon_syncbn.base.mxnet_private import arrays_of, has_gradient, set_fresh_gradient
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.distributed.default import find, groups_in_use
 from gluon_syncbn.distributed.process_group import ProcessGroup
@@ -25,7 +25,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     """Train on these devices only within the ``with`` block; no layer waits for the others.
 
     Use it for a step with fewer images than devices, such as the last batch of an epoch. It applies to all layers of
-    the process, hybridized or not. The backward passes of what was run in the block may be called in it or after it.
+    the process, hybridized or not. The backward passes may be called in the block or after it.
     Entering and leaving the block waits for all pending work. On leaving, the new running statistics are copied to the
     devices that did not take part, so that all devices have the same again.
 
@@ -65,12 +65,12 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     """
     chosen = _check(ctx_list)
     if net is not None and not isinstance(net, Block):
-        raise TypeError(f"gluon_syncbn.devices: net must be a Gluon block, not {type(net).__name__}.")
+        raise TypeError(f"{_WHERE}: net must be a Gluon block, not {type(net).__name__}.")
     mx.nd.waitall()
     cleared: Set[Parameter] = set()
 
     def clear_gradients():
-        """Also those that the first call makes: before the update, or else at the end."""
+        """Clear them again before the update, or else at the end: the first call may have made some."""
         if net is not None:
             _clear_gradients(net, chosen, cleared)
 
@@ -121,10 +121,9 @@ def _check(ctx_list) -> Set[mx.Context]:
     listed = [ctx_list] if isinstance(ctx_list, mx.Context) else list(ctx_list)
     for item in listed:
         if not isinstance(item, mx.Context):
-            raise TypeError(f"gluon_syncbn.devices: expected contexts such as mx.gpu(0), not {item!r}.")
-    shown = ", ".join(str(item) for item in listed)
+            raise TypeError(f"{_WHERE}: expected contexts such as mx.gpu(0), not {item!r}.")
     if len(set(listed)) != len(listed):
-        raise ValueError(f"gluon_syncbn.devices: one device is given twice ({shown}).")
+        raise ValueError(f"{_WHERE}: one device is given twice ({', '.join(map(str, listed))}).")
     return set(listed)
 
 
@@ -134,9 +133,7 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context], cleared: Set[Parameter
         if parameter in cleared or not has_gradient(parameter):
             continue
         cleared.add(parameter)
-        for device in parameter.list_ctx():
-            if device in chosen:
-                continue
+        for device in set(parameter.list_ctx()) - chosen:
             gradient = parameter.grad(device)
             if parameter.grad_req == "write":
                 gradient[slice(None) if gradient.shape else ()] = 0
@@ -144,34 +141,33 @@ def _clear_gradients(net: Block, chosen: Set[mx.Context], cleared: Set[Parameter
 
 
 def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
-    """Copy the running statistics from a device that took part to the devices of its group that did not."""
+    """Copy the running statistics of a device that took part to the devices of its group that did not."""
     for members in layer._sync.groups():
         active = [device for device in members if device in chosen]
-        for device in members:
-            if active and device not in chosen:
-                for parameter in _statistics(layer):
-                    parameter.data(active[0]).copyto(parameter.data(device))
+        if not active:
+            continue
+        for device in set(members) - chosen:
+            for parameter in _statistics(layer):
+                parameter.data(active[0]).copyto(parameter.data(device))
 
 
 def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Sequence[SyncBatchNorm]) -> None:
-    """Copy the statistics of the layers that trained from a process that took part to those of its group that did not.
+    """Copy the statistics of the layers that trained to the processes that did not take part.
 
-    Each process sends the keys of its layers along. What other layers it has does not matter: a net that the program
-    has dropped exists until Python's garbage collector runs.
+    A process takes them from a process of the layer's group that did. Each process sends the keys of its layers along.
+    Other layers do not matter: a net that the program has dropped exists until Python's garbage collector runs.
     """
-    processes = processes_of(group)
     sent = {key: layer for key, layer in ((_key(layer), layer) for layer in trained) if key is not None}
-    statistics = [
-        parameter.data(parameter.list_ctx()[0]) for layer in sent.values() for parameter in _statistics(layer)
-    ]
-    mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in statistics)])
+    arrays = [arrays_of(parameter)[0] for layer in sent.values() for parameter in _statistics(layer)]
+    mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in arrays)])
     sizes = {key: layer.running_mean.shape[0] for key, layer in sent.items()}
-    all_sizes, rows = processes.catch_up(_WHERE, sizes, mine, seconds_for_processes(None))
+    all_sizes, rows = processes_of(group).catch_up(_WHERE, sizes, mine, seconds_for_processes(None))
     if group.rank in active:
         return
-    received = {
-        (rank, key): row for rank, (sizes, row) in enumerate(zip(all_sizes, rows)) for key, row in _cut(sizes, row)
-    }
+    received = {}
+    for rank, (channels, row) in enumerate(zip(all_sizes, rows)):
+        ends = np.cumsum([2 * size for size in channels.values()])
+        received.update({(rank, key): part for key, part in zip(channels, np.split(row, ends))})
     for layer in steps.layers.blocks():
         link, key = layer._sync.link, _key(layer)
         if link is None or layer._sync.process_group() is not group or key is None:
@@ -180,8 +176,8 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Se
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:
             for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):
-                array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-                parameter.set_data(array(vector, dtype=parameter.dtype))
+                for array in arrays_of(parameter):
+                    array[:] = vector
 
 
 def _key(layer: SyncBatchNorm) -> Optional[str]:
@@ -192,11 +188,3 @@ def _key(layer: SyncBatchNorm) -> Optional[str]:
 
 def _statistics(layer: SyncBatchNorm) -> List[Parameter]:
     return [layer.running_mean, layer.running_var]
-
-
-def _cut(sizes: Dict[str, int], row: np.ndarray) -> Iterator[Tuple[str, np.ndarray]]:
-    """Yield the key of each layer with its mean and variance, which follow one another in ``row``."""
-    begin = 0
-    for key, size in sizes.items():
-        yield key, row[begin : begin + 2 * size]
-        begin += 2 * size

@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import sys
-from typing import Any, Iterable, List, Set, Tuple
+from typing import Any, List, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, Trainer
@@ -24,45 +24,29 @@ from gluon_syncbn.convert import convert_sync_batchnorm, is_plain
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
 
 _log = logging.getLogger(__name__)
-
-_CONTRIB_LAYER = contrib_nn.SyncBatchNorm
-_CONTRIB_SYMBOL = mx.sym.contrib.SyncBatchNorm
-_inits: List[Any] = []  # Trainer's constructor and what is in its place, while nets are converted
+_inits: List[Any] = []  # Trainer's constructor and its replacement, while nets are converted
 
 
 class ContribSyncBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with the signature of ``gluon.contrib.nn.SyncBatchNorm``, whose first argument is in_channels."""
 
     def __init__(self, in_channels=0, num_devices=None, momentum=0.9, epsilon=1e-5, center=True, scale=True, **kwargs):
-        super().__init__(
-            in_channels=in_channels,
-            num_devices=num_devices,
-            momentum=momentum,
-            epsilon=epsilon,
-            center=center,
-            scale=scale,
-            **kwargs,
-        )
+        kwargs.update(momentum=momentum, epsilon=epsilon, center=center, scale=scale)
+        super().__init__(in_channels=in_channels, num_devices=num_devices, **kwargs)
 
 
-def _contrib_symbol(
-    data,
-    gamma=None,
-    beta=None,
-    moving_mean=None,
-    moving_var=None,
-    ndev=None,
-    key=None,
-    output_mean_var=False,
-    **options,
-):
+def _contrib_symbol(*arrays, ndev=None, key=None, output_mean_var=False, **options):
     """`gluon_syncbn.symbol.SyncBatchNorm` with the signature of ``mx.sym.contrib.SyncBatchNorm``.
 
     gluoncv omits ``ndev`` where it does not know the number of devices; a SymbolBlock finds it out then.
     """
     if output_mean_var:
         raise ValueError(f"SyncBatchNorm '{key}': output_mean_var is not supported.")
-    return symbol.SyncBatchNorm(data, gamma, beta, moving_mean, moving_var, num_devices=ndev, **options)
+    return symbol.SyncBatchNorm(*arrays, num_devices=ndev, **options)
+
+
+_THEIRS = contrib_nn.SyncBatchNorm, mx.sym.contrib.SyncBatchNorm
+_OURS = ContribSyncBatchNorm, _contrib_symbol
 
 
 def install(convert: bool = False) -> None:
@@ -75,9 +59,9 @@ def install(convert: bool = False) -> None:
     ----------
     convert : bool, default False
         From now on, when a `gluon.Trainer` (or Horovod's ``DistributedTrainer``) is made, also convert the nets of its
-        parameters, as `convert_sync_batchnorm` does. This is for scripts that make plain layers, whatever their options
-        say. A net is the outermost block that has any of the parameters, so that a teacher that shares a block with its
-        student is converted, too. Logs at level INFO which nets it converted, and warns if there is nothing to convert.
+        parameters, as `convert_sync_batchnorm` does. This is for scripts that make plain layers in spite of their
+        options. A net is the outermost block that has any of the parameters, so that a teacher that shares a block with
+        its student is converted, too. Logs at level INFO which nets it converted; warns if there is nothing to convert.
 
     Examples
     --------
@@ -85,7 +69,7 @@ def install(convert: bool = False) -> None:
     >>> net = gluoncv.model_zoo.get_model('yolo3_darknet53_voc', norm_layer=mx.gluon.contrib.nn.SyncBatchNorm,
     ...                                   norm_kwargs={'num_devices': 4})
     """
-    _replace(zip(_theirs, _ours))
+    _replace(_THEIRS, _OURS)
     if convert and not _inits:
         _inits[:] = Trainer.__init__, _then_converting(Trainer.__init__)
         Trainer.__init__ = _inits[1]
@@ -93,21 +77,18 @@ def install(convert: bool = False) -> None:
 
 def uninstall() -> None:
     """Undo `install`. Layers that were made in between remain `SyncBatchNorm` layers."""
-    _replace(zip(_ours, _theirs))
+    _replace(_OURS, _THEIRS)
     if _inits and Trainer.__init__ is _inits[1]:  # or another has been put in its place since
         Trainer.__init__ = _inits[0]
     _inits.clear()
 
 
-_theirs, _ours = (_CONTRIB_LAYER, _CONTRIB_SYMBOL), (ContribSyncBatchNorm, _contrib_symbol)
-
-
-def _replace(pairs: Iterable[Tuple[Any, Any]]) -> None:
-    """Put the second of each pair in the place of the first, in all modules."""
-    others = {id(one): other for one, other in pairs}
+def _replace(old: Tuple, new: Tuple) -> None:
+    """Replace the layer and the symbol in all modules."""
+    others = dict(zip(map(id, old), new))
     for name, module in list(sys.modules.items()):
         # Not in the module that defines contrib's layer, whose methods need the name.
-        if module is None or name.split(".")[0] == "gluon_syncbn" or name == _CONTRIB_LAYER.__module__:
+        if module is None or name.split(".")[0] == "gluon_syncbn" or name == _THEIRS[0].__module__:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in others:
@@ -115,7 +96,7 @@ def _replace(pairs: Iterable[Tuple[Any, Any]]) -> None:
 
 
 def _then_converting(original):
-    """Trainer's constructor, which then converts the nets that it is made for."""
+    """Return a constructor for Trainer that converts the nets of its parameters."""
 
     @functools.wraps(original)
     def make_and_convert(self, *args, **kwargs):
@@ -124,8 +105,7 @@ def _then_converting(original):
             return
         nets = _nets_of(parameters_of(self))
         names = ", ".join(f"{net.name} ({type(net).__name__})" for net in nets)
-        # Together, as they may share layers: what two nets do with a layer decides whether it can compute a ReLU.
-        together = Block(prefix="")
+        together = Block(prefix="")  # they may share layers, and all of them must drop their graphs
         together.nets = nets
         blocks = all_blocks(together)
         if any(map(is_plain, blocks)):
@@ -142,8 +122,8 @@ def _then_converting(original):
 
 
 def _nets_of(parameters: List[Parameter]) -> List[Block]:
-    """The outermost blocks that have any of these parameters."""
-    gc.collect()  # or a net that is used no more would be found in some processes and not in others
+    """Return the outermost blocks that have any of these parameters."""
+    gc.collect()  # some processes would find a net that is no longer used, and others would not
     wanted = set(map(id, parameters))
     found = []
     for item in gc.get_objects():

@@ -53,14 +53,16 @@ class Report:
         self.rows: List[Row] = []
 
     def _fill(self, passes: Sequence[Pass], seconds: float) -> None:
-        """Compute the rows. Called when the block of `profile` ends."""
+        """Compute the rows."""
         self.seconds = seconds
         self.devices = sorted({item.device for item in passes}, key=lambda name: (name.split("(")[0], len(name), name))
         layers: Dict[Tuple[str, str], List[Pass]] = defaultdict(list)
         for item in sorted(passes, key=lambda item: item.arrived):
             layers[item.layer, item.direction].append(item)
-        for (layer, direction), seen in layers.items():
-            self.rows.append(_row(layer, direction, seen, seconds * max(len(self.devices), 1)))
+        self.rows = [_row(*key, seen, seconds * len(self.devices)) for key, seen in layers.items()]
+
+    def _longest_first(self) -> List[Row]:
+        return sorted(self.rows, key=lambda row: -row.waiting_share)
 
     @property
     def waiting_share(self) -> float:
@@ -74,16 +76,13 @@ class Report:
 
     def last(self) -> Dict[str, int]:
         """Return how often each device was the last to arrive, summed over all layers and directions."""
-        total: Counter = Counter(dict.fromkeys(self.devices, 0))
-        for row in self.rows:
-            total.update(row.last)
-        return dict(total)
+        return {device: sum(row.last.get(device, 0) for row in self.rows) for device in self.devices}
 
     def __str__(self) -> str:
         """Return a table, sorted by waiting time, longest first."""
         if not self.rows:
             return "No layer met another device while the profile was on."
-        rows = sorted(self.rows, key=lambda row: -row.waiting_share)
+        rows = self._longest_first()
         width = max(len("layer"), *(len(row.layer) for row in rows[:_SHOWN]))
         head = f"{'layer':{width}}  direction  calls    spread       90%   kernels  waiting  last"
         lines = [head, "-" * len(head)]
@@ -96,21 +95,19 @@ class Report:
         if len(rows) > _SHOWN:
             rest = sum(row.waiting_share for row in rows[_SHOWN:])
             lines.append(f"... and {len(rows) - _SHOWN} more, {rest:.1%} in all")
-        lines += [
-            "",
-            f"{self.seconds:.2f} s on {', '.join(self.devices)}: waiting {self.waiting_share:.1%}, the layers' kernels "
-            f"{self.kernel_share:.1%} of a device's time. Last to come: {_shares(self.last())}.",
-        ]
-        return "\n".join(lines)
+        end = f"{self.seconds:.2f} s on {', '.join(self.devices)}: {self._summary()}."
+        return "\n".join([*lines, "", f"{end} Last to come: {_shares(self.last())}."])
+
+    def _summary(self) -> str:
+        return f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time"
 
     def to_json(self) -> str:
         """Return the report as JSON text.
 
         It has the keys ``seconds``, ``devices``, ``waiting_share``, ``kernel_share``, ``last`` and ``rows``.
         """
-        values: Dict[str, Any] = {name: getattr(self, name) for name in ("seconds", "devices")}
-        values.update(waiting_share=self.waiting_share, kernel_share=self.kernel_share, last=self.last())
-        return json.dumps({**values, "rows": [row._asdict() for row in self.rows]})
+        values = {name: getattr(self, name) for name in ("seconds", "devices", "waiting_share", "kernel_share")}
+        return json.dumps({**values, "last": self.last(), "rows": [row._asdict() for row in self.rows]})
 
     def plot(self, path) -> None:
         """Plot to a file how long devices wait at each layer, and which device was the last to arrive.
@@ -131,19 +128,17 @@ class Report:
             raise ValueError("the profile is empty: no layer met another device while it was on.")
         from matplotlib.figure import Figure
 
-        chosen = sorted(self.rows, key=lambda row: -row.waiting_share)[:_SHOWN]
+        chosen = self._longest_first()[:_SHOWN]
         rows = [row for row in self.rows if row in chosen][::-1]  # in the order of the net, the first on top
         figure = Figure(figsize=(10, 1.6 + 0.22 * len(rows)), layout="constrained")
         waits, lasts = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
         places = np.arange(len(rows))
-        colours = {FORWARD: "tab:blue", BACKWARD: "tab:orange"}
-        for direction, colour in colours.items():
+        for direction, colour in ((FORWARD, "tab:blue"), (BACKWARD, "tab:orange")):
             mine = [i for i, row in enumerate(rows) if row.direction == direction]
-            if not mine:
-                continue
-            medians = 1e3 * np.array([rows[i].spread for i in mine])
-            beyond = 1e3 * np.array([rows[i].spread_90 for i in mine]) - medians
-            waits.barh(places[mine], medians, xerr=[0 * beyond, beyond], color=colour, label=direction, ecolor="gray")
+            if mine:
+                medians, most = (1e3 * np.array([(rows[i].spread, rows[i].spread_90) for i in mine])).T
+                errors = [np.zeros(len(mine)), most - medians]
+                waits.barh(places[mine], medians, xerr=errors, color=colour, label=direction, ecolor="gray")
         waits.set_yticks(places, [row.layer for row in rows], fontsize=7)
         waits.set_ylim(-0.7, len(rows) - 0.3)
         waits.set_xlabel("from the first to the last device's arrival: median and 90% (ms)")
@@ -158,11 +153,8 @@ class Report:
         lasts.set_xlabel("was the last to come (%)")
         lasts.set_xlim(0, 100)
         lasts.legend(ncol=4, **above)
-        figure.suptitle(
-            f"waiting {self.waiting_share:.1%}, the layers' kernels {self.kernel_share:.1%} of a device's time"
-            + (f"; {_SHOWN} of {len(self.rows)} rows, those that wait longest" if len(self.rows) > _SHOWN else ""),
-            fontsize=10,
-        )
+        few = f"; the {_SHOWN} of {len(self.rows)} rows that wait longest" if len(self.rows) > _SHOWN else ""
+        figure.suptitle(self._summary() + few, fontsize=10)
         figure.savefig(path, dpi=110)
 
 
@@ -209,18 +201,17 @@ def profile() -> Iterator[Report]:
         yield report
         mx.nd.waitall()
     finally:
-        seconds = time.monotonic() - started
-        report._fill(notes.stop(), seconds)
+        report._fill(notes.stop(), time.monotonic() - started)
 
 
 def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: float) -> Row:
+    """Compute the row of some passes, which are sorted by their time of arrival."""
     meetings: Dict[Any, List[Pass]] = defaultdict(list)
     for item in passes:
         meetings[item.meeting, item.round_id].append(item)
-    spreads, last = [], Counter(dict.fromkeys(sorted({item.device for item in passes}), 0))
-    for met in meetings.values():
-        spreads.append(met[-1].arrived - met[0].arrived)  # passes are sorted by their time of arrival
-        last[met[-1].device] += 1
+    spreads = [met[-1].arrived - met[0].arrived for met in meetings.values()]
+    last = Counter(dict.fromkeys(sorted({item.device for item in passes}), 0))
+    last.update(met[-1].device for met in meetings.values())
     kernels = [item.arrived - item.started + item.ended - item.left for item in passes]
     return Row(
         layer,
@@ -237,6 +228,5 @@ def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: flo
 
 def _shares(last: Dict[str, int]) -> str:
     total = max(sum(last.values()), 1)
-    return ", ".join(
-        f"{device} {count / total:.0%}" for device, count in sorted(last.items(), key=lambda item: -item[1])
-    )
+    counts = sorted(last.items(), key=lambda item: -item[1])
+    return ", ".join(f"{device} {count / total:.0%}" for device, count in counts)

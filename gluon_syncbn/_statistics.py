@@ -1,6 +1,7 @@
-"""`update_statistics`: running statistics of a trained net, estimated anew."""
+"""`update_statistics`: estimates the running statistics of a trained net anew."""
 
 import contextlib
+import itertools
 from collections import defaultdict
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
 
@@ -39,7 +40,7 @@ def update_statistics(
     The running statistics of training are averages over the last few hundred steps, in which the weights changed. This
     function lets the net see ``batches`` in training mode, with the weights that it has now, and replaces the running
     mean and variance of every BatchNorm, synchronized or not, by the mean and the biased variance of all values that
-    the layer has seen; each batch has the same weight, whatever its size. Known as PreciseBN (Wu and Johnson,
+    the layer has seen; each batch has the same weight, large or small. Known as PreciseBN (Wu and Johnson,
     "Rethinking 'Batch' in BatchNorm", 2021) and as ``torch.optim.swa_utils.update_bn``. Use it after training, after
     weights have been averaged, or before you freeze statistics.
 
@@ -55,7 +56,7 @@ def update_statistics(
         Batches of images, NDArrays of shape (N, ...). Of a list or tuple, such as a DataLoader's, the first item is
         taken. 100 to 200 batches are usual.
     ctx : list of Context, optional
-        The devices, over which each batch is split. Default: those of the net's parameters.
+        The devices, over which each batch is split. Default: the devices of the net's parameters.
     count : int, optional
         Take so many batches, if there are more.
 
@@ -72,39 +73,43 @@ def update_statistics(
         There are no batches; a batch has fewer images than there are devices; no layer learns statistics, or none was
         called; or a SymbolBlock has BatchNorms, which cannot be seen.
 
-    Whatever is raised, the net has the statistics that it had before.
+    After an error the net has the statistics that it had before.
 
     Examples
     --------
     >>> gluon_syncbn.update_statistics(net, train_loader, count=200)
     >>> net.save_parameters("net.params")
     """
-    layers = _layers_of(net)
+    blocks = all_blocks(net)
+    layers = _layers_of(net, blocks)
     own = contexts_of(layers[0].running_mean)
     contexts = [ctx] if isinstance(ctx, mx.Context) else list(ctx or own)
     if not contexts:
         raise ValueError(f"{_NAME}: '{net.name}' is not initialized.")
     if count is not None and count < 1:
         raise ValueError(f"{_NAME}: count must be at least 1, not {count!r}.")
-    before = {layer: [_values(layer.running_mean), _values(layer.running_var)] for layer in layers}
-    group = processes_of_layers(layers, _NAME) or find(None, _NAME)  # or those that were chosen for all
+    statistics = [parameter for layer in layers for parameter in (layer.running_mean, layer.running_var)]
+    before = [(array, array.asnumpy()) for parameter in statistics for array in arrays_of(parameter)]
+    group = processes_of_layers(layers, _NAME) or find(None, _NAME)  # the layers' own processes, or the default
     try:
         with contextlib.nullcontext() if contexts == own else devices(contexts):
-            seen = _observe(net, layers, batches, contexts, count)
+            seen = _observe(net, blocks, layers, batches, contexts, count)
         mx.nd.waitall()  # the last layer may have failed
-        found = _over_processes(group, layers, seen)
-        _replace({layer: [moments.mean, moments.var] for layer, moments in found.items()})
+        for layer, moments in _over_processes(group, seen).items():
+            for parameter, vector in ((layer.running_mean, moments.mean), (layer.running_var, moments.var)):
+                for array in arrays_of(parameter):
+                    array[:] = vector
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
         abandon_step()
-        _replace(before)
+        for array, values in before:
+            array[:] = values
         raise
     return net
 
 
-def _layers_of(net: Block) -> List[nn.BatchNorm]:
-    blocks = all_blocks(net)
+def _layers_of(net: Block, blocks: List[Block]) -> List[nn.BatchNorm]:
     norms = [block for block in blocks if isinstance(block, PlainBatchNorm)]
     for block in blocks:
         if isinstance(block, SymbolBlock) and graph_of(block)[1].list_auxiliary_states():
@@ -118,14 +123,17 @@ def _layers_of(net: Block) -> List[nn.BatchNorm]:
     return layers
 
 
-def _observe(net, layers, batches, contexts, count) -> Dict[nn.BatchNorm, List[Moments]]:
-    """The moments that each layer sees, by batch."""
+def _observe(net, blocks, layers, batches, contexts, count) -> Dict[nn.BatchNorm, List[Moments]]:
+    """Return the moments that each layer sees, by batch."""
     from tqdm import tqdm
 
     seen: Dict[nn.BatchNorm, List[Moments]] = {layer: [] for layer in layers}
     total = count if count is not None else len(batches) if hasattr(batches, "__len__") else None
-    with _watching(layers) as calls, without_graphs([b for b in all_blocks(net) if isinstance(b, HybridBlock)]):
-        for batch in tqdm(_first(batches, count), total=total, desc="statistics", unit="batch", disable=None):
+    is_empty = True
+    with _watching(layers) as calls, without_graphs([item for item in blocks if isinstance(item, HybridBlock)]):
+        some = tqdm(itertools.islice(batches, count), total=total, desc="statistics", unit="batch", disable=None)
+        for batch in some:
+            is_empty = False
             with autograd.pause(train_mode=True):
                 outputs = [net(shard) for shard in _shards(batch, contexts)]
             # Not before all devices are called: the first waits for the last in its first synchronized layer.
@@ -134,17 +142,9 @@ def _observe(net, layers, batches, contexts, count) -> Dict[nn.BatchNorm, List[M
                 seen[layer].append(merge(np.stack(rows)))
             calls.clear()
             del outputs
-    return seen
-
-
-def _first(batches: Iterable[Any], count: Optional[int]) -> Iterator[Any]:
-    number = 0
-    for number, batch in enumerate(batches, start=1):
-        yield batch
-        if number == count:
-            return
-    if number == 0:
+    if is_empty:
         raise ValueError(f"{_NAME}: there are no batches.")
+    return seen
 
 
 def _shards(batch: Any, contexts: List[mx.Context]) -> List[mx.nd.NDArray]:
@@ -161,9 +161,8 @@ def _shards(batch: Any, contexts: List[mx.Context]) -> List[mx.nd.NDArray]:
 
 @contextlib.contextmanager
 def _watching(layers: List[nn.BatchNorm]) -> Iterator[Dict[nn.BatchNorm, List[Tuple]]]:
-    """Per layer and call within the block: how many values per channel, their mean and M2, on the device."""
+    """Yield, for each layer, the number of values per channel, their mean and M2 in each call within the block."""
     calls: Dict[nn.BatchNorm, List[Tuple]] = defaultdict(list)
-
     owners: Dict[gluon.Parameter, nn.BatchNorm] = {}  # several layers may share statistics
     for layer in layers:
         owners.setdefault(layer.running_mean, layer)
@@ -189,32 +188,19 @@ def _watching(layers: List[nn.BatchNorm]) -> Iterator[Dict[nn.BatchNorm, List[Tu
 
 
 def _over_processes(
-    group: Optional[ProcessGroup], layers, seen: Dict[nn.BatchNorm, List[Moments]]
+    group: Optional[ProcessGroup], seen: Dict[nn.BatchNorm, List[Moments]]
 ) -> Dict[nn.BatchNorm, Moments]:
-    """One estimate per layer, in which each batch of each process counts alike."""
-    reached = [layer for layer in layers if seen[layer]]
-    if not reached:
+    """Return one estimate per layer, in which each batch of each process has the same weight."""
+    packed = {
+        layer: merge(np.stack([Moments(1.0, batch.mean, batch.var).pack() for batch in batches])).pack()
+        for layer, batches in seen.items()
+        if batches
+    }
+    if not packed:
         raise ValueError(f"{_NAME}: the net has called none of its BatchNorms.")
-    packed = [
-        merge(np.stack([Moments(1.0, batch.mean, batch.var).pack() for batch in seen[layer]])).pack()
-        for layer in reached
-    ]
-    if group is None:
-        rows = np.concatenate(packed)[np.newaxis]
-    else:
-        rows = processes_of(group).gather(_NAME, _NAME, np.concatenate(packed), seconds_for_processes(None))
-    parts = np.split(rows, np.cumsum([item.size for item in packed])[:-1], axis=1)
-    return {layer: merge(part) for layer, part in zip(reached, parts)}
-
-
-def _values(parameter: gluon.Parameter) -> List[np.ndarray]:
-    """Its values on each device; none if it has no shape yet."""
-    return [array.asnumpy() for array in arrays_of(parameter)]
-
-
-def _replace(statistics: Dict[nn.BatchNorm, List[Any]]) -> None:
-    """Set running mean and variance of layers: one vector for all devices, or a list of one for each."""
-    for layer, both in statistics.items():
-        for parameter, values in zip((layer.running_mean, layer.running_var), both):
-            for place, array in enumerate(arrays_of(parameter) if len(values) else []):
-                array[:] = values[place] if isinstance(values, list) else values
+    vectors = list(packed.values())
+    rows = np.concatenate(vectors)[np.newaxis]
+    if group is not None:
+        rows = processes_of(group).gather(_NAME, _NAME, rows[0], seconds_for_processes(None))
+    parts = np.split(rows, np.cumsum([item.size for item in vectors])[:-1], axis=1)
+    return {layer: merge(part) for layer, part in zip(packed, parts)}

@@ -1,4 +1,4 @@
-"""`DistributedTrainer`: one set of weights in several processes, which MPI connects."""
+"""`DistributedTrainer`: trains one set of weights in several processes, which MPI connects."""
 
 import threading
 import zlib
@@ -24,14 +24,14 @@ _NAME = "DistributedTrainer"
 class DistributedTrainer(gluon.Trainer):
     """A `mxnet.gluon.Trainer` whose gradients are averaged over the processes of an MPI job.
 
-    The interface is that of ``horovod.mxnet.DistributedTrainer``: the gradients are the mean over processes of the sums
-    over each process's devices, and ``step`` takes the batch size of one process. In a process that is alone it is
-    `mxnet.gluon.Trainer`.
+    The interface is the same as in ``horovod.mxnet.DistributedTrainer``: the gradients are the mean over processes of
+    the sums over each process's devices, and ``step`` takes the batch size of one process. In a process that is alone
+    it is `mxnet.gluon.Trainer`.
 
-    Every process makes it, with the same parameters in the same order, whatever their names, and calls ``step`` equally
-    often, from one thread. Before the gradients are added up, the processes meet as those of a `SyncBatchNorm` do: if
-    one does not come, has ended, or has abandoned the step, the others get an error that names it. At the first step,
-    where others learn than before, and after a step that was abandoned, the values of the parameters are compared.
+    Every process makes it, with the same parameters in the same order (names may differ), and calls ``step`` equally
+    often, from one thread. Before the gradients are added up, the processes meet as in a `SyncBatchNorm`: if one does
+    not come, has ended, or has abandoned the step, the others get an error that names it. At the first step, when other
+    parameters learn than before, and after a step that was abandoned, the values of the parameters are compared.
 
     Parameters
     ----------
@@ -86,8 +86,8 @@ class DistributedTrainer(gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         self._group = group
         self._number = processes_of(group).count_layers(_NAME)
-        self._values = np.empty(0, np.float32)  # all gradients, in memory that is asked for anew where others learn
-        self._compared: Optional[Tuple] = None  # what learned when values were compared, and the step's generation
+        self._values = np.empty(0, np.float32)  # all gradients
+        self._compared: Optional[Tuple] = None  # the facts for which values were compared, and the step's generation
         steps.progress.count_trainer_of_job(self)
 
     def broadcast_parameters(self) -> None:
@@ -102,7 +102,7 @@ class DistributedTrainer(gluon.Trainer):
         """
         if self.is_alone:
             return
-        values = [parameter.data(parameter.list_ctx()[0]).asnumpy() for parameter in self._in_order]
+        values = [parameter.list_data()[0].asnumpy() for parameter in self._in_order]
         facts = [_checksum([(value.shape, str(value.dtype)) for value in values])]
 
         def broadcast():
@@ -117,20 +117,20 @@ class DistributedTrainer(gluon.Trainer):
         self._compared = None
 
     def step(self, batch_size, ignore_stale_grad=False):
-        """As that of `mxnet.gluon.Trainer`; ``batch_size`` is that of one process."""
+        """Update as `mxnet.gluon.Trainer` does; ``batch_size`` is the batch size of one process."""
         self._check_stale(ignore_stale_grad)
         super().step(batch_size, ignore_stale_grad)
 
     def update(self, batch_size, ignore_stale_grad=False):
-        """As that of `mxnet.gluon.Trainer`, after ``allreduce_grads``."""
+        """Update as `mxnet.gluon.Trainer` does, after ``allreduce_grads``."""
         self._check_stale(ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
 
     def _check_stale(self, ignore_stale_grad: bool) -> None:
         if ignore_stale_grad and not self.is_alone:
             raise ValueError(
-                f"{_NAME}: with ignore_stale_grad each process would update other parameters. Freeze what is not to "
-                f"learn (grad_req='null'), in all processes."
+                f"{_NAME}: with ignore_stale_grad each process would update other parameters. Freeze the parameters "
+                f"that are not to learn (grad_req='null'), in all processes."
             )
 
     def _allreduce_grads(self):
@@ -143,12 +143,13 @@ class DistributedTrainer(gluon.Trainer):
             raise
 
     def _average_gradients(self) -> None:
-        learning = [parameter for parameter in self._in_order if parameter.grad_req != "null"]
-        if not learning:
+        numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
+        if not numbered:
             return
-        facts = [(n, one.shape, str(one.dtype)) for n, one in enumerate(self._in_order) if one.grad_req != "null"]
+        learning = [parameter for _, parameter in numbered]
+        facts = [(i, parameter.shape, str(parameter.dtype)) for i, parameter in numbered]
         now = facts, failures.generation()
-        was_compared, self._compared = self._compared == now, None  # until it has ended well
+        was_compared, self._compared = self._compared == now, None  # until the update has ended well
         ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])
         dtype = np.result_type(np.float32, *(parameter.dtype for parameter in learning))
         if (self._values.size, self._values.dtype) != (ends[-1], dtype):
@@ -164,7 +165,7 @@ class DistributedTrainer(gluon.Trainer):
             rows = self._meet("update", [_checksum(facts), was_compared])
             self._check_same(rows[:, :1])
             if not rows[:, 1].all():
-                self._check_same(self._meet("comparison of parameters", [_checksum_of(learning)]))
+                self._check_same(self._meet("comparison of parameters", [_checksum_of_values(learning)]))
             self._group.add_up(self._values)
 
         _uninterrupted(add_up)
@@ -176,7 +177,7 @@ class DistributedTrainer(gluon.Trainer):
         steps.progress.has_gradients_of_job = False
 
     def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
-        """Wait for the other processes. Returns the facts of all, a row each."""
+        """Wait for the other processes. Return the facts of all of them, one row each."""
         vector, seconds = np.array(facts, dtype=np.float64), seconds_for_processes(None)
         key = f"{_NAME}.{self._number}.{occasion}"
         return processes_of(self._group).gather(f"{_NAME}: the {occasion}", key, vector, seconds)
@@ -192,9 +193,9 @@ class DistributedTrainer(gluon.Trainer):
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
-    """Do what all processes do together, on a thread. Ctrl-C comes when it has ended, or the wait has been cut short.
+    """Do the work of all processes on a thread, so that Ctrl-C ends it only while it waits for the others.
 
-    Else one process could leave the others alone in MPI, which takes nothing back.
+    Else one process could leave the others alone within a call of MPI, which cannot be taken back.
     """
     errors: List[BaseException] = []
 
@@ -225,9 +226,5 @@ def _checksum(facts: Any) -> int:
     return zlib.crc32(repr(facts).encode())
 
 
-def _checksum_of(parameters: List[gluon.Parameter]) -> int:
-    """Of their values."""
-    total = 0
-    for parameter in parameters:
-        total = zlib.crc32(parameter.data(parameter.list_ctx()[0]).asnumpy().tobytes(), total)
-    return total
+def _checksum_of_values(parameters: List[gluon.Parameter]) -> int:
+    return _checksum([zlib.crc32(parameter.list_data()[0].asnumpy().tobytes()) for parameter in parameters])

@@ -20,7 +20,7 @@ from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
 from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others
-from gluon_syncbn.layer.spec import OPTIONS, check_option_names, check_renorm
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names, check_renorm
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, plain_norms, restore, synchronize
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class _AsItIs:
-    """The default of an option that leaves a layer's own value unchanged; its repr is shown in signatures."""
+    """The default of an option: the layer keeps its own value. Signatures show the repr."""
 
     def __repr__(self) -> str:
         return "<as it is>"
@@ -45,7 +45,7 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     (gluoncv's FeatureExpander, `SymbolBlock.imports`), wherever they are in the net. Call it before or after
     ``initialize``, and before or after ``hybridize`` (cached graphs are dropped, and built again with the same flags).
     Layers that are `SyncBatchNorm` already take the new options and keep their others. A layer of a subclass
-    remains one, and keeps what the subclass has.
+    remains one, and keeps all of the subclass's attributes.
 
     Logs at level INFO how many layers it converted. Warns (logger ``gluon_syncbn.convert``) of BatchNorm layers that it
     leaves as they are: layers whose class overrides ``forward``, ``hybrid_forward`` or ``__call__``, or how they are
@@ -59,8 +59,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         As in `SyncBatchNorm`, like all further ``options``. These are the options that `SyncBatchNorm` has and
         `nn.BatchNorm` has not, except ``activation``.
     fuse : bool, default True
-        In a hybridized net, compute what follows a BatchNorm in its own passes: a ReLU, a leaky ReLU, or a sum and a
-        ReLU, wherever the graph has them and nothing else reads the values in between. A line of the log (INFO, logger
+        In a hybridized net, let a BatchNorm compute a ReLU, a leaky ReLU, or a sum and a ReLU after it in its own
+        passes, wherever nothing else in the graph reads the values in between. A line of the log (INFO, logger
         ``gluon_syncbn``) counts them when the graph is made.
 
     Returns
@@ -71,8 +71,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     Raises
     ------
     TypeError
-        ``block`` is not a Gluon block, or an option is unknown. (``activation`` is not accepted: it would change what
-        a layer computes, and no conversion does.)
+        ``block`` is not a Gluon block, or an option is unknown. (``activation`` is not accepted: no conversion changes
+        the function of a layer.)
     ValueError
         An option has an impossible value. Nothing has been converted then.
 
@@ -93,12 +93,14 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         blocks += item.hidden_blocks()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
-        chosen = options_of(layer, **{**_options_so_far(layer), **options})
+        chosen = _options_for(layer, options)
         if not isinstance(layer, SyncBatchNorm):
             layer._converted_from = type(layer)
             layer.__class__ = _synchronized(type(layer))
             if issubclass(layer._converted_from, ContribSyncBatchNorm):
-                _restore_axis(layer)
+                operator_options(layer).update(axis=1)  # the only one it knows
+                for name in ("ndev", "key"):
+                    del operator_options(layer)[name]
         layer._take_options(chosen)
     drop_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm%s.", len(layers), _whereabouts(layers))
@@ -158,7 +160,7 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     block : Block
         The net; it is changed in place.
     frozen : bool, default True
-        True to normalize with the running statistics, False to normalize with those of the batch in training.
+        True to normalize with the running statistics, False to normalize with the batch's own in training.
 
     Returns
     -------
@@ -186,9 +188,8 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
 def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     """Set the limits of Batch Renormalization in every layer of a net that has the option ``renorm``.
 
-    The limits of a schedule are set in the training loop, between two steps. The function waits until what was begun
-    is computed, so call it every 100 steps, say. In a job of several processes, all of them call it with the same
-    limits.
+    The limits of a schedule are set in the training loop, between two steps. The function waits for all pending work,
+    so call it every 100 steps, say. In a job of several processes, all of them call it with the same limits.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     ValueError
         A limit is too small, no layer of the net has the option, or a step is under way.
     MXNetError
-        That of a step that has failed, if nothing has raised it yet. The limits are set.
+        A step has failed, and nothing has raised its error yet. The limits are set.
 
     Examples
     --------
@@ -239,33 +240,35 @@ def _check(block: Block, blocks: List[Block], options: Dict[str, Any]) -> None:
     """Raise an error for wrong options, before anything has changed."""
     if "activation" in options:
         raise TypeError(
-            "convert_sync_batchnorm: activation is no option of a conversion, which keeps what each layer computes. "
+            "convert_sync_batchnorm: activation is no option of a conversion, which keeps each layer's function. "
             "Pass it to SyncBatchNorm where the layers are made."
         )
     check_option_names(options, OPTIONS, "convert_sync_batchnorm")
     options_of(block, **options)
     for layer in blocks:
         if _can_convert(layer):
-            options_of(layer, **{**_options_so_far(layer), **options})
+            _options_for(layer, options)
             if not isinstance(layer, SyncBatchNorm):
                 _synchronized(type(layer))  # which may be refused
 
 
 def _whereabouts(layers: List[SyncBatchNorm]) -> str:
-    """The end of a sentence: on which devices they are, and how many are frozen."""
+    """Return the end of a sentence: the devices of the layers, and the number of frozen ones."""
     found = ", ".join(map(str, layers[0]._sync.devices())) if layers else ""
     frozen = sum(layer._sync.spec().use_global_stats for layer in layers)
     return (f" on {found}" if found else "") + (f", {frozen} of them frozen" if frozen else "")
 
 
-def _options_so_far(layer: Block) -> Dict[str, Any]:
+def _options_for(layer: Block, options: Dict[str, Any]) -> LayerSpec:
+    """Return the options for a layer: its own, replaced by these."""
+    own = {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
     if isinstance(layer, SyncBatchNorm):
-        return layer._sync.options.options()
-    return {"activation": "relu"} if isinstance(layer, BatchNormReLU) else {}
+        own = layer._sync.options.options()
+    return options_of(layer, **{**own, **options})
 
 
 def is_plain(block: Block) -> bool:
-    """Whether `convert_sync_batchnorm` would make this block synchronize, which does not yet."""
+    """Whether the block does not synchronize, and `convert_sync_batchnorm` would make it."""
     return (_can_convert(block) and not isinstance(block, SyncBatchNorm)) or _is_convertible_symbol(block)
 
 
@@ -273,7 +276,7 @@ def _can_convert(block: Block) -> bool:
     return isinstance(block, PlainBatchNorm) and not _own(block)
 
 
-# What a class of the user's may not have: another computation, and what copies and pickles a layer, or lets it work.
+# Names that a user's class may not define: its computation, copies and pickles, and the names of `SyncBatchNorm`.
 _OURS = {"forward", "hybrid_forward", "__call__", "__new__", "__slots__", "__getstate__", "__setstate__"}
 _OURS |= {"__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "backend"}
 _OURS |= {name for name in vars(SyncBatchNorm) if name.startswith("_") and not name.startswith("__")} - {"_alias"}
@@ -288,7 +291,7 @@ def _base_of(kind: Type[Block]) -> Optional[Type[Block]]:
 
 
 def _own(block: Block) -> List[str]:
-    """What a BatchNorm has of its own, so that it cannot be converted."""
+    """Return the names that a BatchNorm defines itself, so that it cannot be converted."""
     kind = type(block)
     base = _base_of(kind)
     if base is SyncBatchNorm:
@@ -304,7 +307,7 @@ _made: Dict[Type[Block], Type[SyncBatchNorm]] = {}
 
 
 def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
-    """What layers of this class become. Those of a class of the user's keep what it has."""
+    """Return the class that layers of this class get. It keeps the attributes of a user's class."""
     if kind is _base_of(kind):
         return SyncBatchNorm
     if kind not in _made:
@@ -319,27 +322,19 @@ def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
 
 
 def _remake(kind: Type[Block]) -> SyncBatchNorm:
-    """A layer that has nothing yet, for pickle."""
+    """Make an empty layer, for pickle."""
     made = _synchronized(kind)
     return made.__new__(made)
 
 
 def _is_convertible_symbol(block: Block) -> bool:
-    """Whether ``block`` is a SymbolBlock with BatchNorm nodes that does not synchronize yet."""
-    is_plain = isinstance(block, SymbolBlock) and not isinstance(block, SynchronizedSymbolBlock)
-    return is_plain and type(block).forward is SymbolBlock.forward and bool(plain_norms(block))
-
-
-def _restore_axis(layer: SyncBatchNorm) -> None:
-    """Replace the operator options of contrib's layer, which has no axis, by those of `nn.BatchNorm`."""
-    for name in ("ndev", "key"):
-        operator_options(layer).pop(name)
-    operator_options(layer)["axis"] = 1
+    """Whether ``block`` is a SymbolBlock with plain BatchNorm nodes that does not override ``forward``."""
+    return isinstance(block, SymbolBlock) and type(block).forward is SymbolBlock.forward and bool(plain_norms(block))
 
 
 def drop_graphs(blocks: List[Block]) -> None:
-    """The next call of each block makes its graph anew."""
-    note_changes()  # in nets outside of these
+    """Drop the graphs of blocks; the next call of each makes it anew."""
+    note_changes()  # in nets that contain these blocks
     for block in blocks:
         if isinstance(block, HybridBlock):
             drop_graph(block)
@@ -348,20 +343,14 @@ def drop_graphs(blocks: List[Block]) -> None:
 def _warn_of_others(blocks: List[Block]) -> None:
     """Log which BatchNorm layers of a net stay unsynchronized."""
     for block in blocks:
+        where = f"{type(block).__name__} '{block.name}'"
         if isinstance(block, SymbolBlock):
             count = count_others(Graph(plain_graph_of(block)[1])) + len(plain_norms(block))
             if count:
                 _log.warning(
-                    "%d BatchNorm nodes inside %s '%s' stay unsynchronized: their mean or variance is an output of the "
-                    "graph, their inputs are no parameters, or the block has a forward pass of its own.",
-                    count,
-                    type(block).__name__,
-                    block.name,
+                    f"{count} BatchNorm nodes inside {where} stay unsynchronized: their mean or variance is an output "
+                    f"of the graph, their inputs are no parameters, or the block has a forward pass of its own."
                 )
         elif isinstance(block, PlainBatchNorm) and not _can_convert(block):
-            _log.warning(
-                "%s '%s' stays unsynchronized: its %s is not that of nn.BatchNorm.",
-                type(block).__name__,
-                block.name,
-                ", ".join(_own(block)),
-            )
+            names = ", ".join(_own(block))
+            _log.warning(f"{where} stays unsynchronized: its {names} is not that of nn.BatchNorm.")

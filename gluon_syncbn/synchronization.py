@@ -121,9 +121,10 @@ class Synchronization:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let the layer be that of a net for one device, and then what it was: graphs of other nets know its group."""
+        """Let each device compute by itself within the block, and then restore the group, which other graphs know."""
         kept = self.options, self._group, self._group_is_for
-        self.options = self.options.but(num_devices=None, group_size=None, process_group="none")
+        self.options = self.options.but(num_devices=None, group_size=1, process_group="none")
+        self._group = self._group_is_for = None
         try:
             yield
         finally:
