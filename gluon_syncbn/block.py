@@ -226,7 +226,7 @@ class SyncBatchNorm(nn.BatchNorm):
             check_devices(spec, devices, does_synchronize)
         if does_synchronize:
             spec.check_names()
-            choose(spec, devices)  # one that cannot run here shows at once
+            choose(spec, devices)  # raises an error at once if it cannot run here
         return mark(spec, None if is_moving and spec.num_devices else len(devices))
 
     def _note_in(self, layers: Layers) -> Dict[str, str]:

@@ -22,6 +22,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "plain_symbol"]
 
+_BATCH_NORM = ("eps", "momentum", "fix_gamma", "use_global_stats", "axis", "name", "attr")
 # The options of `convert_symbol`, without the number of devices.
 _OPTIONS = {*OPTIONS, "dtype"} - {"num_devices", "activation"}
 
@@ -87,7 +88,7 @@ def SyncBatchNorm(
     name = unique_name(name, "syncbatchnorm")
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
-    check_option_names(options, OPTIONS, f"SyncBatchNorm '{name}'")
+    check_option_names(options, [*OPTIONS, *_BATCH_NORM, "dtype"], f"SyncBatchNorm '{name}'")
     spec = LayerSpec(
         name,
         axis=axis,
@@ -99,7 +100,7 @@ def SyncBatchNorm(
         num_devices=num_devices,
         **options,
     ).checked()
-    find(spec.process_group, spec.where)  # one that cannot connect shows at once
+    find(spec.process_group, spec.where)  # raises an error at once if it cannot connect
     plain = {"eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": fix_gamma, "axis": spec.axis}
     plain["use_global_stats"] = use_global_stats
     with mx.name.NameManager():
@@ -157,7 +158,7 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
         )
     check_option_names(options, _OPTIONS, "convert_symbol")
     if "process_group" in options:
-        find(options["process_group"], "convert_symbol")  # one that cannot connect shows at once
+        find(options["process_group"], "convert_symbol")  # raises an error at once if it cannot connect
 
     def change(norm: Norm) -> Optional[Entry]:
         if norm.spec.use_global_stats:

@@ -151,7 +151,7 @@ class Synchronization:
 
     def process_group(self) -> Optional[ProcessGroup]:
         """The processes that the layer synchronizes with; None if there are none."""
-        return find(self.options.process_group, f"SyncBatchNorm '{self.layer.name}'")
+        return find(self.options.process_group, self.spec().where)
 
     def synchronized_passes(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
@@ -180,9 +180,9 @@ class Synchronization:
 def options_of(layer: Block, **options: Any) -> LayerSpec:
     """The options that a user gives a layer. ValueError, TypeError or RuntimeError if the layer cannot have them."""
     spec = LayerSpec(layer.name, **options).checked()
-    find(spec.process_group, spec.where)  # one that cannot connect shows at once
+    find(spec.process_group, spec.where)  # raises an error at once if it cannot connect
     if spec.backend != "auto" or (spec.kvstore is not None and spec.native_options()):
-        find_backend(spec, [])  # one that cannot run here, or anywhere, shows at once
+        find_backend(spec, [])  # raises an error at once if it cannot run here, or anywhere
     return spec
 
 
@@ -206,4 +206,5 @@ def _facts(block: Block) -> Facts:
     if sync is None or sync.spec().is_plain:
         return {}
     shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
-    return sync.spec().but(num_devices=len(sync.devices())).facts(shape[0] if shape else None)
+    channels = int(shape[0]) if shape and shape[0] > 0 else None
+    return sync.spec().but(num_devices=len(sync.devices())).facts(channels)

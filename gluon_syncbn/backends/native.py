@@ -68,7 +68,7 @@ class _GroupSpecStruct(ctypes.Structure):
 
 # For the callbacks of compiled groups, by id of the group.
 _specs: Dict[int, LayerSpec] = {}
-_links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
+_links: Dict[int, Optional[Link]] = {}  # of the connected groups; None if there is no other process
 _connecting = threading.Lock()
 
 
@@ -93,7 +93,7 @@ def _make_described_group(text: bytes) -> int:
 def _try_engine() -> None:
     """Find out whether passes can go on in MXNet's engine without a thread that waits (csrc/mxnet/pass.h)."""
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
-        return  # it waits for each operation where that is pushed
+        return  # it runs each operation at once, on the thread that pushes it
     if not library.core.gluon_syncbn_try_engine():
         _log.info("MXNet's engine completes no operations of others: passes on CPU devices wait in their callbacks.")
 
@@ -128,13 +128,13 @@ def _connect(group_id: int) -> Optional[Link]:
 
 
 @library.CONNECT
-def _connect_group(group_id: int, facts) -> int:
-    """Connect a group. Called once, by the callback of the first pass that trains, which waits for it."""
+def _connect_group(group_id: int, answer) -> int:
+    """Connect a group, and answer with the four numbers of its link. Called once, by the first pass that trains."""
     try:
         link = _connect(group_id)
         found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
         for place, number in enumerate(found):
-            facts[place] = number
+            answer[place] = number
         return 0
     except BaseException as problem:
         return _failed(problem)

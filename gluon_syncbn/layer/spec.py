@@ -25,7 +25,6 @@ DEFAULT_TIMEOUT = 60.0
 BACKENDS = ("auto", "native", "portable")
 
 _MOST_AXES = 8  # of an input; a larger axis must be a number of channels
-_NATIVE_OPTIONS = ("in_place", "renorm")
 _FACTS = ("name", "dtype", "momentum", "epsilon", "scale", "group_size", "renorm")
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
 
@@ -160,9 +159,8 @@ class LayerSpec:
             )
 
     def native_options(self) -> List[str]:
-        """The options of the user that only the native back end has."""
-        defaults = LayerSpec("")
-        return [name for name in _NATIVE_OPTIONS if getattr(self, name) != getattr(defaults, name)]
+        """The given options that only the native back end has."""
+        return [name for name in ("in_place", "renorm") if getattr(self, name)]
 
     def check_total(self, total: int) -> None:
         """ValueError unless ``group_size`` divides this number of devices, of all processes together."""

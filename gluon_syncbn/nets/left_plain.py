@@ -1,8 +1,8 @@
 """Warns of BatchNorm layers that stay plain in a net that synchronizes others.
 
-A net may be built with ``norm_layer=SyncBatchNorm`` and put plain ones into its heads all the same: GluonCV's
-YOLOv3Estimator synchronizes 27 of 47. Nothing shows it; so a net is looked through when its first training step on
-several devices has been called, at the end of ``autograd.record()``.
+A net that is built with ``norm_layer=SyncBatchNorm`` may still put plain ones into its heads: GluonCV's YOLOv3Estimator
+synchronizes 27 of 47. So a net is looked through when its first training step on several devices has been called, at
+the end of ``autograd.record()``.
 """
 
 import functools
@@ -12,10 +12,11 @@ from typing import List
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm, is_record
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import is_plain
+from gluon_syncbn.graphs.norms import is_frozen
 from gluon_syncbn.nets.symbol_block import plain_norms
 from gluon_syncbn.step.steps import steps
 
@@ -23,7 +24,7 @@ _SHOWN = 3
 
 
 def warning_of_plain_norms(leave):
-    """The end of ``autograd.record()``: each net that holds both is warned of (UserWarning), once."""
+    """``autograd.record()``, when it ends: warns once of each net that holds both (UserWarning)."""
 
     @functools.wraps(leave)
     def __exit__(self, kind, value, trace):
@@ -37,9 +38,7 @@ def warning_of_plain_norms(leave):
 
 def _warn(net: Block) -> None:
     blocks = all_blocks(net)
-    layers = [
-        item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]
-    ]
+    layers = [item for item in blocks if isinstance(item, SyncBatchNorm) and not is_frozen(item)]
     plain = [name for item in blocks for name in names_left_plain(item)]
     if not plain:
         return
@@ -60,4 +59,4 @@ def names_left_plain(block: Block) -> List[str]:
     if isinstance(block, SymbolBlock):
         return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]
     is_left = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
-    return [block.name] if is_left and not operator_options(block)["use_global_stats"] else []
+    return [block.name] if is_left and not is_frozen(block) else []
