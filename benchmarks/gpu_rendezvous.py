@@ -30,7 +30,7 @@ SHAPE = (1, 64, 2, 2)
 def prepare(devices):
     """Both passes in both modes, as functions that return seconds."""
     backend = native.NativeBackend()
-    spec = LayerSpec.of("layer", num_devices=len(devices))
+    spec = LayerSpec("layer", num_devices=len(devices))
     group = backend.make_group(spec, devices)
 
     def vectors(value):

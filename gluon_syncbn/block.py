@@ -20,11 +20,6 @@ from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.synchronization import Synchronization, options_of
 
-_BATCH_NORM = (
-    *("axis", "momentum", "epsilon", "center", "scale", "use_global_stats", "beta_initializer", "gamma_initializer"),
-    *("running_mean_initializer", "running_variance_initializer", "in_channels", "prefix", "params"),
-)
-
 
 class BatchNormReLU(nn.BatchNorm):
     """The plain form of a `SyncBatchNorm` with ``activation='relu'``."""
@@ -91,13 +86,13 @@ class SyncBatchNorm(nn.BatchNorm):
     in_place : bool, default False
         Recover x̂ from the output in backward, so that MXNet need not keep the input: less memory for activations. No
         effect where a ReLU follows (a leaky ReLU may follow). Needs the native back end, and works in training on
-        several devices. docs/memory.md describes what it costs in precision.
+        several devices. docs/memory.md describes the loss of precision.
     renorm : (float, float), optional
         Batch Renormalization (Ioffe, 2017) with the limits ``(r_max, d_max)``; `gluon_syncbn.set_renorm` changes them.
         Needs the native back end. Takes effect in training, on one device too.
     fuse : bool, default True
-        Let a hybridized net compute what follows the layer (a ReLU, a leaky ReLU, or a sum and a ReLU) in the layer's
-        own passes. Only on the native back end, and only where nothing else reads the values in between.
+        Let a hybridized net compute the next nodes (a ReLU, a leaky ReLU, or a sum and a ReLU) in the layer's own
+        passes. Only on the native back end, and only where nothing else reads the values in between.
     kvstore : str or mx.kv.KVStore, optional
         For the portable back end: the KVStore through which devices exchange the per-channel vectors. A name, such as
         'local' or 'device', or a store made with ``mx.kv.create`` that has no optimizer. By default the vectors are
@@ -160,36 +155,12 @@ class SyncBatchNorm(nn.BatchNorm):
         fuse: bool = True,
         **kwargs,
     ):
-        check_option_names(kwargs, [*_BATCH_NORM, *OPTIONS], type(self).__name__)
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        check_option_names(kwargs, [*given, "prefix", "params"], type(self).__name__)
         check_axis(axis, type(self).__name__)
-        super().__init__(
-            axis=axis,
-            momentum=momentum,
-            epsilon=epsilon,
-            center=center,
-            scale=scale,
-            use_global_stats=use_global_stats,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            running_mean_initializer=running_mean_initializer,
-            running_variance_initializer=running_variance_initializer,
-            in_channels=in_channels,
-            **kwargs,
-        )
-        options = options_of(
-            self,
-            num_devices=num_devices,
-            group_size=group_size,
-            timeout=timeout,
-            backend=backend,
-            activation=activation,
-            kvstore=kvstore,
-            process_group=process_group,
-            in_place=in_place,
-            renorm=renorm,
-            fuse=fuse,
-        )
-        self._sync = Synchronization(self, options)
+        options = {name: given.pop(name) for name in OPTIONS}
+        super().__init__(**given, **kwargs)
+        self._sync = Synchronization(self, options_of(self, **options))
 
     def _take_options(self, options: LayerSpec) -> None:
         """Replace the options; `options_of` has checked them."""
@@ -201,14 +172,11 @@ class SyncBatchNorm(nn.BatchNorm):
         return choose(self._sync.spec(), self._sync.devices()).backend.name
 
     def cast(self, dtype):
-        """Cast the layer to a dtype, as `nn.BatchNorm` does.
-
-        Parameters and statistics stay in float32 for bfloat16 as well as for float16.
-        """
+        """Cast as `nn.BatchNorm`: parameters and statistics stay in float32 for float16, and for bfloat16, too."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
         note_changes()
 
-    # A copy is an independent layer, with its own group of devices. Its parameters are copied as in `nn.BatchNorm`.
+    # A copy is an independent layer, with a group of its own.
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, "_sync": self._sync.options}
@@ -227,7 +195,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return made
 
     def _alias(self):
-        # Files written by collect_params().save() contain full names: keep those of nn.BatchNorm.
+        # Files written by collect_params().save() contain full names: keep the same names as nn.BatchNorm.
         return "batchnorm"
 
     def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
@@ -243,10 +211,10 @@ class SyncBatchNorm(nn.BatchNorm):
         return F.relu(out, name="fwd_relu") if self._sync.options.activation else out
 
     def _node_attributes(self) -> Dict[str, str]:
-        """Return the hidden attributes of the plain node that the layer is in the symbol that is being made.
+        """The hidden attributes of the layer's plain node in the symbol that is being made.
 
-        In the graph of a net it is noted. A user's symbol may be saved, bound by a Module or put into a SymbolBlock, so
-        its node says all that there is to know.
+        The layer is noted in the graph of a net. A user's symbol may be saved, bound by a Module or put into a
+        SymbolBlock, so its node has a full description.
         """
         layers = tracing()
         if layers is not None:
@@ -258,11 +226,11 @@ class SyncBatchNorm(nn.BatchNorm):
             check_devices(spec, devices, does_synchronize)
         if does_synchronize:
             spec.check_names()
-            choose(spec, devices)  # one that cannot run here shows at once
+            choose(spec, devices)  # raises an error at once if it cannot run here
         return mark(spec, None if is_moving and spec.num_devices else len(devices))
 
     def _note_in(self, layers: Layers) -> Dict[str, str]:
-        """Note the layer among those of a net's graph; returns the hidden attributes of its node there."""
+        """Add the layer to the layers of a net's graph; returns the hidden attributes of its node there."""
         spec = self._sync.spec()
         can_be_read = spec.dtype in ("float32", "float64")  # else it is an error when it trains
         return {**(mark(spec) if can_be_read else {}), **layers.add(self)}
@@ -289,11 +257,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
     @staticmethod
     def _check_input(x, channels: int, spec: LayerSpec) -> None:
-        """Raise ValueError if the layer cannot take this input.
-
-        ``channels`` is the length of the gamma array, since a Parameter may have no shape, as in GluonCV's pruned
-        networks.
-        """
+        """ValueError unless the layer can take this input. (In GluonCV's pruned networks Parameters have no shape.)"""
         where, axis = spec.where, spec.axis
         spec.check_dtype()
         if x.ndim < 2 or not -x.ndim <= axis < x.ndim:

@@ -3,11 +3,11 @@
 A symbol does not know on which devices it will be bound, only on how many: ``num_devices``. The devices that train it
 find each other at their first forward pass. One symbol serves one Module at a time, and synchronizes the devices of
 that Module; for a second Module load or make the symbol again. Its nodes are plain ``BatchNorm`` nodes with an
-attribute that says what is to synchronize. They do when the symbol is bound, or put into a SymbolBlock, in a process
+attribute that describes the layer. They synchronize when the symbol is bound, or put into a SymbolBlock, in a process
 that has imported this package. So saved files load anywhere.
 """
 
-from typing import Dict, Optional, Tuple
+from typing import Dict, Optional
 
 import mxnet as mx
 
@@ -22,6 +22,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "plain_symbol"]
 
+_BATCH_NORM = ("eps", "momentum", "fix_gamma", "use_global_stats", "axis", "name", "attr")
 # The options of `convert_symbol`, without the number of devices.
 _OPTIONS = {*OPTIONS, "dtype"} - {"num_devices", "activation"}
 
@@ -38,23 +39,16 @@ def SyncBatchNorm(
     use_global_stats: bool = False,
     axis: int = 1,
     num_devices: Optional[int] = None,
-    group_size: Optional[int] = None,
-    timeout: Optional[float] = None,
-    backend: str = "auto",
-    activation: Optional[str] = None,
-    kvstore: Optional[str] = None,
-    process_group: Optional[str] = None,
-    in_place: bool = False,
-    renorm: Optional[Tuple[float, float]] = None,
-    fuse: bool = True,
+    *,
     dtype: str = "float32",
     name: Optional[str] = None,
     attr: Optional[Dict[str, str]] = None,
+    **options,
 ) -> mx.sym.Symbol:
     """``mx.sym.BatchNorm`` with the statistics of the whole mini-batch, over all devices of a Module.
 
-    Names, defaults and variables (``<name>_gamma``, ``_beta``, ``_moving_mean``, ``_moving_var``) are those of
-    ``mx.sym.BatchNorm``. The node computes what `gluon_syncbn.SyncBatchNorm` does.
+    Names, defaults and variables (``<name>_gamma``, ``_beta``, ``_moving_mean``, ``_moving_var``) are the same as in
+    ``mx.sym.BatchNorm``. The node computes the same as `gluon_syncbn.SyncBatchNorm`.
 
     Parameters
     ----------
@@ -69,20 +63,17 @@ def SyncBatchNorm(
     num_devices : int
         The number of devices that train the symbol: ``len(context)`` of the Module. With 1 the node is
         ``mx.sym.BatchNorm`` itself. Without it the symbol can be used in prediction only; training it is an error.
-    group_size, timeout, backend, activation :
-        As in `gluon_syncbn.SyncBatchNorm`. 'auto' takes 'native' where it is compiled and MXNet sees no GPU.
-    kvstore, process_group : str, optional
-        As in `gluon_syncbn.SyncBatchNorm`, but by name only. In a job of several processes ``num_devices`` counts the
-        devices of one process.
-    in_place, renorm, fuse :
-        As in `gluon_syncbn.SyncBatchNorm`; the limits of ``renorm`` stay what they are. What follows the node is fused
-        when the symbol is bound; the symbol itself does not change.
     dtype : {'float32', 'float64'}
         The dtype of parameters and statistics.
     name : str, optional
         The name of the node, by default ``syncbatchnorm0`` and so on.
     attr : dict of str, optional
         Hidden attributes of the node, such as ``__lr_mult__``.
+    **options
+        The other options of `gluon_syncbn.SyncBatchNorm`. ``kvstore`` and ``process_group`` must be names. In a job of
+        several processes ``num_devices`` counts the devices of one process. The limits of Batch Renormalization cannot
+        be changed later. The ``backend`` 'auto' takes 'native' where it is compiled and MXNet sees no GPU. The nodes
+        that follow are fused when the symbol is bound; the symbol itself does not change.
 
     Returns
     -------
@@ -97,7 +88,8 @@ def SyncBatchNorm(
     name = unique_name(name, "syncbatchnorm")
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
-    spec = LayerSpec.of(
+    check_option_names(options, [*OPTIONS, *_BATCH_NORM, "dtype"], f"SyncBatchNorm '{name}'")
+    spec = LayerSpec(
         name,
         axis=axis,
         epsilon=float(eps),
@@ -106,24 +98,15 @@ def SyncBatchNorm(
         use_global_stats=bool(use_global_stats),
         dtype=dtype,
         num_devices=num_devices,
-        group_size=group_size,
-        timeout=timeout,
-        backend=backend,
-        activation=activation,
-        kvstore=kvstore,
-        process_group=process_group,
-        in_place=in_place,
-        renorm=renorm,
-        fuse=fuse,
-    )
-    find(process_group, spec.where)  # one that cannot connect shows at once
-    options = {"eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": fix_gamma, "axis": spec.axis}
+        **options,
+    ).checked()
+    find(spec.process_group, spec.where)  # raises an error at once if it cannot connect
+    plain = {"eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": fix_gamma, "axis": spec.axis}
+    plain["use_global_stats"] = use_global_stats
     with mx.name.NameManager():
-        out = mx.sym.BatchNorm(
-            data, gamma, beta, moving_mean, moving_var, use_global_stats=use_global_stats, name=name, **options
-        )
+        out = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name, **plain)
         set_attributes(out, {**(attr or {}), **_mark(spec)})
-        return mx.sym.relu(out, name=f"{name}_relu") if activation else out
+        return mx.sym.relu(out, name=f"{name}_relu") if spec.activation else out
 
 
 def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Symbol:
@@ -141,8 +124,7 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
     num_devices : int
         The number of devices that will train the symbol: ``len(context)`` of the Module.
     **options
-        ``group_size``, ``timeout``, ``backend``, ``kvstore``, ``process_group``, ``in_place``, ``renorm``, ``fuse`` and
-        ``dtype``, as in `SyncBatchNorm`.
+        The further options of `SyncBatchNorm`, except ``activation``, and ``dtype``.
 
     Returns
     -------
@@ -176,7 +158,7 @@ def convert_symbol(sym: mx.sym.Symbol, num_devices: int, **options) -> mx.sym.Sy
         )
     check_option_names(options, _OPTIONS, "convert_symbol")
     if "process_group" in options:
-        find(options["process_group"], "convert_symbol")  # one that cannot connect shows at once
+        find(options["process_group"], "convert_symbol")  # raises an error at once if it cannot connect
 
     def change(norm: Norm) -> Optional[Entry]:
         if norm.spec.use_global_stats:
@@ -206,18 +188,12 @@ def plain_symbol(sym: mx.sym.Symbol) -> mx.sym.Symbol:
 
 
 def _mark(spec: LayerSpec) -> Dict[str, str]:
-    """The mark of a node that no block owns; ``spec`` has been checked.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        A symbol cannot have these options, or cannot run with them here.
-    """
+    """The mark of a node that no block owns. Raises an error if a symbol cannot have its options, or run with them."""
     spec.check_names()
     spec.check_engine(spec.num_devices)
     check_groups(spec, spec.num_devices)
     if symbol_synchronizes(spec):
-        if spec.group_size != 1:
+        if not spec.has_groups_of_one:
             refuse_late_import(spec.where, spec.num_devices or 1)
         choose(spec, [mx.gpu(0)] if mx.context.num_gpus() else [])
     return {} if spec.use_global_stats else mark(spec)

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import weakref
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, nn
@@ -17,7 +17,7 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.graphs.graph import Entry, Kind
 from gluon_syncbn.graphs.norms import Norm
 from gluon_syncbn.layer.decision import check_devices, check_groups, synchronizes
-from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.layer.spec import Facts, LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
@@ -26,24 +26,28 @@ from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.unmet import follow
 
 
+class _Made(NamedTuple):
+    """A group, its back end, and the record that it was made for."""
+
+    spec: LayerSpec
+    backend: Backend
+    group: LayerGroup
+
+
 class Synchronization:
     """How one layer synchronizes.
 
-    Parameters
-    ----------
-    layer : nn.BatchNorm
-    options : LayerSpec
-        `options_of` has checked them. Name, dtype and what `nn.BatchNorm` knows are the layer's own, see `spec`.
+    `options_of` has checked the ``options``. The name, the dtype and the values that `nn.BatchNorm` has are not taken
+    from them, but from the layer, see `spec`.
     """
 
     def __init__(self, layer: nn.BatchNorm, options: LayerSpec):
         self.options = options
         self.passes = Passes(layer, options.groups_of)
         self._layer = weakref.ref(layer)
-        self._spec: Tuple[Tuple, LayerSpec] = (), options  # what the latest was made of, and that
-        self._group: Optional[Tuple[Backend, LayerGroup]] = None
-        self._group_is_for: Optional[LayerSpec] = None
-        self._group_lock = threading.Lock()
+        self._spec: Tuple[Tuple, LayerSpec] = (), options  # the latest, after the values that it was made of
+        self._made: Optional[_Made] = None
+        self._making = threading.Lock()
         self._trained_on: List[mx.Context] = []
         follow(self)
 
@@ -86,7 +90,7 @@ class Synchronization:
         """Whether the layer synchronizes on its devices; raise an error if it could not on these."""
         does = bool(devices) and not predicts and synchronizes(spec, len(devices))
         check_devices(spec, devices, does)
-        if does and spec.group_size != 1:
+        if does and not spec.has_groups_of_one:
             refuse_late_import(spec.where, len(devices))
         return does
 
@@ -103,39 +107,42 @@ class Synchronization:
         return backend.nodes(norm, spec, str(group.id), devices, kind, dtype, after)
 
     def _group_on(self, spec: LayerSpec, devices: List[mx.Context]) -> Tuple[Backend, LayerGroup]:
-        with self._group_lock:  # threads of several devices may come here for the first time together
-            now = self._group
-            if now is None or now[1].devices != devices or self._group_is_for != spec:
+        with self._making:  # threads of several devices may come here for the first time together
+            made = self._made
+            if made is None or made.group.devices != devices or made.spec != spec:
                 backend = choose(spec, devices).backend
-                self._group = now = backend, backend.make_group(spec.but(num_devices=len(devices)), devices)
-                self._group_is_for = spec
-            return now
+                group = backend.make_group(spec.but(num_devices=len(devices)), devices)
+                self._made = made = _Made(spec, backend, group)
+            return made.backend, made.group
 
     def set_renorm(self, limits: Tuple[float, float]) -> None:
         """Set r_max and d_max of Batch Renormalization. Nothing may be running."""
-        with self._group_lock:
-            self.options = self.options.but(renorm=limits)
-            if self._group is not None and self._group_is_for is not None:
-                self._group_is_for = self._group_is_for.but(renorm=limits)
-                self._group[1].set_renorm(limits)
+        with self._making:
+            self.options = self.options.with_limits(limits)
+            if self._made is not None:
+                self._made = self._made._replace(spec=self._made.spec.with_limits(limits))
+                self._made.group.set_renorm(limits)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Let each device compute by itself within the block, and then restore the group, which other graphs know."""
-        kept = self.options, self._group, self._group_is_for
-        self.options = self.options.but(num_devices=None, group_size=1, process_group="none")
-        self._group = self._group_is_for = None
+        kept = self.options, self._made
+        self.options, self._made = self.options.for_one_device(), None
         try:
             yield
         finally:
-            self.options, self._group, self._group_is_for = kept
+            self.options, self._made = kept
 
-    # With whom it synchronizes
+    # The devices and processes that it synchronizes with
+
+    @property
+    def _group(self) -> Optional[LayerGroup]:
+        return None if self._made is None else self._made.group
 
     @property
     def has_group(self) -> bool:
         """Whether it has synchronized."""
-        return self._group is not None
+        return self._made is not None
 
     def groups(self) -> List[List[mx.Context]]:
         """The devices, in the groups that synchronize among themselves, in rank order."""
@@ -144,11 +151,11 @@ class Synchronization:
 
     def process_group(self) -> Optional[ProcessGroup]:
         """The processes that the layer synchronizes with; None if there are none."""
-        return find(self.options.process_group, f"SyncBatchNorm '{self.layer.name}'")
+        return find(self.options.process_group, self.spec().where)
 
     def synchronized_passes(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
-        return 0 if self._group is None else self._group[1].rounds(set_id)
+        return 0 if self._group is None else self._group.rounds(set_id)
 
     def trains_here(self) -> bool:
         """Whether it was called to train, synchronized, on the devices that it has now."""
@@ -157,41 +164,35 @@ class Synchronization:
     @property
     def link(self) -> Optional[Link]:
         """The link to the other processes, once the layer has trained with them."""
-        return None if self._group is None else self._group[1].link
+        return None if self._group is None else self._group.link
 
     def take_place(self) -> None:
         """Find the layer's position in the net that is being called to train, if other processes must know it."""
         if self._group is None:  # it is on one device; its graph may have been made for a prediction
             return check_groups(self.spec(), len(self.devices()))
-        self._trained_on = self._group[1].devices
-        link = self._group[1].connect()
+        self._trained_on = self._group.devices
+        link = self._group.connect()
         if link is not None and link.place is None:
             end_before_communicators()
-            link.take(steps.layers.nets.place_of(self.layer, _description))
+            link.take(steps.layers.nets.place_of(self.layer, _facts))
 
 
 def options_of(layer: Block, **options: Any) -> LayerSpec:
-    """The options that a user gives a layer.
-
-    Raises
-    ------
-    ValueError, TypeError, RuntimeError
-        The layer cannot have one of these.
-    """
-    spec = LayerSpec.of(layer.name, **options)
-    find(spec.process_group, spec.where)  # one that cannot connect shows at once
+    """The options that a user gives a layer. ValueError, TypeError or RuntimeError if the layer cannot have them."""
+    spec = LayerSpec(layer.name, **options).checked()
+    find(spec.process_group, spec.where)  # raises an error at once if it cannot connect
     if spec.backend != "auto" or (spec.kvstore is not None and spec.native_options()):
-        find_backend(spec, [])  # one that cannot run here, or anywhere, shows at once
+        find_backend(spec, [])  # raises an error at once if it cannot run here, or anywhere
     return spec
 
 
 def synchronization_of(block: Any) -> Optional[Synchronization]:
-    """Return that of a `SyncBatchNorm`; None for other blocks, and for a layer that has been converted back."""
+    """The `Synchronization` of a layer; None for other blocks, and for a layer that has been converted back."""
     return vars(block).get("_sync")
 
 
 def processes_of_layers(layers: Sequence[Block], where: str) -> Optional[ProcessGroup]:
-    """The processes that layers synchronize with, if they do. ValueError, starting with ``where``, if with several."""
+    """The processes that layers synchronize with. ValueError, starting with ``where``, if they differ."""
     found = [sync.process_group() for sync in map(synchronization_of, layers) if sync is not None]
     groups = {group for group in found if group is not None}
     if len(groups) > 1:
@@ -199,13 +200,11 @@ def processes_of_layers(layers: Sequence[Block], where: str) -> Optional[Process
     return groups.pop() if groups else None
 
 
-def _description(block: Block) -> str:
-    """Describe what must be the same in all processes; empty if the block does not synchronize."""
+def _facts(block: Block) -> Facts:
+    """The facts that processes compare; empty if the block does not synchronize."""
     sync = synchronization_of(block)
-    if sync is None:
-        return ""
-    spec = sync.spec().but(num_devices=len(sync.devices()))
-    if spec.is_plain:
-        return ""
+    if sync is None or sync.spec().is_plain:
+        return {}
     shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
-    return spec.describe(shape[0] if shape else None)
+    channels = int(shape[0]) if shape and shape[0] > 0 else None
+    return sync.spec().but(num_devices=len(sync.devices())).facts(channels)

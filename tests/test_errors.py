@@ -8,7 +8,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 from testing import cpus, initialized, options_of, run_python, sequential
 
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm, symbol
 
 COUNT, SECONDS = "{} must be a positive integer, not {}.", "the timeout must be a positive number of seconds, not {1}."
 OPTIONS = [
@@ -61,6 +61,8 @@ def test_a_misspelt_option(name, meant):
     assert type(net[0]) is nn.BatchNorm and options_of(net[1])["timeout"] == 7
     with pytest.raises(TypeError, match=f"convert_symbol: {words}"):
         convert_symbol(mx.sym.BatchNorm(mx.sym.var("data")), 2, **{name: 2})
+    with pytest.raises(TypeError, match=f"SyncBatchNorm 'stem': {words}"):
+        symbol.SyncBatchNorm(mx.sym.var("data"), name="stem", **{name: 2})
 
 
 def test_options_that_batchnorm_has_itself_are_known_by_name():

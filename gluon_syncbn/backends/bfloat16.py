@@ -1,12 +1,12 @@
 """bfloat16 input where MXNet's own BatchNorm cannot take it.
 
 On a CPU that operator is oneDNN's, which has bfloat16 kernels for AVX-512 and newer alone; on other processors it ends
-in "could not create a primitive descriptor iterator". There, whatever would hand it bfloat16 computes in float32
-between two casts instead, which rounds once at the end, as oneDNN's kernels do. That concerns every layer where it is
-`nn.BatchNorm` itself. The compiled operator takes bfloat16 on any processor; the portable back end refuses it there.
+in "could not create a primitive descriptor iterator". There, every layer that is `nn.BatchNorm` itself computes in
+float32 between two casts instead, which rounds once at the end, as oneDNN's kernels do. The compiled operator takes
+bfloat16 on any processor; the portable back end refuses it there.
 
-In a graph the dtype of x is inferred from the graph and from the inputs that it is traced with. A symbol of the user's
-has no such inputs; where nothing in it says bfloat16 either, it is left to MXNet.
+In a graph the dtype of x is inferred from the graph and from the inputs that it is traced with. A user's symbol has no
+such inputs; where nothing in it names bfloat16 either, it is left to MXNet.
 """
 
 import functools
@@ -32,14 +32,13 @@ def mxnet_takes_bfloat16() -> bool:
             out = mx.nd.BatchNorm(x, vector, vector, vector, vector)
     except mx.MXNetError:
         return False
-    # Not by wait_to_read: what cannot be read there fails the step, and this is no array of a step.
+    # Not by wait_to_read: an array that cannot be read there fails the step, and this is no array of a step.
     return LIBMXNET.MXNDArrayWaitToRead(out.handle) == 0
 
 
 def widened(x: mx.nd.NDArray) -> Tuple[mx.nd.NDArray, Callable]:
-    """Return the input of MXNet's BatchNorm in place of ``x``, and a function for its result.
-
-    Returns ``x`` unchanged, unless it is bfloat16 and MXNet cannot take it.
+    """The input of MXNet's BatchNorm in place of ``x``, and a function for its result. Both change nothing, unless
+    ``x`` is bfloat16 and MXNet cannot take it.
     """
     if not is_bfloat16(x.dtype) or mxnet_takes_bfloat16():
         return x, lambda out: out
@@ -48,22 +47,14 @@ def widened(x: mx.nd.NDArray) -> Tuple[mx.nd.NDArray, Callable]:
 
 
 def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any]:
-    """The dtypes of all that is computed for ``sym``; None where they are not known, or there is no bfloat16 at all.
+    """The dtypes of all outputs of nodes in ``sym``, by the names of ``sym.get_internals().list_outputs()``.
 
-    Parameters
-    ----------
-    sym : Symbol
-    inputs : dict
-        Dtypes of variables, as far as they are known, by name.
-
-    Returns
-    -------
-    dict
-        Dtypes by the names of ``sym.get_internals().list_outputs()``.
+    They are None where they are not known, or there is no bfloat16 at all. ``inputs`` has the known dtypes of variables
+    by name.
     """
     names = sym.get_internals().list_outputs()
     unknown = dict.fromkeys(names)
-    # Inference asks every portable layer of the graph, which takes its time.
+    # Inference asks every portable layer of the graph, which takes time.
     if not any(map(is_bfloat16, inputs.values())) and "bfloat16" not in sym.debug_str():
         return unknown
     typed = {name: _variable(name, dtype) for name, dtype in inputs.items() if name in sym.list_inputs()}
@@ -79,7 +70,7 @@ def inferred_dtypes(sym: mx.sym.Symbol, inputs: Dict[str, Any]) -> Dict[str, Any
 
 
 def _variable(name: str, dtype) -> mx.sym.Symbol:
-    """One that knows its dtype; infer_type would not accept bfloat16 for an input."""
+    """A variable that knows its dtype; infer_type would not accept bfloat16 for an input."""
     return mx.sym.var(name, attr={"__dtype__": "12"}) if is_bfloat16(dtype) else mx.sym.var(name, dtype=dtype)
 
 

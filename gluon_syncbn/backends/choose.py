@@ -29,16 +29,10 @@ class Choice(NamedTuple):
 
 
 def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backend, List[str]]:
-    """The back end for a layer on ``devices``, and why those before it cannot run.
+    """The back end for a layer on ``devices``, and for each back end before it the reason why it cannot run.
 
-    The environment variable ``GLUON_SYNCBN_BACKEND`` says what 'auto' means.
-
-    Raises
-    ------
-    RuntimeError
-        No back end can run the layer here, or not the one that was requested.
-    ValueError
-        The environment variable has another value.
+    The environment variable ``GLUON_SYNCBN_BACKEND`` chooses a back end for 'auto'; ValueError if it names none.
+    RuntimeError if no back end can run the layer here, or the requested one cannot.
     """
     requested = spec.backend
     if requested == "auto":

@@ -1,7 +1,4 @@
-"""The interface of a back end: all that the layer, symbols and the choice between back ends know of it.
-
-A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`.
-"""
+"""The interface of a back end. A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -24,14 +21,10 @@ def next_group_id() -> int:
 
 
 class LayerGroup(ABC):
-    """The synchronization of one layer over its devices. Lives as long as the layer has these devices.
+    """The synchronization of one layer over its devices. It lives as long as the layer has these devices.
 
-    Parameters
-    ----------
-    spec : LayerSpec
-        Its ``num_devices`` is known.
-    devices : sequence of mx.Context
-        In rank order: the order in which the parameters were initialised.
+    ``num_devices`` of the ``spec`` is known. The ``devices`` are in rank order, in which the parameters were
+    initialized.
     """
 
     link: Any = None  # a `gluon_syncbn.meeting.link.Link`, once it is connected with other processes
@@ -60,7 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self, spec: LayerSpec, devices: Sequence[mx.Context]) -> str:
-        """Why it cannot run this layer on these devices; empty if it can."""
+        """The reason why it cannot run this layer on these devices; empty if it can."""
 
     @abstractmethod
     def description(self, devices: Sequence[mx.Context]) -> str:
@@ -72,7 +65,7 @@ class Backend(ABC):
 
     @abstractmethod
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, group: str, devices: Sequence[mx.Context]):
-        """Batch Normalization with the statistics of the whole group.
+        """Batch Normalization with the statistics of the whole group, as an NDArray of the shape and dtype of x.
 
         Parameters
         ----------
@@ -80,16 +73,11 @@ class Backend(ABC):
             x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
             mean and running variance, of shape (C,) and ``spec.dtype``.
         spec : LayerSpec
-            As the user has made it. After its activation, NaN stays NaN.
+            The layer, with its activation, after which NaN stays NaN.
         group : str
             The id of the group.
         devices : sequence of mx.Context
-            Those of the group.
-
-        Returns
-        -------
-        NDArray
-            Of the shape and dtype of x.
+            The devices of the group.
         """
 
     @abstractmethod
@@ -108,21 +96,21 @@ class Backend(ABC):
         Parameters
         ----------
         norm : Norm
-            What the nodes take the place of; the last has its name, its hidden attributes and its activation.
+            The node that they replace; the last of them has its name, its hidden attributes and its activation.
         spec : LayerSpec
             The layer, but for its activation.
         group : str
             The id of the group; or for an open one, which is made when MXNet makes the node, the JSON text of the spec.
         devices : sequence of mx.Context
-            Those of the group that are known before they come.
+            The devices of the group that are known before they come.
         kind : Kind
         dtype
-            Of x, if it is known.
+            The dtype of x, if it is known.
         after : Entry, optional
             The order token of the call that must come before this one.
 
         Returns
         -------
         out, order_token : Entry
-            The last node, and what the next call of the layer in the same graph is to have as ``after``.
+            The last node, and ``after`` for the next call of the layer in the same graph.
         """

@@ -1,24 +1,20 @@
 """The native back end: one compiled operator for moments, rendezvous, normalization and the whole backward pass.
 
 The operator lives in ``csrc/`` (`gluon_syncbn.base.library`). MXNet sees a custom operator whose callbacks happen to be
-compiled, so no Python runs in a training step.
+compiled, so no Python runs in a training step. On a GPU the operator calls the kernels of ``csrc/cuda/kernels.cu``,
+which MXNet's run-time compiler makes, without a CUDA toolkit.
 
-On a GPU the same operator calls the kernels of ``csrc/cuda/kernels.cu``, which MXNet's run-time compiler makes: no CUDA
-toolkit is needed, at no time.
-
-On CPU there is an operator before it and one after it in a graph, both because of MXNet. A custom operator runs
-asynchronously, and where an input is in a layout of oneDNN's (the output of a convolution, or its gradient), MXNet
-converts it into a copy that can die before the operator has read it: rare crashes and wrong numbers. Hence what enters
-on the way forward (``x``) and on the way back (the gradient of ``out``) first passes an operator that leaves a dense
-array of its own.
+On CPU a graph has an operator before it and one after it (its border), both because of MXNet. A custom operator runs
+asynchronously. Where an input is in a layout of oneDNN's (the output of a convolution, or its gradient), MXNet converts
+it into a copy that can die before the operator has read it: rare crashes and wrong numbers. Hence ``x`` on the way
+forward, and the gradient of ``out`` on the way back, first pass an operator that leaves a dense array of its own. It is
+a slice of the whole, which costs one more pass and never works in place. Operators that do work in place (a product
+with 1, a cast to the same type) left garbage in hybridized graphs without ``static_alloc``.
 
 In a graph with ``static_alloc`` and ``static_shape`` MXNet keeps those copies, except next to an input or output of the
 graph. There ``reshape`` makes x dense in one pass, and ``identity`` costs nothing but keeps the operator away from the
-graph's outputs. Everywhere else it is a slice of the whole. It costs one more pass, and never works in place: operators
-that do (a product with 1, a cast to the same type) left garbage in hybridized graphs without ``static_alloc``.
-
-Arrays on GPUs are always dense. Imperative calls there have nothing around the operator, and graphs of GPUs alone the
-pair that costs nothing.
+graph's outputs. Graphs of GPUs alone, where arrays are always dense, have this pair, too, since it costs nothing there.
+A partitioner would take ``identity`` out, so its graphs have slices. Imperative calls on a GPU need no border.
 """
 
 import ctypes
@@ -43,6 +39,9 @@ from gluon_syncbn.meeting.link import Link, link_of
 from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.waiting import usual_reasons
 
+# The operators before and after the layer, with their attributes.
+_SLICE = "slice_axis", {"axis": "0", "begin": "0", "end": "None"}
+_BORDERS = {"copies": (_SLICE, _SLICE), "no copies": (("Reshape", {"shape": "(-2,)"}), ("_copy", {}))}
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
@@ -50,7 +49,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class _GroupSpecStruct(ctypes.Structure):
-    """``GroupSpec`` of csrc/meeting/group.h, which says what the fields mean."""
+    """``GroupSpec`` of csrc/meeting/group.h, which explains the fields."""
 
     _fields_ = [
         ("name", c_char_p),
@@ -69,7 +68,7 @@ class _GroupSpecStruct(ctypes.Structure):
 
 # For the callbacks of compiled groups, by id of the group.
 _specs: Dict[int, LayerSpec] = {}
-_links: Dict[int, Optional[Link]] = {}  # of those that are connected; None if there is no other process
+_links: Dict[int, Optional[Link]] = {}  # of the connected groups; None if there is no other process
 _connecting = threading.Lock()
 
 
@@ -94,7 +93,7 @@ def _make_described_group(text: bytes) -> int:
 def _try_engine() -> None:
     """Find out whether passes can go on in MXNet's engine without a thread that waits (csrc/mxnet/pass.h)."""
     if os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
-        return  # it waits for each operation where that is pushed
+        return  # it runs each operation at once, on the thread that pushes it
     if not library.core.gluon_syncbn_try_engine():
         _log.info("MXNet's engine completes no operations of others: passes on CPU devices wait in their callbacks.")
 
@@ -103,7 +102,6 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
     _specs[group_id] = spec
-    r_max, d_max = spec.renorm or (1.0, 0.0)
     struct = _GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices or 0,
@@ -113,9 +111,9 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
-        has_renorm=spec.renorm is not None,
-        r_max=r_max,
-        d_max=d_max,
+        has_renorm=spec.renormalizes,
+        r_max=spec.limits[0],
+        d_max=spec.limits[1],
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
@@ -130,13 +128,13 @@ def _connect(group_id: int) -> Optional[Link]:
 
 
 @library.CONNECT
-def _connect_group(group_id: int, facts) -> int:
-    """Connect a group. Called once, by the callback of the first pass that trains, which waits for it."""
+def _connect_group(group_id: int, answer) -> int:
+    """Connect a group, and answer with the four numbers of its link. Called once, by the first pass that trains."""
     try:
         link = _connect(group_id)
         found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
         for place, number in enumerate(found):
-            facts[place] = number
+            answer[place] = number
         return 0
     except BaseException as problem:
         return _failed(problem)
@@ -170,7 +168,7 @@ def _drop_link(group_id: int) -> None:
 
 
 def _register() -> str:
-    """Make the operator known to MXNet; returns why it cannot be used, or an empty text."""
+    """Make the operator known to MXNet; returns the reason if it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
     library.core.gluon_syncbn_use_groups(_make_described_group, _connect_group, _prepare, _drop_link)
@@ -182,14 +180,10 @@ unavailable_reason = _register()
 
 
 def instruction_set() -> str:
-    """Return the instruction set of the kernels: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library.
+    """The instruction set of the kernels: 'avx512', 'avx2' or 'baseline'; 'not compiled' without the library.
 
-    The environment variable ``GLUON_SYNCBN_MAX_CPU_ISA`` holds them to one that is older than the processor's best.
-
-    Raises
-    ------
-    ValueError
-        The variable is none of the three.
+    The environment variable ``GLUON_SYNCBN_MAX_CPU_ISA`` holds them to an older one than the processor's best.
+    ValueError if it is none of the three.
     """
     if library.core is None:
         return "not compiled"
@@ -220,7 +214,7 @@ class NativeGroup(LayerGroup):
         return self.link
 
     def set_renorm(self, limits):
-        _specs[self.id] = _specs[self.id].but(renorm=limits)
+        _specs[self.id] = _specs[self.id].with_limits(limits)
         library.core.gluon_syncbn_set_renorm(self.id, *limits)
 
     def rounds(self, set_id: int) -> int:
@@ -246,7 +240,7 @@ class NativeBackend(Backend):
 
     def description(self, devices) -> str:
         gpus = ", ".join(map(str, _gpus(devices)))
-        on_cpu = [] if devices and len(_gpus(devices)) == len(devices) else [instruction_set()]
+        on_cpu = [] if _are_gpus(devices) else [instruction_set()]
         return "compiled kernels, " + " and ".join([*on_cpu, *([f"CUDA on {gpus}"] if gpus else [])])
 
     def make_group(self, spec, devices) -> NativeGroup:
@@ -263,19 +257,14 @@ class NativeBackend(Backend):
         return out if is_on_gpu else _dense_copy(out)
 
     def nodes(self, norm, spec, group, devices, kind, dtype, after):
-        # A partitioner takes identity out.
-        is_on_gpus = bool(devices) and len(_gpus(devices)) == len(devices)
-        skip_copies = not kind.is_partitioned and (is_on_gpus or kind.is_static)
-        copies = {"axis": "0", "begin": "0", "end": "None"}
-        before, behind = (
-            (("Reshape", {"shape": "(-2,)"}), ("_copy", {})) if skip_copies else [("slice_axis", copies)] * 2
-        )
+        needs_copies = kind.is_partitioned or not (kind.is_static or _are_gpus(devices))
+        (before, before_attrs), (behind, behind_attrs) = _BORDERS["copies" if needs_copies else "no copies"]
         x, gamma, beta, *statistics = norm.inputs
-        dense = Entry(Node(before[0], f"{norm.name}_dense", before[1], [x]))
+        dense = Entry(Node(before, f"{norm.name}_dense", before_attrs, [x]))
         order = [] if after is None else [Entry(Node("BlockGrad", f"{norm.name}_after", {}, [after]))]
         attributes = _attributes(spec, group, norm.activation, follows=bool(order))
         custom = Node("Custom", f"{norm.name}_sync", attributes, [dense, gamma, beta, *order, *statistics])
-        return Entry(Node(behind[0], norm.name, {**behind[1], **norm.hidden}, [Entry(custom)])), Entry(custom, 1)
+        return Entry(Node(behind, norm.name, {**behind_attrs, **norm.hidden}, [Entry(custom)])), Entry(custom, 1)
 
 
 def _attributes(spec: LayerSpec, group: str, activation: Optional[str], follows: bool = False) -> Dict[str, str]:
@@ -292,6 +281,11 @@ def _attributes(spec: LayerSpec, group: str, activation: Optional[str], follows:
 
 def _gpus(devices: Sequence[mx.Context]) -> List[mx.Context]:
     return [device for device in devices if device.device_type == "gpu"]
+
+
+def _are_gpus(devices: Sequence[mx.Context]) -> bool:
+    """Whether all are known, and are GPUs."""
+    return bool(devices) and len(_gpus(devices)) == len(devices)
 
 
 def _dense_copy(x: mx.nd.NDArray) -> mx.nd.NDArray:

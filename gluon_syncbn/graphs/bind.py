@@ -1,10 +1,11 @@
-"""Executors of symbols: what is bound is the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
+"""Executors of symbols: MXNet binds the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
 
 import functools
 import os
 import threading
 import warnings
 from collections import OrderedDict
+from typing import Tuple
 
 import mxnet as mx
 
@@ -18,42 +19,32 @@ from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
 
 _MIRROR = "MXNET_BACKWARD_DO_MIRROR"
+_MOST_KEPT = 16
 _binding = threading.RLock()  # MXNet reads that variable of the environment
+_lowering = threading.Lock()
+# Each device's executor is bound by itself, and all must be bound to one lowered copy: its nodes are where devices
+# meet. So the last few copies are kept, by the handles and texts of the originals; and the originals with them, or
+# another symbol could get the handle.
+_kept: "OrderedDict[Tuple, Tuple[mx.sym.Symbol, mx.sym.Symbol]]" = OrderedDict()
 
 
-class _BoundSymbols:
-    """Lowered copies of symbols, by the handles and texts of the originals.
-
-    Each device's executor is bound by itself, and all must be bound to one symbol: its nodes are where devices meet. So
-    the last few are kept, and the originals with them, or another symbol could come to have that handle.
-    """
-
-    _MOST = 16
-
-    def __init__(self):
-        self._kept = OrderedDict()  # the symbol, and what it has become
-        self._lock = threading.Lock()
-
-    def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
-        """Return the lowered copy, with arguments and states in their order; the symbol itself if it has no marks."""
-        text = json_of(symbol)
-        if MARK not in text:
-            return symbol
-        key = symbol.handle.value, text, kind
-        with self._lock:
-            if key not in self._kept:
-                lowering = Lowering(symbol, Layers(), {}, kind)
-                if _inputs_of(lowering.symbol) != _inputs_of(symbol):
-                    lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
-                say(symbol.name or "symbol", lowering.fused)
-                self._kept[key] = symbol, lowering.symbol
-            self._kept.move_to_end(key)
-            if len(self._kept) > self._MOST:
-                self._kept.popitem(last=False)
-            return self._kept[key][1]
-
-
-_bound_symbols = _BoundSymbols()
+def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
+    """The lowered copy, with arguments and states in their order; the symbol itself if it has no marks."""
+    text = json_of(symbol)
+    if MARK not in text:
+        return symbol
+    key = symbol.handle.value, text, kind
+    with _lowering:
+        if key not in _kept:
+            lowering = Lowering(symbol, Layers(), {}, kind)
+            if _inputs_of(lowering.symbol) != _inputs_of(symbol):
+                lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
+            say(symbol.name or "symbol", lowering.fused)
+            _kept[key] = symbol, lowering.symbol
+        _kept.move_to_end(key)
+        if len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
+        return _kept[key][1]
 
 
 def lowering_bind(bind):
@@ -61,22 +52,21 @@ def lowering_bind(bind):
 
     @functools.wraps(bind)
     def lowered_bind(self, *args, **kwargs):
-        lowered = _bound_symbols.lowered(self, Kind())
+        lowered = _lowered(self, Kind())
         return _bind(bind, lowered, has_what_runs(lowered), args, kwargs)
 
     return lowered_bind
 
 
 def lowering_partition(optimize_for):
-    """``Symbol.optimize_for``, which takes a symbol apart for a partitioner: it finds what would run.
+    """``Symbol.optimize_for``, which takes a symbol apart for a partitioner: it gets the lowered copy.
 
     Nothing is fused, as in a net with a partitioner. A net's graph has been lowered before, for its layers.
     """
 
     @functools.wraps(optimize_for)
     def lowered_optimize_for(self, *args, **kwargs):
-        lowered = _bound_symbols.lowered(self, Kind(is_partitioned=True, fuses=False))
-        return optimize_for(lowered, *args, **kwargs)
+        return optimize_for(_lowered(self, Kind(is_partitioned=True, fuses=False)), *args, **kwargs)
 
     return lowered_optimize_for
 

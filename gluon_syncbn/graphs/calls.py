@@ -1,21 +1,19 @@
-"""Calls of nets' graphs: what runs is lowered, made anew when a layer changes, and the engine learns what it writes.
+"""Calls and exports of nets' graphs: lowered copies run, and are made anew when a layer changes.
 
-On how many devices a layer runs is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
+The number of a layer's devices is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
-there, and then the net moves (``reset_ctx``). So the graph that Gluon keeps is that of the plain net. What runs is a
-lowered copy (`gluon_syncbn.graphs.lower`), which is made from the layers as they are, and made anew
+there, and then the net moves (``reset_ctx``). So Gluon keeps the graph of the plain net. A lowered copy of it runs
+(`gluon_syncbn.graphs.lower`), which is made from the layers as they are, and made anew
 
 - when a Parameter has moved, or has got new arrays: MXNet gives it a new list of contexts whenever it is initialized,
-  loaded or moved, and that is what is compared before each call;
-- when a layer has been converted or frozen, or has got other options, in this net or in a part of it: `note_changes`
-  tells, and the layers of a net are looked at. The graph is traced anew if one is another;
-- when somebody wants to see what operators compute, or no more.
+  loaded or moved, and this list is compared before each call;
+- when a layer has been converted or frozen, or has got other options, in this net or in a part of it: after
+  `note_changes` all layers of a net are compared, and the graph is traced anew if one has changed;
+- when an operator hook has been set or removed.
 
-After the call, its outputs are watched, and the engine learns what it has written (`mxnet_engine.failures`).
-
-The methods that make and call graphs are extended for this. Forward hooks would do for the second, but MXNet warns of
-them, with the whole net in print, whenever a net is hybridized again, and cannot copy a net whose hook holds a
-function.
+After the call, its outputs are watched, and the engine learns which arrays it has written (`mxnet_engine.failures`).
+Forward hooks would do for that, but MXNet warns of them, with the whole net in print, whenever a net is hybridized
+again, and cannot copy a net whose hook holds a function.
 """
 
 import contextlib
@@ -34,6 +32,7 @@ from gluon_syncbn.base.mxnet_private import (
     device_of,
     drop_graph,
     drop_operator,
+    exporting,
     find_shapes,
     flatten,
     graph_of,
@@ -43,14 +42,13 @@ from gluon_syncbn.base.mxnet_private import (
     is_static,
     kept_graph,
     make_operator,
-    operator_options,
     put_graph_back,
     set_graph,
 )
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.graphs.graph import Graph, Kind
 from gluon_syncbn.graphs.lower import Lowering, say
-from gluon_syncbn.graphs.norms import Norm, is_marked, replace_norms, take_frozen
+from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, replace_norms, take_frozen
 from gluon_syncbn.graphs.trace import layers_of, set_layers
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.progress import is_followed
@@ -70,9 +68,9 @@ def note_changes() -> None:
 
 
 class _Graph:
-    """What a net runs, and the state of the layers for which it was made.
+    """The state of a net's layers when its lowered copy was made.
 
-    A partitioner's graph is what MXNet keeps from then on; ``plain`` is the one that was taken apart.
+    MXNet keeps the graph that a partitioner has made, ``partitioned``; ``plain`` is the graph that was taken apart.
     """
 
     def __init__(self, net: Block, is_lowered: bool):
@@ -89,7 +87,7 @@ class _Graph:
         self._modes: Dict[mx.Context, bool] = {}  # of the last call that was not recorded: training or prediction
 
     def _layers(self) -> List[Synchronization]:
-        """The layers that have not been converted back since."""
+        """The layers that have not been converted back."""
         return [sync for sync in map(synchronization_of, list(self._contexts)) if sync is not None]
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
@@ -108,8 +106,8 @@ class _Graph:
             steps.progress.note_forward(next(learns, first).passes)
 
     def _end_other_mode(self, device: mx.Context) -> None:
-        """Let the calls before run first if they were in the other mode: MXNet gives the mode of a call of a static
-        graph to all that are pending, where nobody records. Their operators read or write running statistics."""
+        """Let the calls before run first if they were in the other mode: outside of ``record()`` MXNet gives the mode
+        of a call of a static graph to all pending calls. Their operators read or write running statistics."""
         is_training = mx.autograd.is_training()
         if self._modes.setdefault(device, is_training) != is_training:
             self._modes[device] = is_training
@@ -128,14 +126,14 @@ class _Graph:
         return found
 
     def is_out_of_date(self, net: Block) -> bool:
-        """Whether what runs must be made anew."""
+        """Whether the lowered copy must be made anew."""
         if self.has_changed(net):
             return True
         has_moved = any(context_list(layer.running_mean) is not made for layer, made in list(self._contexts.items()))
         return has_moved or (self.is_lowered and self._has_hook != has_operator_hook(net))
 
     def has_changed(self, net: Block) -> bool:
-        """Whether a Batch Normalization of the net is another than when the graph was made."""
+        """Whether a Batch Normalization of the net has changed since the graph was made."""
         if self._change is not _latest_change:
             if _states(net) != self._states:
                 return True
@@ -144,13 +142,12 @@ class _Graph:
 
 
 def _states(net: Block) -> Dict[int, Tuple[Any, ...]]:
-    """What conversions, `freeze_statistics` and casts change, by the layers' ids."""
+    """The values that conversions, `freeze_statistics` and casts change, by the layers' ids."""
     layers = [block for block in all_blocks(net) if isinstance(block, PlainBatchNorm)]
     found = {}
     for layer in [*layers, *layers_of(net).all()]:
         sync = synchronization_of(layer)
-        is_frozen = bool(operator_options(layer)["use_global_stats"])
-        found[id(layer)] = sync and weakref.ref(sync), is_frozen, layer.running_mean.dtype
+        found[id(layer)] = sync and weakref.ref(sync), is_frozen(layer), layer.running_mean.dtype
     return found
 
 
@@ -170,8 +167,8 @@ def _device_of(inputs) -> Optional[mx.Context]:
 
 
 def _make(net: Block, args) -> Optional[_Graph]:
-    """Make what runs, one thread at a time: threads of several devices may call the net for the first time together,
-    and MXNet, which keeps the names of what it makes in the blocks, does not expect that."""
+    """Make the lowered copy, one thread at a time: threads of several devices may call the net for the first time
+    together, and MXNet, which keeps the names of new arrays and symbols in the blocks, does not expect that."""
     with _making:
         graph = _graphs.get(net)
         if graph is None or graph.is_out_of_date(net):
@@ -187,12 +184,13 @@ def _make(net: Block, args) -> Optional[_Graph]:
 def plain_graph_of(net: Block) -> Tuple:
     """The graph that the net keeps, as it was before a partitioner took it apart."""
     graph = _graphs.get(net)
-    is_partitioned = graph is not None and graph.partitioned and graph_of(net) is graph.partitioned
-    return graph.plain if graph is not None and is_partitioned else graph_of(net)
+    if graph is not None and graph.partitioned and graph_of(net) is graph.partitioned:
+        return graph.plain
+    return graph_of(net)
 
 
 def unmarked_graph_of(net: Block, attributes: Callable[[Block], Dict[str, str]] = lambda layer: {}) -> Tuple:
-    """The same without marks, and frozen as its layers are now. The node of each layer gets these ``attributes``."""
+    """`plain_graph_of` without marks, and frozen as its layers are now. Each layer's node gets its ``attributes``."""
     inputs, symbol = plain_graph_of(net)
     graph = Graph(symbol)
 
@@ -209,7 +207,7 @@ def unmarked_graph_of(net: Block, attributes: Callable[[Block], Dict[str, str]] 
 
 @contextlib.contextmanager
 def keeping_graphs(blocks: List[Block]) -> Iterator[None]:
-    """Let blocks have the graphs afterwards that they have now, whatever is made and dropped in between."""
+    """Let blocks have their present graphs again afterwards."""
     nets = [block for block in blocks if isinstance(block, HybridBlock)]
     kept = [(net, kept_graph(net), layers_of(net), _graphs.get(net)) for net in nets]
     try:
@@ -224,7 +222,7 @@ def keeping_graphs(blocks: List[Block]) -> Iterator[None]:
 
 
 def lowering_what_runs(build):
-    """``HybridBlock._build_cache``: what it makes to run is the lowered copy of the graph; the net keeps the graph."""
+    """``HybridBlock._build_cache``: it makes an operator of the lowered copy of the graph; the net keeps the graph."""
 
     @functools.wraps(build)
     def _build_cache(self, *args):
@@ -258,7 +256,7 @@ def lowering_what_runs(build):
 
 
 def following_changes(call):
-    """The call of a graph: what runs is made anew if layers have changed, and the engine learns what it writes."""
+    """``HybridBlock._call_cached_op``: makes the lowered copy anew if layers have changed, and watches the outputs."""
 
     @functools.wraps(call)
     def _call_cached_op(self, *args):
@@ -284,3 +282,21 @@ def following_changes(call):
         return out
 
     return _call_cached_op
+
+
+def exporting_plain_graphs(export):
+    """``HybridBlock.export`` writes the graph of the plain net, frozen as its layers are now.
+
+    Of a net that a partitioner took apart (``optimize_for``) it writes the whole: the parts have nodes that only this
+    package can load.
+    """
+
+    @functools.wraps(export)
+    def plain_export(self, *args, **kwargs):
+        kept = plain_graph_of(self)
+        if not kept or not is_marked(kept[1]):
+            return export(self, *args, **kwargs)
+        with exporting(self, unmarked_graph_of(self)):
+            return export(self, *args, **kwargs)
+
+    return plain_export

@@ -1,16 +1,16 @@
-"""Fusion: the compiled operator computes what follows a layer in a graph in its own two passes.
+"""Fusion: the compiled operator computes the activation after a layer, or a sum and a ReLU, in its own two passes.
 
 Three patterns, where ``norm`` is a layer that has no activation yet::
 
     relu(norm(x))        leaky_relu(norm(x))        relu(norm(x) + skip), in either order
 
-Each is fused only where nobody else reads the values in between: no other node, and not the user, for whom they would
-be an output. A sum must be one of equal shapes (``elemwise_add``), since the operator does not broadcast.
+Each is fused only where nothing else reads the values in between: no other node, and not the user, as an output. A sum
+must be one of equal shapes (``elemwise_add``), since the operator does not broadcast.
 
-It is done to the graph that runs (`gluon_syncbn.graphs.lower`). The node that computes all takes over the name of the
-last one, and so the names of outputs stay. Blocks with an operator hook, which wants to see every node, are left alone,
-and those with a partitioner (``optimize_for``), which fuses in its own way. Results are the same: the operator rounds
-after each step, as the nodes would.
+Only the graph that runs is fused (`gluon_syncbn.graphs.lower`). The node that computes all takes over the name of the
+last one, and so the names of outputs stay. Results are the same: the operator rounds after each step, as the nodes do.
+Blocks with an operator hook, which sees every node, and blocks with a partitioner (``optimize_for``), which fuses in
+its own way, are left alone.
 
 A norm that is fused with a sum runs after the other summand. Where that depends on another call with the same running
 statistics (a shared head), the two calls would change places; or, with order tokens, form a circle. So such a norm is
@@ -18,7 +18,7 @@ not fused with a sum.
 """
 
 from collections import Counter
-from typing import Dict, Iterator, NamedTuple, Optional, Set
+from typing import Dict, Iterator, NamedTuple, Optional, Set, Tuple
 
 from gluon_syncbn.graphs.graph import Entry, Graph, Node, Readers, needed_for
 
@@ -26,31 +26,23 @@ OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's c
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
 
 
-class _Activation(NamedTuple):
-    """The kind of an activation, and the attributes with which the operator computes it."""
+class _Pattern(NamedTuple):
+    """An activation, the last node of the norm before it, and the other summand of a sum between them.
+
+    With ``attrs`` the operator computes the activation.
+    """
 
     kind: str
-    attrs: Dict[str, str]
-
-
-class _Pattern(NamedTuple):
-    """An activation, the last node of the norm before it, and the other summand of a sum between them."""
-
     node: Node
-    activation: _Activation
+    attrs: Dict[str, str]
     norm: Node
     skip: Optional[Entry] = None
 
-    @property
-    def kind(self) -> str:
-        return self.activation.kind if self.skip is None else SKIP
-
 
 def fuse(graph: Graph, norms: Set[Node], sums: bool) -> Counter:
-    """Make each pattern one node; returns how many of each kind there were.
+    """Make each pattern one node, with ``sums`` also the pattern with a sum; returns how many of each kind there were.
 
-    ``norms`` are the last nodes of the layers that may be fused. ``sums`` says whether to look for the pattern with a
-    sum.
+    ``norms`` are the last nodes of the layers that may be fused.
     """
     patterns = list(_patterns(graph, set(filter(_is_ours, norms)), sums))
     graph.replace({pattern.node: Entry(_fused(pattern)) for pattern in patterns})
@@ -63,18 +55,19 @@ def _patterns(graph: Graph, norms: Set[Node], sums: bool) -> Iterator[_Pattern]:
         activation = _activation_of(node)
         if activation is None:
             continue
+        kind, attrs = activation
         before = node.inputs[0]
         if before.output or readers[before.node, 0] != [node]:
             continue
         if before.node in norms:
-            yield _Pattern(node, activation, before.node)
-        elif sums and activation.kind == RELU and before.node.op == "elemwise_add":
+            yield _Pattern(kind, node, attrs, before.node)
+        elif sums and kind == RELU and before.node.op == "elemwise_add":
             # The second summand first: it leaves the graph's inputs in their order.
             left, right = before.node.inputs
             for norm, skip in ((right, left), (left, right)):
                 is_read_here = norm.node in norms and readers[norm.node, norm.output] == [before.node]
                 if is_read_here and _can_be_last(norm.node, skip, readers):
-                    yield _Pattern(node, activation, norm.node, skip)
+                    yield _Pattern(SKIP, node, attrs, norm.node, skip)
                     break
 
 
@@ -94,13 +87,14 @@ def _is_ours(node: Node) -> bool:
     return is_ours and custom.attrs.get("activation") == "none"
 
 
-def _activation_of(node: Node) -> Optional[_Activation]:
+def _activation_of(node: Node) -> Optional[Tuple[str, Dict[str, str]]]:
+    """The kind of the activation that a node is, and the attributes with which the operator computes it."""
     operator = node.op.replace("_npx_", "")
     if operator == "relu" or (operator in ("Activation", "activation") and node.attrs.get("act_type") == "relu"):
-        return _Activation(RELU, {"activation": "relu"})
+        return RELU, {"activation": "relu"}
     if operator in ("LeakyReLU", "leaky_relu") and node.attrs.get("act_type", "leaky") == "leaky":
         slope = float(node.attrs.get("slope", 0.25))
-        return _Activation(LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
+        return (LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
     return None
 
 
@@ -109,10 +103,10 @@ def _fused(pattern: _Pattern) -> Node:
     last = pattern.norm
     custom, hidden = last.inputs[0].node, {k: v for k, v in pattern.node.attrs.items() if k.startswith("__")}
     if pattern.skip is None:  # the same operator: others may read its order token
-        custom.attrs.update(pattern.activation.attrs)
+        custom.attrs.update(pattern.attrs)
     else:
-        dense = custom.inputs[0].node  # what x passes, the skip must pass, too
+        dense = custom.inputs[0].node  # the skip must pass the same operator as x
         skip = Node(dense.op, dense.name + "_skip", dense.attrs, [pattern.skip])
-        attrs = {**custom.attrs, **pattern.activation.attrs, "skip": "1"}
+        attrs = {**custom.attrs, **pattern.attrs, "skip": "1"}
         custom = Node(custom.op, custom.name, attrs, [Entry(skip), *custom.inputs])
     return Node(last.op, pattern.node.name, {**last.attrs, **hidden}, [Entry(custom)])

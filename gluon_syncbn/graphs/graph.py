@@ -1,8 +1,8 @@
-"""The graph of a symbol, to be edited: nodes, who reads them, and what takes the place of what.
+"""The graph of a symbol, to be edited: nodes, their readers, and their replacement.
 
 A symbol is edited as the JSON text that MXNet itself writes and reads, so that every other node keeps its name, its
-attributes and its place, whatever operator it is. Nodes that nobody reads any more are left out in the end: MXNet
-would set up every node of the text, also one whose layer is gone.
+attributes and its place, of any operator. Nodes without a reader are left out in the end: MXNet would set up every node
+of the text, also one whose layer is gone.
 """
 
 import json
@@ -22,8 +22,8 @@ class Node:
         self.name = name
         self.attrs = dict(attrs)
         self.inputs = list(inputs)
-        self.control_deps: List[Node] = []  # what must run before
-        self.more: Dict[str, Any] = {}  # what files of older versions of MXNet say of it
+        self.control_deps: List[Node] = []  # nodes that must run before
+        self.more: Dict[str, Any] = {}  # the bodies of a loop or branch, and other keys of MXNet's text
 
     @property
     def is_variable(self) -> bool:
@@ -39,8 +39,8 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a graph that runs is for: ``static_alloc`` and ``static_shape``; a partitioner, which takes it apart; and
-    whether what follows a layer is fused, also a sum, by which the graph's inputs may change places."""
+    """A kind of graph that runs: with ``static_alloc`` and ``static_shape``; for a partitioner, which takes it apart;
+    with fusion, and with fusion of sums, by which the graph's inputs may change places."""
 
     is_static: bool = False
     is_partitioned: bool = False
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     fuses_sums: bool = True
 
 
-Readers = Dict[Tuple[Node, int], List[Optional[Node]]]  # None is the user, who reads an output of the graph
+Readers = Dict[Tuple[Node, int], List[Optional[Node]]]  # None: the user reads an output of the graph
 
 
 class Graph:
@@ -77,7 +77,7 @@ class Graph:
         return Entry(self.nodes[entry[0]], *entry[1:])
 
     def readers(self) -> Readers:
-        """List the readers of each output."""
+        """The readers of each output."""
         found: Readers = defaultdict(list)
         for node in self.nodes:
             for entry in node.inputs:
@@ -87,7 +87,7 @@ class Graph:
         return found
 
     def replace(self, replaced: Dict[Node, Entry]) -> None:
-        """Let all who read the first output of these nodes read these entries instead."""
+        """Let all readers of the first output of these nodes read these entries instead."""
 
         def new(entry: Entry) -> Entry:
             while entry.node in replaced:
@@ -105,7 +105,7 @@ class Graph:
         return [node.name for node in self.nodes if node.is_variable]
 
     def symbol(self) -> mx.sym.Symbol:
-        """Make a symbol of the graph as it is now: its heads, and all that they need."""
+        """Make a symbol of the graph as it is now."""
         made = mx.sym.load_json(json.dumps(self.text()))
         return made.as_np_ndarray() if self.is_numpy else made
 
@@ -113,30 +113,21 @@ class Graph:
         """The graph as it is now, as MXNet writes it."""
         index = {node: number for number, node in enumerate(self.nodes)}
 
-        def entry_of(entry: Entry):
-            return [index[entry.node], entry.output, entry.version]
+        def listed(entries: Sequence[Entry]):
+            return [[index[entry.node], entry.output, entry.version] for entry in entries]
 
-        return {
-            "nodes": [
-                {
-                    **node.more,
-                    "op": node.op,
-                    "name": node.name,
-                    **({"attrs": node.attrs} if node.attrs else {}),
-                    "inputs": [entry_of(entry) for entry in node.inputs],
-                    **({"control_deps": [index[other] for other in node.control_deps]} if node.control_deps else {}),
-                }
-                for node in self.nodes
-            ],
-            "arg_nodes": [number for number, node in enumerate(self.nodes) if node.is_variable],
-            "heads": [entry_of(entry) for entry in self.heads],
-            "attrs": self._attrs,
-        }
+        nodes = []
+        for node in self.nodes:
+            item = {**node.more, "op": node.op, "name": node.name, "attrs": node.attrs, "inputs": listed(node.inputs)}
+            item["control_deps"] = [index[other] for other in node.control_deps]
+            nodes.append(item)
+        arguments = [number for number, node in enumerate(self.nodes) if node.is_variable]
+        return {"nodes": nodes, "arg_nodes": arguments, "heads": listed(self.heads), "attrs": self._attrs}
 
 
 class Names(mx.name.NameManager):
-    """For a small symbol: names that are given stay as they are, without the prefix of a block that is being traced;
-    others begin with ``prefix``."""
+    """For a small symbol: given names stay as they are, without the prefix of a block that is being traced; others
+    begin with ``prefix``."""
 
     def __init__(self, prefix: str):
         super().__init__()
@@ -147,9 +138,9 @@ class Names(mx.name.NameManager):
 
 
 def inserted(fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
-    """The outputs of a small symbol, as parts of a graph: its variables are these entries of that.
+    """The outputs of a small symbol, as parts of a graph: its variables are these entries of the graph.
 
-    After ``amp.init()`` MXNet's functions put casts everywhere. The graph has those that are needed.
+    The casts that MXNet's functions put everywhere after ``amp.init()`` are taken out; the graph has the needed ones.
     """
     small = Graph(fragment)
     replaced = {node: inputs[node.name] for node in small.nodes if node.is_variable}
@@ -158,12 +149,12 @@ def inserted(fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
 
 
 def needed_for(nodes: Iterable[Node]) -> Set[Node]:
-    """The set of these nodes and all that must run before them."""
+    """The set of these nodes and all nodes that must run before them."""
     return set(_in_order(nodes))
 
 
 def _in_order(nodes: Iterable[Node]) -> List[Node]:
-    """List these nodes and all that must run before them, inputs first, as MXNet does."""
+    """These nodes and all nodes that must run before them, inputs first, in MXNet's order."""
     done: Dict[Node, None] = {}
     for last in nodes:
         waiting = [last]

@@ -1,14 +1,15 @@
 """Late lowering: a graph of plain Batch Normalizations becomes, in a copy, the graph that runs.
 
-Graphs that are kept, saved or shown are those of the plain net. When MXNet makes something to run of one (a net's
-`CachedOp`, an executor), each node becomes what its layer is *at that moment*: synchronized over the devices that its
-Parameters have, or plain. Then what follows the layers is fused. It is done again when a layer has moved or changed.
+A graph that is kept, saved or shown is the graph of the plain net. When MXNet makes a net's `CachedOp` or an executor
+of it, each node in a copy becomes its layer as the layer is *at that moment*: synchronized over the devices that its
+Parameters are on, or plain. Then the activations after the layers are fused. After a layer has moved or changed,
+another copy is made.
 
-Several calls that share running statistics (one layer, or several that have its Parameters) would have the order in
-which MXNet sorts the nodes, which depends on what is fused; and in a static graph none at all, since it does not count
-what a call does to the statistics as writing. So each call is made to depend on the one before, by an order token.
+Several calls that share running statistics (one layer, or several that have its Parameters) would run in the order in
+which MXNet sorts the nodes, which depends on fusion; and in a static graph in no order at all, since MXNet does not
+know that a call writes the statistics. So each call is made to depend on the call before, by an order token.
 
-The body of a loop or branch (``F.contrib.foreach``) is a graph of its own: what it computes is of no use outside.
+The body of a loop or branch (``F.contrib.foreach``) is a graph of its own, and is lowered by itself.
 """
 
 import logging
@@ -32,8 +33,8 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class _New(NamedTuple):
-    """What takes the place of a norm. ``make`` takes the order token of the call before, or None, and returns the last
-    node and its own token; ``fuses`` is the layer's option."""
+    """The replacement of a norm. ``make`` takes the order token of the call before, or None, and returns the last node
+    and its own token; ``fuses`` is the layer's option."""
 
     norm: Norm
     make: Callable[[Optional[Entry]], Tuple[Entry, Optional[Entry]]]
@@ -41,23 +42,10 @@ class _New(NamedTuple):
 
 
 class Lowering:
-    """The copy of a symbol that is to run.
+    """Makes the copy of a symbol that runs, ``symbol``, with ``fused`` patterns of each kind.
 
-    Parameters
-    ----------
-    symbol : Symbol
-    layers : Layers
-        Of the net that it is of. A node that has none is what its mark says.
-    dtypes : dict
-        Of its inputs, by name, as far as they are known.
-    kind : Kind
-
-    Attributes
-    ----------
-    symbol : Symbol
-        The copy.
-    fused : Counter
-        How many patterns of each kind were fused.
+    ``layers`` are the layers of the symbol's net; a node without a layer is described by its mark. ``dtypes`` are the
+    known dtypes of inputs by name.
     """
 
     def __init__(self, symbol: mx.sym.Symbol, layers: Layers, dtypes: Dict[str, Any], kind: Kind):
@@ -91,7 +79,7 @@ class Lowering:
         node.more["subgraphs"][number] = graph.text()
 
     def _new(self, norm: Norm) -> Optional[_New]:
-        """What takes the place of a norm; None if it stays."""
+        """The replacement of a norm; None if it stays."""
         layer = self._layers.of(norm)
         if layer is not None:
             take_frozen(norm, layer)
@@ -113,7 +101,7 @@ class Lowering:
 
 
 def say(name: str, fused: Counter) -> None:
-    """Log what was fused in this net or symbol."""
+    """Log how many patterns were fused in this net or symbol."""
     if fused:
         counts = ", ".join(f"{count} × {kind}" for kind, count in fused.items())
         _log.info("%s: fused into its norms (%s).", name, counts)
@@ -127,10 +115,9 @@ def _in_float32(norm: Norm) -> Entry:
 
 
 def _replace(graph: Graph, made: List[_New]) -> Set[Node]:
-    """Put the new nodes in, those that share running statistics in the order of the program; returns the last node of
-    each that may be fused.
+    """Put the new nodes in; returns the last node of each layer that may be fused.
 
-    Where nobody has noted that order (a symbol of the user's), it is that of MXNet.
+    Nodes that share running statistics run in the order of the program, or, in a user's symbol, in MXNet's order.
     """
     several = {mean for mean, count in Counter(new.norm.running_mean for new in made).items() if count > 1}
     tokens: Dict[str, Entry] = {}
@@ -150,11 +137,11 @@ _INPUTS_OF_BODIES = {
 
 
 def _move_inputs(node: Node, number: int, new: List[int]) -> None:
-    """Tell a loop or branch that input i of this body of its is now input ``new[i]``."""
-    if node.op == "_foreach":  # by what they are: where they are in the body
+    """Tell a loop or branch that input i of this body is now input ``new[i]``."""
+    if node.op == "_foreach":  # lists places in the body
         for name in ("in_data_locs", "in_state_locs", "remain_locs"):
             node.attrs[name] = str([new[int(i)] for i in literal_eval(node.attrs[name])])
-    else:  # by place in the body: where they are among the node's inputs
+    else:  # lists places among the node's inputs, in the order of the body
         name = _INPUTS_OF_BODIES[node.op][number]
         old = [int(i) for i in literal_eval(node.attrs[name])]
         node.attrs[name] = str([old[new.index(i)] for i in range(len(new))])

@@ -1,13 +1,14 @@
 """The Batch Normalizations of a graph: found, marked, and made plain.
 
-A graph that a user can see has plain ``BatchNorm`` nodes. One of a symbol that is to synchronize is marked: a hidden
-attribute has its `LayerSpec`. A node of a net's graph also has the number of its call (`gluon_syncbn.graphs.trace`).
+A graph that a user can see has plain ``BatchNorm`` nodes. A node that is to synchronize is marked: a hidden attribute
+has its `LayerSpec`. A node of a net's graph also has the number of its call (`gluon_syncbn.graphs.trace`).
 """
 
 import json
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
+from mxnet.gluon import Block
 
 from gluon_syncbn.base.mxnet_private import json_of, operator_options
 from gluon_syncbn.graphs.graph import Entry, Graph, Node
@@ -16,7 +17,7 @@ from gluon_syncbn.layer.spec import LayerSpec
 MARK = "__syncbn__"
 CALL = "__syncbn_call__"  # in the graph of a net: the number of the call, among those with the same running mean
 
-# What MXNet calls Batch Normalization, and what it ends in.
+# MXNet's operators of Batch Normalization, and the activation in each.
 _PLAIN = {
     "BatchNorm": None,
     "BatchNorm_v1": None,
@@ -78,7 +79,7 @@ class Norm(NamedTuple):
 
     @property
     def activation(self) -> Optional[str]:
-        """What this node computes after it."""
+        """The activation that this node computes, too."""
         return _PLAIN[self.node.op]
 
     @property
@@ -96,7 +97,7 @@ class Norm(NamedTuple):
         return {key: value for key, value in self.node.attrs.items() if key not in (MARK, CALL)}
 
     def unmark(self) -> None:
-        """Take what is this package's from the node."""
+        """Take this package's attributes from the node."""
         self.node.attrs = self.own_attributes()
 
     @property
@@ -107,7 +108,7 @@ class Norm(NamedTuple):
 
     @property
     def parameters(self) -> Dict[str, str]:
-        """The names of its variables, by what they are for the layer."""
+        """The names of its variables, by the layer's names for them."""
         return {name: entry.node.name for name, entry in zip(_PARAMETERS, self.inputs[1:])}
 
     @property
@@ -139,7 +140,7 @@ def find_norms(graph: Graph) -> List[Norm]:
 
 
 def replace_norms(graph: Graph, change: Callable[[Norm], Optional[Entry]]) -> None:
-    """Put what ``change`` returns in the place of each Batch Normalization, also in bodies of loops and branches."""
+    """Replace each Batch Normalization by the result of ``change``, also in bodies of loops and branches."""
     made = [(norm.node, change(norm)) for norm in find_norms(graph)]
     graph.replace({node: entry for node, entry in made if entry is not None})
     for node in graph.nodes:
@@ -149,11 +150,15 @@ def replace_norms(graph: Graph, change: Callable[[Norm], Optional[Entry]]) -> No
             node.more["subgraphs"][number] = inside.text()
 
 
-def take_frozen(norm: Norm, layer) -> None:
+def take_frozen(norm: Norm, layer: Block) -> None:
     """Bring the attribute up to date that `freeze_statistics` changes."""
-    is_frozen = bool(operator_options(layer)["use_global_stats"])
-    if _is_true(norm.node, "use_global_stats", False) != is_frozen:
-        norm.node.attrs["use_global_stats"] = str(is_frozen)
+    if _is_true(norm.node, "use_global_stats", False) != is_frozen(layer):
+        norm.node.attrs["use_global_stats"] = str(is_frozen(layer))
+
+
+def is_frozen(layer: Block) -> bool:
+    """Whether a BatchNorm layer normalizes with its running statistics in training, too."""
+    return bool(operator_options(layer)["use_global_stats"])
 
 
 def count_others(graph: Graph) -> int:

@@ -1,10 +1,9 @@
 """The layers of the graph that Gluon is making.
 
 Gluon makes a graph of a net by calling its blocks with symbols, once, and keeps it. A synchronized layer is a plain
-``BatchNorm`` node there, as it is in the net that was converted. Which layer a node is for, and in which order the
-program has called those that share running statistics, is noted meanwhile: a node is found again by the name of its
-running mean, and by the number of the call, a hidden attribute. It is marked, too: who makes a SymbolBlock of the graph
-has one that synchronizes.
+``BatchNorm`` node there, as in a net that was never converted. Meanwhile the layers are noted in the order of their
+calls: the layer of a node is found again by the name of its running mean and by the number of the call, a hidden
+attribute. The node is marked, too, so that a SymbolBlock that is made of the graph synchronizes.
 """
 
 import functools
@@ -25,7 +24,7 @@ class Layers:
         self._calls: Dict[str, List[Block]] = defaultdict(list)  # by running mean
 
     def add(self, layer: Block) -> Dict[str, str]:
-        """Note that the layer is called; returns a hidden attribute for its node."""
+        """Note a call of the layer; returns a hidden attribute for its node."""
         calls = self._calls[layer.running_mean.name]
         calls.append(layer)
         return {CALL: str(len(calls) - 1)}
@@ -36,7 +35,7 @@ class Layers:
         return calls[norm.call] if norm.call is not None and norm.call < len(calls) else None
 
     def all(self) -> List[Block]:
-        """Each of them once, those that have been converted back, too."""
+        """Each layer once, also if it has been converted back."""
         return list(dict.fromkeys(layer for calls in self._calls.values() for layer in calls))
 
 
@@ -61,7 +60,7 @@ def layers_of(net: Block) -> Layers:
 
 
 def set_layers(net: Block, layers: Layers) -> None:
-    """Set what `layers_of` returns."""
+    """Set the layers in the graph that the net keeps."""
     vars(net).pop(_ATTRIBUTE, None)
     if layers.all():
         vars(net)[_ATTRIBUTE] = layers

@@ -11,22 +11,19 @@ from gluon_syncbn.layer.spec import LayerSpec
 def synchronizes(spec: LayerSpec, num_devices: Optional[int]) -> bool:
     """Whether a layer on this many devices of a process synchronizes when it trains, or is `nn.BatchNorm` there.
 
-    A layer of a symbol that was loaded from a file finds its processes when it trains: who loads it may only want to
+    A layer of a symbol that was loaded from a file finds its processes when it trains: the user may only want to
     predict, where there are none.
     """
     if spec.is_plain:
         return False
-    if num_devices != 1 or spec.renorm is not None:  # which takes effect on one device, too
+    if num_devices != 1 or spec.renormalizes:
         return True
     return not is_connected(spec.process_group) or find(spec.process_group, spec.where) is not None
 
 
 def symbol_synchronizes(spec: LayerSpec) -> bool:
-    """Whether a node of a symbol does, over those devices that come to train it.
-
-    Whether its groups fit its processes shows then.
-    """
-    return not spec.is_plain and (spec.group_size is not None or synchronizes(spec, spec.num_devices))
+    """Whether a node of a symbol synchronizes. Whether its groups fit its processes shows when devices train it."""
+    return not spec.is_plain and (spec.has_groups or synchronizes(spec, spec.num_devices))
 
 
 def check_devices(spec: LayerSpec, devices: Sequence[mx.Context], does_synchronize: bool) -> None:
@@ -43,9 +40,7 @@ def check_devices(spec: LayerSpec, devices: Sequence[mx.Context], does_synchroni
 
 
 def check_groups(spec: LayerSpec, num_devices: Optional[int]) -> None:
-    """ValueError unless ``group_size`` fits this many devices in each process, as far as the processes are known."""
-    if spec.group_size is not None and is_connected(spec.process_group):
+    """ValueError unless its groups fit this many devices in each process, as far as the processes are known."""
+    if spec.has_groups and is_connected(spec.process_group):
         group = find(spec.process_group, spec.where)
-        total = (num_devices or 0) * (1 if group is None else group.size)
-        if total % spec.group_size:
-            raise ValueError(f"{spec.where}: group_size={spec.group_size} does not divide its {total} devices.")
+        spec.check_total((num_devices or 0) * (1 if group is None else group.size))

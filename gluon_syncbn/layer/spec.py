@@ -1,8 +1,8 @@
 """The record of a synchronized layer, made and checked once.
 
-The same record is in the block, in the marks and descriptions of graphs, in groups, in ``repr``, in what processes
-compare; the compiled core has its numbers as a struct. A new option is a field here, a line in the signatures of
-`gluon_syncbn.SyncBatchNorm` and `gluon_syncbn.symbol.SyncBatchNorm`, and the code that it is about.
+The same record is in the block, in the marks of graphs, in groups, in ``repr``, and in the facts that processes
+compare; the compiled core has its numbers as a struct. A new option is a field here, a line in the signature of
+`gluon_syncbn.SyncBatchNorm`, and the code that it is about.
 """
 
 import dataclasses
@@ -24,16 +24,18 @@ TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 DEFAULT_TIMEOUT = 60.0
 BACKENDS = ("auto", "native", "portable")
 
-_MOST_AXES = 8  # of an input; a larger axis is taken for a number of channels
-_NATIVE_OPTIONS = ("in_place", "renorm")
+_MOST_AXES = 8  # of an input; a larger axis must be a number of channels
+_FACTS = ("name", "dtype", "momentum", "epsilon", "scale", "group_size", "renorm")
 _KVSTORES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device")
+
+Facts = Dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """A synchronized layer, but for its parameters and the devices that they are on.
 
-    The first fields are as in `nn.BatchNorm`; ``scale`` says whether there is a gamma, and ``dtype`` is that of
+    The first fields are as in `nn.BatchNorm`; ``scale`` says whether there is a gamma, and ``dtype`` is the dtype of
     parameters and statistics. The others are the options of `gluon_syncbn.SyncBatchNorm`, by the same names.
     """
 
@@ -56,14 +58,13 @@ class LayerSpec:
     renorm: Optional[Tuple[float, float]] = None
     fuse: bool = True
 
-    @classmethod
-    def of(cls, name: str, **values: Any) -> "LayerSpec":
-        """A layer with these values. Raises as `checked`."""
-        return cls(name, **values).checked()
-
     def but(self, **changes) -> "LayerSpec":
         """A copy with other values."""
         return dataclasses.replace(self, **changes)
+
+    def with_limits(self, limits: Tuple[float, float]) -> "LayerSpec":
+        """A copy with another r_max and d_max of Batch Renormalization."""
+        return self.but(renorm=limits)
 
     def options(self) -> Dict[str, Any]:
         """The options of `gluon_syncbn.SyncBatchNorm`, by name."""
@@ -80,18 +81,35 @@ class LayerSpec:
         return default_timeout() if self.timeout is None else self.timeout
 
     @property
+    def has_groups(self) -> bool:
+        return self.group_size is not None
+
+    @property
+    def has_groups_of_one(self) -> bool:
+        """Whether each device normalizes with its own images."""
+        return self.group_size == 1
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether it is Batch Renormalization, which takes effect on one device, too."""
+        return self.renorm is not None
+
+    @property
+    def limits(self) -> Tuple[float, float]:
+        """r_max and d_max; with the default, Batch Renormalization is Batch Normalization."""
+        return self.renorm or (1.0, 0.0)
+
+    @property
     def is_plain(self) -> bool:
-        """Whether it is plain Batch Normalization on any devices: frozen, or each device is by itself."""
-        return self.use_global_stats or (self.group_size == 1 and self.renorm is None)
+        """Whether it is plain Batch Normalization on any devices."""
+        return self.use_global_stats or (self.has_groups_of_one and not self.renormalizes)
+
+    def for_one_device(self) -> "LayerSpec":
+        """A copy with which each device computes by itself."""
+        return self.but(num_devices=None, group_size=1, process_group="none")
 
     def checked(self) -> "LayerSpec":
-        """Return the spec with normalized values.
-
-        Raises
-        ------
-        ValueError, TypeError
-            An option has an impossible value.
-        """
+        """A copy with normalized values. TypeError or ValueError if an option has an impossible value."""
         where = self.where
         made: Dict[str, Any] = {
             "num_devices": _count(self.num_devices, where, "num_devices"),
@@ -121,15 +139,7 @@ class LayerSpec:
         return self.but(**made)
 
     def check_devices(self, devices: Sequence[mx.Context]) -> None:
-        """Refuse devices of this process that could never meet.
-
-        Raises
-        ------
-        ValueError
-            A device is given twice, or their number is not ``num_devices``.
-        RuntimeError
-            MXNet runs on its NaiveEngine, where no device could ever wait for another.
-        """
+        """Refuse devices of this process that could never meet: ValueError, or RuntimeError as `check_engine`."""
         shown = ", ".join(str(device) for device in devices)
         if len(set(devices)) != len(devices):
             raise ValueError(f"{self.where}: its parameters name one device twice ({shown}).")
@@ -149,14 +159,18 @@ class LayerSpec:
             )
 
     def native_options(self) -> List[str]:
-        """The options of the user that only the native back end has."""
-        defaults = LayerSpec("")
-        return [name for name in _NATIVE_OPTIONS if getattr(self, name) != getattr(defaults, name)]
+        """The given options that only the native back end has."""
+        return [name for name in ("in_place", "renorm") if getattr(self, name)]
+
+    def check_total(self, total: int) -> None:
+        """ValueError unless ``group_size`` divides this number of devices, of all processes together."""
+        if self.group_size is not None and total % self.group_size:
+            raise ValueError(f"{self.where}: group_size={self.group_size} does not divide its {total} devices.")
 
     def groups_of(self, devices: Sequence[mx.Context], first: int = 0) -> Dict[int, List[mx.Context]]:
         """The devices that synchronize among themselves, in rank order, by number of the group.
 
-        ``first`` is the number of the first of the devices among those of all processes.
+        ``first`` is the number of the first of these devices among the devices of all processes.
         """
         groups: Dict[int, List[mx.Context]] = {}
         for number, device in enumerate(devices, first):
@@ -172,7 +186,7 @@ class LayerSpec:
             )
 
     def check_names(self) -> None:
-        """TypeError if it has what cannot be saved in a symbol."""
+        """TypeError if it has an object that cannot be saved in a symbol."""
         for option in ("kvstore", "process_group"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):
@@ -180,17 +194,13 @@ class LayerSpec:
                     f"{self.where}: a symbol can be saved, so {option} must be a name, not {type(value).__name__}."
                 )
 
-    def describe(self, channels: Optional[int]) -> str:
-        """Describe what must be the same in all processes (and the name), for them to compare and for users to read."""
-        groups = f", groups of {self.group_size}, {self.num_devices} devices per process" if self.group_size else ""
-        renorm = "" if self.renorm is None else f", renorm {self.renorm}"
-        return (
-            f"'{self.name}', {self.dtype}, momentum {self.momentum:g}, epsilon {self.epsilon:g}, "
-            f"{'with' if self.scale else 'without'} gamma{groups}{renorm}, {channels or '?'} channels"
-        )
+    def facts(self, channels: Optional[int]) -> Facts:
+        """The values that must be the same in all processes, and the name, for errors."""
+        values = {name: getattr(self, name) for name in _FACTS}
+        return {**values, "num_devices": self.num_devices if self.group_size else None, "channels": channels}
 
     def to_json(self, **more) -> str:
-        """All values but those that are None, and objects of the user's, which cannot be saved."""
+        """All values but None, and the user's objects, which cannot be saved."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         of_user = [name for name in ("kvstore", "process_group") if not isinstance(values[name], str)]
         saved = {name: value for name, value in values.items() if value is not None and name not in of_user}
@@ -198,13 +208,7 @@ class LayerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "LayerSpec":
-        """The layer that a text describes; the text may come from any file.
-
-        Raises
-        ------
-        ValueError
-            It describes none, or one that could not work.
-        """
+        """The layer that a text describes, which may come from any file. ValueError if there can be no such layer."""
         try:
             made = cls(**json.loads(text))
         except (TypeError, ValueError) as problem:
@@ -219,19 +223,14 @@ class LayerSpec:
 OPTIONS = tuple(field.name for field in dataclasses.fields(LayerSpec))[7:]
 
 
-def agree(theirs: str, expected: str) -> bool:
-    """Whether two texts of `LayerSpec.describe` are the same but for its name, and as far as both know its channels."""
-    (a, channels), (b, expected_channels) = (without_name(text).rsplit(", ", 1) for text in (theirs, expected))
-    return a == b and (channels == expected_channels or "? channels" in (channels, expected_channels))
-
-
-def without_name(text: str) -> str:
-    """The text of a layer after its name."""
-    return text.split("', ", 1)[1]
+def different_facts(a: Facts, b: Facts) -> List[str]:
+    """The keys of two `LayerSpec.facts` that differ: not the name, nor channels that one does not know yet."""
+    unknown = "channels" if None in (a["channels"], b["channels"]) else ""
+    return [key for key in a if key not in ("name", unknown) and a[key] != b.get(key)]
 
 
 def check_option_names(options: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """TypeError, starting with ``where``, for an option that is none of those; names the nearest of them."""
+    """TypeError, starting with ``where``, for an option that is not allowed; names the nearest that is."""
     allowed = sorted(allowed)
     for name in options:
         if name not in allowed:
@@ -241,7 +240,7 @@ def check_option_names(options: Iterable[str], allowed: Iterable[str], where: st
 
 
 def default_timeout() -> float:
-    """Seconds from the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
+    """The seconds in the environment variable ``GLUON_SYNCBN_TIMEOUT``, else 60."""
     return check_timeout(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT), TIMEOUT_VARIABLE)
 
 
@@ -257,7 +256,7 @@ def check_timeout(value, where: str) -> float:
 
 
 def _dtype(dtype, where: str) -> str:
-    """The name of a dtype, or of one of NumPy's; ValueError, starting with ``where``, if no layer can have it."""
+    """The name of a dtype; ValueError, starting with ``where``, if no layer can have it."""
     try:
         name = "" if dtype is None else np.dtype(dtype).name  # NumPy takes None for float64
     except (TypeError, ValueError):
@@ -268,13 +267,13 @@ def _dtype(dtype, where: str) -> str:
 
 
 def check_axis(axis, where: str) -> int:
-    """Return the axis. Raises TypeError or ValueError, starting with ``where``, for what can be none."""
+    """Return the axis as an int; TypeError or ValueError, starting with ``where``, if no input can have it."""
     if isinstance(axis, bool) or not isinstance(axis, numbers.Integral):
         raise TypeError(f"{where}: axis must be an integer, not {axis!r}.")
     if not -_MOST_AXES <= axis < _MOST_AXES:
         raise ValueError(
-            f"{where}: axis={axis} is no axis of an input. The first argument is axis, as in nn.BatchNorm; that of "
-            f"contrib's SyncBatchNorm is in_channels: write in_channels={axis}."
+            f"{where}: axis={axis} is no axis of an input. The first argument is axis, as in nn.BatchNorm; the "
+            f"first of contrib's SyncBatchNorm is in_channels: write in_channels={axis}."
         )
     return int(axis)
 
@@ -289,7 +288,7 @@ def _count(value, where: str, option: str) -> Optional[int]:
 
 
 def check_renorm(renorm, where: str) -> Tuple[float, float]:
-    """The limits of Batch Renormalization; TypeError or ValueError, starting with ``where``, for what can be none."""
+    """The limits of Batch Renormalization as floats; TypeError or ValueError, starting with ``where``, for others."""
     try:
         r_max, d_max = (float(number) for number in renorm)
     except (TypeError, ValueError):
@@ -300,22 +299,18 @@ def check_renorm(renorm, where: str) -> Tuple[float, float]:
 
 
 def _check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None:
-    """Refuse at once what could not reduce within one process, or would update weights with what is pushed.
-
-    Raises
-    ------
-    TypeError
-        ``kvstore`` is neither a name nor a KVStore.
-    ValueError
-        A KVStore of another type than local or device, or one that an optimizer is attached to.
-    """
+    """TypeError or ValueError for a store that cannot reduce within one process, or would update weights with sums."""
     if kvstore is None:
         return
     if not isinstance(kvstore, (str, mx.kv.KVStore)):
         raise TypeError(f"{where}: kvstore must be a name or an mxnet KVStore, not {type(kvstore).__name__}.")
     kind = kvstore if isinstance(kvstore, str) else kvstore.type
     if kind == "nccl":
-        _check_nccl(where)
+        try:
+            mx.kv.create("nccl")
+        except mx.MXNetError as problem:
+            reason = str(problem).strip().splitlines()[-1]
+            raise ValueError(f"{where}: kvstore 'nccl' cannot be made here ({reason}); use 'device'.") from None
     elif kind not in _KVSTORES:
         raise ValueError(
             f"{where}: kvstore '{kind}' is not supported; use one of {', '.join(_KVSTORES)}. For several "
@@ -328,12 +323,3 @@ def _check_kvstore(kvstore: Union[str, mx.kv.KVStore, None], where: str) -> None
             f"{where}: this KVStore has an optimizer, which would be applied to the layer's statistics; "
             f"create one for the layer alone, for example kvstore=mx.kv.create('{kind}')."
         )
-
-
-def _check_nccl(where: str) -> None:
-    """ValueError unless MXNet can make such a store here."""
-    try:
-        mx.kv.create("nccl")
-    except mx.MXNetError as problem:
-        reason = str(problem).strip().splitlines()[-1]
-        raise ValueError(f"{where}: kvstore 'nccl' cannot be made here ({reason}); use 'device'.") from None

@@ -39,7 +39,7 @@ class Link:
             if self.place is None:
                 name = self._spec.name
                 key = f"{name}.{self._processes.count_layers(name)}"
-                self.place = Place(key, key, "layer", name, [self._spec.describe(None)], self._subsets())
+                self.place = Place(key, key, "layer", name, [self._spec.facts(None)], self._subsets())
         self._processes.prepare(f"{self._spec.where}: {direction} pass", self.place, self.seconds)
         members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
         return number_of(f"{self.place.key}.{chunk}.{direction}"), members

@@ -17,21 +17,22 @@ from mxnet.gluon import Block
 
 from gluon_syncbn.base.mxnet_private import names_within
 from gluon_syncbn.base.walk import all_blocks, outermost_block
+from gluon_syncbn.layer.spec import Facts
 
 
 class Place(NamedTuple):
     """The position of a layer in its net: the same on all processes, whatever names its layers have there.
 
     ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
-    tells it apart from others of its kind, and ``layers`` has a text for each of its layers. ``subsets`` are the ranks
-    that meet without the others, in this process or another.
+    tells it apart from others of its kind, and ``layers`` has the facts of each layer. ``subsets`` are the ranks that
+    meet without the others, in this process or another.
     """
 
     net: str
     key: str
     kind: str
     name: str
-    layers: Sequence[str]
+    layers: Sequence[Facts]
     subsets: Sequence[Tuple[int, ...]]
 
 
@@ -44,7 +45,7 @@ class Nets:
         self._nets: MutableMapping[Block, MutableMapping[Block, Place]] = weakref.WeakKeyDictionary()
         self._count = 0  # of all that ever were
 
-    def place_of(self, layer: Block, describe: Callable[[Block], str]) -> Place:
+    def place_of(self, layer: Block, describe: Callable[[Block], Facts]) -> Place:
         """The position of a layer that trains for the first time, on the thread that calls it; without its subsets.
 
         ``describe`` returns of each block of the net what must be the same in all processes; nothing if it does not

@@ -34,7 +34,7 @@ import numpy as np
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.process_group import CommunicatorError, ExchangeError, ProcessGroup
-from gluon_syncbn.layer.spec import agree, without_name
+from gluon_syncbn.layer.spec import Facts, different_facts
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.positions import Place
 
@@ -66,7 +66,7 @@ class Processes:
         self._has_met = False  # 2. has ended here
         self._compared: Set[str] = set()  # nets
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
-        self._seen: Dict[str, Tuple[Sequence[str], List[str]]] = {}  # layers of nets, and their name in each process
+        self._seen: Dict[str, Tuple[Sequence[Facts], List[str]]] = {}  # layers of nets, and their name in each process
 
     def way(self) -> str:
         """What they exchange through, and why, once they have met."""
@@ -221,9 +221,14 @@ class Processes:
                     f"{len(layers)}. {_ORDER}"
                 )
             for number, (theirs, expected) in enumerate(zip(layers, first)):
-                if not agree(theirs, expected):
+                different = different_facts(theirs, expected)
+                if different:
+                    here, there = (
+                        f"'{facts['name']}' has " + ", ".join(f"{key}={facts.get(key)!r}" for key in different)
+                        for facts in (expected, theirs)
+                    )
                     raise SyncBatchNormError(
-                        f"layer {number + 1} of {len(first)} differs: {expected} in {self._name(0)}, {theirs} in "
+                        f"layer {number + 1} of {len(first)} differs: {here} in {self._name(0)}, {there} in "
                         f"{self._name(rank)}. {_ORDER}"
                     )
             if kinds[rank] != kinds[0]:
@@ -240,8 +245,8 @@ class Processes:
         Gluon numbers names by what was made before, so one net may be 'dense3' here and 'dense4' there. But where two
         processes have trained nets of the same names, they must have done so in the same order.
         """
-        kinds = list(map(without_name, place.layers))
-        alike = [seen for others, seen in self._seen.values() if list(map(without_name, others)) == kinds]
+        kinds = [{**facts, "name": ""} for facts in place.layers]
+        alike = [seen for others, seen in self._seen.values() if [{**facts, "name": ""} for facts in others] == kinds]
         orders = list(zip(*alike, names))  # of each process, the names in the order in which they have trained
         for rank, order in enumerate(orders):
             if order != orders[0] and sorted(order) == sorted(orders[0]):

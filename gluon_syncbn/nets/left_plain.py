@@ -1,8 +1,8 @@
 """Warns of BatchNorm layers that stay plain in a net that synchronizes others.
 
-A net may be built with ``norm_layer=SyncBatchNorm`` and put plain ones into its heads all the same: GluonCV's
-YOLOv3Estimator synchronizes 27 of 47. Nothing shows it; so a net is looked through when its first training step on
-several devices has been called, at the end of ``autograd.record()``.
+A net that is built with ``norm_layer=SyncBatchNorm`` may still put plain ones into its heads: GluonCV's YOLOv3Estimator
+synchronizes 27 of 47. So a net is looked through when its first training step on several devices has been called, at
+the end of ``autograd.record()``.
 """
 
 import warnings
@@ -11,10 +11,11 @@ from typing import List
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn.base.mxnet_private import PlainBatchNorm, operator_options
+from gluon_syncbn.base.mxnet_private import PlainBatchNorm
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import is_plain
+from gluon_syncbn.graphs.norms import is_frozen
 from gluon_syncbn.nets.symbol_block import plain_norms
 
 _SHOWN = 3
@@ -23,9 +24,7 @@ _SHOWN = 3
 def warn_of_plain_norms(net: Block) -> None:
     """UserWarning if the net holds both."""
     blocks = all_blocks(net)
-    layers = [
-        item for item in blocks if isinstance(item, SyncBatchNorm) and not operator_options(item)["use_global_stats"]
-    ]
+    layers = [item for item in blocks if isinstance(item, SyncBatchNorm) and not is_frozen(item)]
     plain = [name for item in blocks for name in names_left_plain(item)]
     if not plain:
         return
@@ -46,4 +45,4 @@ def names_left_plain(block: Block) -> List[str]:
     if isinstance(block, SymbolBlock):
         return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]
     is_left = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
-    return [block.name] if is_left and not operator_options(block)["use_global_stats"] else []
+    return [block.name] if is_left and not is_frozen(block) else []

@@ -1,9 +1,9 @@
 """A SymbolBlock whose Batch Normalizations synchronize.
 
 SSD's ``FeatureExpander``, `SymbolBlock.imports` and checkpoints that are loaded as a block have a symbol inside where
-other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and is what ``export`` writes. For each
-of those nodes there is a `SyncBatchNorm` that has the block's Parameters, so that all that holds for layers holds here:
-devices, groups, timeouts, order of calls, frozen statistics.
+other nets have layers. The symbol stays as it is, with plain BatchNorm nodes, and ``export`` writes it. Each node has
+a `SyncBatchNorm` with the block's Parameters, so that devices, groups, timeouts, the order of calls and frozen
+statistics work as for layers.
 """
 
 import functools
@@ -51,14 +51,10 @@ def plain_norms(block: SymbolBlock) -> List[Norm]:
 
 
 def synchronize(block: SymbolBlock, **options) -> None:
-    """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with those that its nodes have.
+    """Make a SymbolBlock's Batch Normalizations synchronize; without ``options``, with the options of its nodes.
 
-    A node that has none (GluonCV appends such to what a net has computed) takes over those of the others.
-
-    Raises
-    ------
-    ValueError
-        The others have different ones.
+    A node without options (GluonCV appends such nodes to a net's outputs) takes over the options of the others;
+    ValueError if these differ.
     """
     data, symbol = plain_graph_of(block)
     # A gamma that is computed, say, has no Parameter.
@@ -112,15 +108,9 @@ def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
     spec = spec.checked()
     if spec.backend != "auto" and BACKENDS[spec.backend].unavailable_reason(spec, []):
         spec = spec.but(backend="auto")  # a file may come from a machine where that could run
-    layer = SyncBatchNorm(
-        axis=spec.axis,
-        momentum=spec.momentum,
-        epsilon=spec.epsilon,
-        scale=spec.scale,
-        use_global_stats=spec.use_global_stats,
-        prefix=norm.name + "_",
-    )
-    # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of that of the scope.
+    plain = {name: getattr(spec, name) for name in ("axis", "momentum", "epsilon", "scale", "use_global_stats")}
+    layer = SyncBatchNorm(**plain, prefix=norm.name + "_")
+    # Within a name_scope(), where SSD makes its FeatureExpander, the prefix has come on top of the scope's.
     set_name(layer, norm.name)
     for name, variable in norm.parameters.items():
         set_parameter(layer, name, block.params[variable])
@@ -129,10 +119,10 @@ def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
 
 
 def synchronizing_what_is_marked(make):
-    """``SymbolBlock.__init__``: one that is made of synchronized nodes is a `SynchronizedSymbolBlock`.
+    """``SymbolBlock.__init__``: a block of synchronized nodes becomes a `SynchronizedSymbolBlock`.
 
-    gluoncv's FeatureExpander calls a net with a symbol and makes a block of what it returns: without this, the nodes
-    would train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of calls would not reach them.
+    gluoncv's FeatureExpander calls a net with a symbol and makes a block of the result: without this, the nodes would
+    train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of calls would not reach them.
     """
 
     @functools.wraps(make)

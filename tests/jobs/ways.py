@@ -381,11 +381,16 @@ def nets_in_another_order():
     """Of one architecture they cannot be told apart but by name; statistics of two nets must never be mixed."""
     places = r"process 0 .* has trained '(\w+)', '(\w+)', and process 1 .* '\2', '\1'\. "
     lists = r"process 0 \(.+\) has 4 synchronized layers, process 1 \(.+\) has 3\. "
+    facts = r"'\w+' has momentum=0.9 in process 0 \(.+\), '\w+' has momentum=0.8 in process 1 \(.+\)\. "
     refused = [
         ("the nets differ: '.+' is a .+ in process 0", lambda n: [Other(n), SyncBatchNorm(in_channels=n, timeout=30)]),
         (places, lambda n: [Other(n, prefix="teacher_"), Other(n, prefix="student_")]),
         (places, lambda n: [Other(n), Other(n)]),
         ("the nets differ: " + lists, lambda n: [Other(n, 4 - RANK), Other(n, 4 - RANK)]),
+        (
+            "layer 1 of 1 differs: " + facts,
+            lambda n: [SyncBatchNorm(in_channels=n, timeout=30, momentum=0.9 - RANK / 10)],
+        ),
     ]
     for channels, (words, build) in enumerate(refused, start=5):
         nets = build(channels)
