@@ -164,10 +164,11 @@ void HostMemory::ring_bell(int place) const {
 
 void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
   const Head head{message.kind, message.key, message.round, static_cast<int64_t>(message.numbers.size())};
-  const auto* const head_bytes = reinterpret_cast<const char*>(&head);
-  const auto* const numbers = reinterpret_cast<const char*>(message.numbers.data());
-  const auto bytes = std::make_shared<std::vector<char>>(head_bytes, head_bytes + sizeof head);
-  bytes->insert(bytes->end(), numbers, numbers + message.numbers.size() * sizeof(double));
+  const auto bytes = std::make_shared<std::vector<char>>(sizeof head + message.numbers.size() * sizeof(double));
+  std::memcpy(bytes->data(), &head, sizeof head);
+  if (head.numbers > 0) {
+    std::memcpy(bytes->data() + sizeof head, message.numbers.data(), bytes->size() - sizeof head);
+  }
   for (int rank : ranks) {
     const int to = place_of(rank);
     Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
