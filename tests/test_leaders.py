@@ -12,7 +12,7 @@ import pytest
 from gluon_syncbn.distributed.process_group import ExchangeError, ProcessGroup
 from gluon_syncbn.meeting.processes import processes_of
 
-VECTOR, GAVE_UP, LEFT, BUNDLE, CAME = range(5)
+VECTOR, ABANDONED, LEFT, BUNDLE, CAME = range(5)
 PATIENCE, TIMEOUT = 30.0, 6.0
 
 
@@ -180,7 +180,7 @@ def test_other_hosts_hear_of_a_process_that_ends_without_a_word(job_on):
 def test_errors_name_who_was_the_first_to_abandon_a_step(job_on):
     """Not who did so because of that one, and is heard of before."""
     job = job_on("0 1 2")
-    job.held = {(1, GAVE_UP)}
+    job.held = {(1, ABANDONED)}
     futures = job.exchange([0, 2], seconds=PATIENCE)
     job.members[1].abandon(True)
     while not job.kept:

@@ -32,7 +32,7 @@ _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_
 class Task(ctypes.Structure):
     """What the thread that carries messages is to do (csrc/processes/outside.h)."""
 
-    NOTHING, SEND, ASK_WHO_CAME, GIVE_UP, END = range(5)
+    NOTHING, SEND, ASK_WHO_CAME, ABANDON, END = range(5)
     _fields_ = [
         ("what", c_int),
         ("kind", c_int64),

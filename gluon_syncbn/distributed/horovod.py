@@ -151,7 +151,7 @@ class HorovodProcessGroup(ProcessGroup):
         """Look after what takes long; messages are taken in as their operations end."""
         now = time.monotonic()
         if self.shares_memory and self.state.seconds_failed > _PENDING_SECONDS:
-            self._give_up("its gradients, which Horovod adds up, could not be taken back")
+            self._abandon("its gradients, which Horovod adds up, could not be taken back")
         with self._lock:
             late = [item for item, since in self._under_way.items() if now > since + _POST_SECONDS]
             self._under_way.update(dict.fromkeys(late, math.inf))
@@ -165,7 +165,7 @@ class HorovodProcessGroup(ProcessGroup):
 
         _in_the_background(read)
 
-    def _give_up(self, why):
+    def _abandon(self, why):
         with self._lock:
             if self._ended_by:
                 return

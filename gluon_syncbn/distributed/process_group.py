@@ -102,8 +102,8 @@ class ProcessGroup(ABC):
                     self._send(_message_of(task))
                 elif task.what == what.ASK_WHO_CAME:
                     self._find_out_who_came(_message_of(task))
-                elif task.what == what.GIVE_UP:
-                    self._give_up(task.text.decode())
+                elif task.what == what.ABANDON:
+                    self._abandon(task.text.decode())
                 self._take_in()
             except CommunicatorError as problem:
                 self._lose(str(problem))
@@ -137,7 +137,7 @@ class ProcessGroup(ABC):
     def _find_out_who_came(self, message: Message) -> None:  # noqa: B027
         """Call `_hear_who_came`, where not `sends_to_each`: which of ``message.ranks`` have come to this round."""
 
-    def _give_up(self, why: str) -> None:  # noqa: B027
+    def _abandon(self, why: str) -> None:  # noqa: B027
         """The step has failed in this process, and no message can say so: where not `can_resume`."""
 
     def _receive(self, rank: int, kind: int, key: int, round_id: int, numbers: np.ndarray) -> None:
@@ -244,7 +244,7 @@ class ProcessGroup(ABC):
         """Abandon a step that has failed, or one that ``is_under_way``: nobody need wait for this process any more."""
         why = library.core.gluon_syncbn_abandon(self.id, is_under_way).decode()
         if why and not (self.can_resume or self.shares_memory):
-            self._give_up(why)
+            self._abandon(why)
 
     def resume(self, what: str, seconds: float) -> None:
         """Return when all processes have abandoned the step. Raises ExchangeError if they do not."""

@@ -40,7 +40,7 @@ void rest(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseco
   std::shared_ptr<HostMemory> memory;
   std::mutex mutex;
   std::vector<Message> come;
-  memory = HostMemory::join(where, 1, {0, 1}, [&](int, Message message) {
+  memory = std::make_shared<HostMemory>(where, 1, std::vector<int>{0, 1}, [&](int, Message message) {
     std::lock_guard<std::mutex> lock(mutex);
     come.push_back(std::move(message));
   });
@@ -70,12 +70,13 @@ void run(uint64_t number) {
   if (other == 0) echo(offer.where);
   std::atomic<long> come{0};
   {
-    const auto memory = HostMemory::join(offer.where, 0, {0, 1}, [&come](int from, Message message) {
-      bool is_whole = from == 1 && message.numbers.size() == static_cast<size_t>(message.round);
-      for (double value : message.numbers) is_whole = is_whole && value == static_cast<double>(message.key);
-      check(is_whole && message.key == come, "a message is not what was sent");
-      come += 1;
-    });
+    const auto memory =
+        std::make_shared<HostMemory>(offer.where, 0, std::vector<int>{0, 1}, [&come](int from, Message message) {
+          bool is_whole = from == 1 && message.numbers.size() == static_cast<size_t>(message.round);
+          for (double value : message.numbers) is_whole = is_whole && value == static_cast<double>(message.key);
+          check(is_whole && message.key == come, "a message is not what was sent");
+          come += 1;
+        });
     int64_t sent = 0;
     const auto send = [&] {
       const int64_t size = random() % 4 ? 400000 : static_cast<int64_t>(random() % 100);

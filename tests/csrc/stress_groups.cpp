@@ -155,8 +155,9 @@ void meet_in_two_processes(int steps) {
   for (int rank = 0; rank < 2; ++rank) {
     processes.push_back(std::make_shared<Processes>(rank, 2, "", std::make_shared<Nobody>(), false));
     Processes& mine = *processes.back();
-    mine.share(HostMemory::join(offer.where, rank, {0, 1},
-                                [&mine](int from, Message message) { mine.receive(from, std::move(message)); }));
+    mine.share(
+        std::make_shared<HostMemory>(offer.where, rank, std::vector<int>{0, 1},
+                                     [&mine](int from, Message message) { mine.receive(from, std::move(message)); }));
     mine.agree_on_memory();
     Link link;
     link.processes = processes.back();

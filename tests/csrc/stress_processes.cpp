@@ -85,7 +85,7 @@ class ByCarrier : public Transport {
   const int rank_;
 };
 
-enum Kind { kNormal, kGivesUp, kMissing, kOtherLength, kKinds };
+enum Kind { kNormal, kAbandons, kMissing, kOtherLength, kKinds };
 
 size_t length_of(int step, int key) {
   const size_t lengths[] = {1, 33, 513, 1025, 140000};  // the last is larger than a ring
@@ -118,7 +118,7 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
     const bool is_forward = pass < kKeys;
     const int key = is_forward ? pass : 2 * kKeys - 1 - pass;
     if (is_victim && pass == static_cast<int>(random() % (2 * kKeys))) {
-      if (kind == kGivesUp) return static_cast<void>(mine->abandon(true));
+      if (kind == kAbandons) return static_cast<void>(mine->abandon(true));
       if (kind == kMissing) return;
     }
     if (!is_forward && rounds[static_cast<size_t>(key)] == 0) continue;
@@ -174,9 +174,9 @@ void run_job(int steps, Way way) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100 * mine->rank));
       const auto host = static_cast<size_t>(names[static_cast<size_t>(mine->rank)].back() - '0');
       mine->name(names);
-      mine->share(
-          HostMemory::join(offers[host]->where, mine->rank, hosts[host],
-                           [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
+      mine->share(std::make_shared<HostMemory>(
+          offers[host]->where, mine->rank, hosts[host],
+          [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
       const Exchanged votes = exchanged(mine, {"votes", 9, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
       check(votes.error.empty(), "the vote on memory: " + votes.error);
     });

@@ -1,4 +1,4 @@
-// The two messages that cross devices, side by side: nothing else ever does.
+// The two messages that cross devices, side by side: nothing else does.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace gluon_syncbn {
 
-// What the backward pass must know of its forward pass, besides mean and invstd, after which it is saved. In
-// prediction mode, where nobody meets, count and round are 0.
+// The facts that a backward pass needs of its forward pass, saved after mean and invstd. In prediction mode, where
+// devices do not meet, count and round are 0.
 struct ForwardCall {
   static constexpr int kSize = 3;  // as numbers
   static constexpr int64_t kPrediction = -1;
@@ -27,8 +27,8 @@ struct ForwardCall {
   bool is_training() const { return active_set != kPrediction; }
   void save(double* numbers) const;
 
-  // Throws std::runtime_error if no forward pass has saved this: MXNet runs the backward pass of a forward pass that it
-  // has not run, because its input had failed, once the error has been thrown to someone.
+  // Throws std::runtime_error if no forward pass has saved this: MXNet skips a forward pass whose input has failed, and
+  // runs its backward pass after the error has been thrown.
   static ForwardCall load(const Group& group, const std::string& device, const double* numbers);
 };
 
@@ -40,9 +40,8 @@ struct Statistics {
   RenormLimits renorm = {};
 };
 
-// One pass of one device through its layer's rendezvous: it brings a message, and when `done` is called, once and on
-// any thread, it can be asked for the result. It must stay where it is until then. If `bring_...` throws, `done` is not
-// called.
+// One pass of one device through its layer's rendezvous: it brings a message, and has the result when `done` is called,
+// once and on any thread. It must not move until then. If `bring_...` throws, `done` is not called.
 class Meeting {
  public:
   Meeting(Group& group, const std::string& device, bool is_forward)
@@ -50,7 +49,7 @@ class Meeting {
 
   using Done = std::function<void()>;
 
-  // What lies between these two is the pass, for the profile.
+  // Begin and end of the pass, for the profile.
   void begin_pass() { profile_.emplace(group_.name, device_, is_forward_); }
   void end_pass() { profile_.reset(); }
 

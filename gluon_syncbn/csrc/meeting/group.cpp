@@ -10,12 +10,6 @@
 namespace gluon_syncbn {
 namespace {
 
-std::string join(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
-}
-
 // Orders by type and number, so that cpu(2) comes before cpu(10).
 bool comes_before(const std::string& a, const std::string& b) {
   return std::make_tuple(a.substr(0, a.find('(')), a.size(), a) <
@@ -34,9 +28,9 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
         subgroup_(subgroup),
         active_set_(active_set) {}
 
-  // As `Exchange::start`: what the devices of this process brought, merged to one vector. Exchanges begin in the order
-  // in which they come, also those that have to wait until the channel is prepared: two of one key and round (backward
-  // passes of one forward pass) are told apart by nothing else.
+  // As `Exchange::start`, with the vectors of this process merged to one. Exchanges begin in the order in which they
+  // come, also if they have to wait until the channel is prepared: nothing else tells apart two exchanges of one key
+  // and round (two backward passes of one forward pass).
   void exchange(const Vectors& brought, uint64_t key, Done done) {
     const int64_t round = is_forward_ ? Processes::kNext : static_cast<int64_t>(key);
     Coming mine{round, is_forward_ ? merge(brought).pack() : add_ranks(brought), std::move(done)};
@@ -60,7 +54,7 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
     Done done;
   };
 
-  // Until nobody waits for it.
+  // Prepares the channel, and begins the exchanges that wait for it, until there are none.
   void prepare() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!coming_.empty()) {
@@ -81,7 +75,7 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
 
   std::shared_ptr<const Channel> prepared() {
     const uint64_t epoch = link_.processes->epoch();
-    if (channel_ && epoch_ == epoch) return channel_;  // which no other thread changes
+    if (channel_ && epoch_ == epoch) return channel_;  // no other thread changes it
     auto [key, members] = link_.prepare(is_forward_, subgroup_, active_set_);
     const auto channel = std::make_shared<const Channel>(Channel{what_, key, members, link_.timeout_seconds});
     std::lock_guard<std::mutex> lock(mutex_);
@@ -105,17 +99,17 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
   std::mutex mutex_;
   std::deque<Coming> coming_;  // while the channel is being prepared
   bool is_preparing_ = false;
-  std::shared_ptr<const Channel> channel_;  // as it was prepared last
-  uint64_t epoch_ = 0;                      // then
+  std::shared_ptr<const Channel> channel_;  // the last that was prepared
+  uint64_t epoch_ = 0;                      // in which it was
 };
 
 // Never destroyed, because operators may still run while the process exits.
-std::mutex& groups_mutex() {
-  static std::mutex* mutex = new std::mutex;
-  return *mutex;
-}
-std::map<int64_t, std::shared_ptr<Group>>& groups() {
-  static auto* all = new std::map<int64_t, std::shared_ptr<Group>>;
+struct Groups {
+  std::mutex mutex;
+  std::map<int64_t, std::shared_ptr<Group>> by_id;
+};
+Groups& groups() {
+  static auto* all = new Groups;
   return *all;
 }
 
@@ -209,7 +203,7 @@ Membership Group::membership_of(const std::string& device, int64_t active_set) {
     throw std::invalid_argument("SyncBatchNorm '" + name + "': ran on " + device +
                                 " in training mode, which is not in the list of gluon_syncbn.devices(...).");
   }
-  throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + join(devices_) +
+  throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + joined(devices_) +
                               ", and now runs on " + device +
                               ". Call hybridize() again after the parameters have moved to other devices; load a "
                               "symbol again before it is bound to other devices.");
@@ -218,10 +212,8 @@ Membership Group::membership_of(const std::string& device, int64_t active_set) {
 int64_t Group::rounds(int64_t active_set) {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t sum = 0;
-  const auto found = members_.find(active_set);
-  if (found == members_.end()) return sum;
-  for (const auto& entry : found->second) {
-    if (entry.second.rank == 0) sum += static_cast<int64_t>(entry.second.forward->rounds());
+  for (const auto& [device, member] : members_[active_set]) {
+    if (member.rank == 0) sum += static_cast<int64_t>(member.forward->rounds());
   }
   return sum;
 }
@@ -269,29 +261,23 @@ Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set
 }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {
-  std::lock_guard<std::mutex> lock(groups_mutex());
-  groups()[id] = std::move(group);
+  std::lock_guard<std::mutex> lock(groups().mutex);
+  groups().by_id[id] = std::move(group);
 }
 
 std::shared_ptr<Group> find_group(int64_t id) {
-  std::lock_guard<std::mutex> lock(groups_mutex());
-  const auto found = groups().find(id);
-  if (found == groups().end()) {
-    throw std::invalid_argument("no SyncBatchNorm layer number " + std::to_string(id) +
-                                " in this process. Its layer was dropped, or this is a graph that another process has "
-                                "run: save the net, or the "
-                                "symbol that it is of.");
-  }
-  return found->second;
+  std::lock_guard<std::mutex> lock(groups().mutex);
+  const auto found = groups().by_id.find(id);
+  if (found != groups().by_id.end()) return found->second;
+  throw std::invalid_argument("no SyncBatchNorm layer number " + std::to_string(id) +
+                              " in this process. Its layer was dropped, or this is a graph that another process has "
+                              "run: save the net, or the symbol that it is of.");
 }
 
 void drop_group(int64_t id) {
-  std::shared_ptr<Group> last;  // perhaps; it goes when the lock is free
-  std::lock_guard<std::mutex> lock(groups_mutex());
-  const auto found = groups().find(id);
-  if (found == groups().end()) return;
-  last = std::move(found->second);
-  groups().erase(found);
+  decltype(groups().by_id)::node_type last;  // goes when the lock is free: it may be the last to hold the group
+  std::lock_guard<std::mutex> lock(groups().mutex);
+  last = groups().by_id.extract(id);
 }
 
 }  // namespace gluon_syncbn

@@ -1,4 +1,4 @@
-// The devices of each layer, and where they meet. Groups are made by Python, which gives each an id.
+// The devices of each layer, and where they meet. Python makes groups, and gives each an id.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace gluon_syncbn {
 
-// The attributes of a group, from Python: a LayerSpec (layer/spec.py); the layout is that in backends/native.py.
+// The attributes of a group, from Python: a LayerSpec (layer/spec.py), in the layout of backends/native.py.
 struct GroupSpec {
   const char* name;  // the layer's
   int num_devices;
@@ -34,20 +34,20 @@ struct GroupSpec {
   RenormLimits renorm;
 };
 
-// The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is everyone, any other has been
-// defined by Python. Only Python changes it, while no operator runs.
+// The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is all devices, and Python defines
+// the others. Only Python changes them, while no operator runs.
 struct ActiveSets {
   std::mutex mutex;
   std::map<int64_t, std::set<std::string>> members;
   std::atomic<int64_t> current{0};
 
-  // Whether `id` is everyone, or a set that has been defined.
+  // Whether `id` is 0, or a set that has been defined.
   bool knows(int64_t id);
   bool includes(const std::string& device, int64_t id);
 };
 ActiveSets& active_sets();
 
-// Where a device meets those that it synchronizes with: its subgroup.
+// The place of a device in its subgroup: the devices that it synchronizes with.
 struct Membership {
   size_t rank;
   std::shared_ptr<Rendezvous> forward, backward;
@@ -56,11 +56,10 @@ struct Membership {
 // How a group reaches the other processes of a job.
 struct Link {
   std::shared_ptr<Processes> processes;  // none if this one is alone
-  // Asks Python for the key of a direction of a subgroup, and the ranks of its members. That may take its time:
-  // processes may have to compare their nets first, or go on together after a step that was abandoned. Throws
-  // RendezvousError.
+  // Asks Python for the key of a direction of a subgroup, and the ranks of its members. May wait: processes may have to
+  // compare their nets first, or go on together after a step that was abandoned. Throws RendezvousError.
   std::function<std::pair<int64_t, std::vector<int>>(bool is_forward, int64_t subgroup, int64_t active_set)> prepare;
-  size_t first_device = 0;     // the number of this process's first one among those of all processes
+  size_t first_device = 0;     // the number of this process's first device among the devices of all processes
   double timeout_seconds = 0;  // of processes
 };
 
@@ -82,17 +81,17 @@ class Group : public std::enable_shared_from_this<Group> {
   const DType dtype;
   const double timeout_seconds;
 
-  // Those that are known: of an open group, who has come.
+  // The devices that are known: in an open group, those that have come.
   std::vector<std::string> devices();
 
   // Must be called before a pass in training, by a thread that may wait; may throw.
   void connect();
 
-  // Calls back when it is known which devices the group has: at once, or, in the first round of an open group, when as
-  // many as it has are there.
+  // Calls back when all devices of the group are known: at once, or, in the first round of an open group, when all have
+  // come.
   void enter(const std::string& device, Rendezvous::Then then);
 
-  // Of `device` in the active set. Subgroups are made when the first of them comes.
+  // The place of `device` in the active set. Subgroups are made when the first device comes.
   Membership membership_of(const std::string& device, int64_t active_set);
 
   // Forward rounds so far with exactly this active set.
@@ -112,9 +111,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
 
-  std::string what(bool is_forward) const;  // how errors call a pass
+  std::string what(bool is_forward) const;  // how errors begin
 
-  // Makes the exchange of what the devices of this process brought, merged to one vector.
+  // Makes the exchange of the vectors of this process, merged to one.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
   RenormLimits renorm_;

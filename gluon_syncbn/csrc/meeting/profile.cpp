@@ -1,7 +1,6 @@
 #include "meeting/profile.h"
 
 #include <atomic>
-#include <chrono>
 #include <mutex>
 #include <vector>
 
@@ -32,8 +31,6 @@ Records& records() {
   return *made;
 }
 
-double seconds(Clock::time_point at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); }
-
 }  // namespace
 
 ProfiledPass::ProfiledPass(const std::string& layer, const std::string& device, bool is_forward)
@@ -55,34 +52,36 @@ void ProfiledPass::leave(const void* at, uint64_t round_id) {
 ProfiledPass::~ProfiledPass() {
   if (!is_on_ || !place_) return;
   std::lock_guard<std::mutex> lock(records().mutex);
-  records().all.push_back({layer_, device_, is_forward_, place_, round_id_, seconds(started_), seconds(arrived_),
-                           seconds(left_), seconds(Clock::now())});
+  records().all.push_back({layer_, device_, is_forward_, place_, round_id_, seconds_of(started_), seconds_of(arrived_),
+                           seconds_of(left_), seconds_of(Clock::now())});
 }
 
 }  // namespace gluon_syncbn
 
-// Forgets what was seen, and goes on looking or stops.
+using namespace gluon_syncbn;
+
+// Forgets the records, and begins new ones.
 EXPORTED void gluon_syncbn_start_profile() {
-  std::lock_guard<std::mutex> lock(gluon_syncbn::records().mutex);
-  gluon_syncbn::records().all.clear();
-  gluon_syncbn::is_on = true;
+  std::lock_guard<std::mutex> lock(records().mutex);
+  records().all.clear();
+  is_on = true;
 }
 
-// Stops looking. A line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
+// Stops. Returns a line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
 // it started, arrived, left and ended, in seconds. The text stays until the next call.
 EXPORTED const char* gluon_syncbn_stop_profile() {
-  gluon_syncbn::is_on = false;
-  gluon_syncbn::Records& records = gluon_syncbn::records();
-  std::lock_guard<std::mutex> lock(records.mutex);
-  records.text.clear();
-  for (const gluon_syncbn::Record& record : records.all) {
-    records.text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
-                    std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
+  is_on = false;
+  std::lock_guard<std::mutex> lock(records().mutex);
+  std::string& text = records().text;
+  text.clear();
+  for (const Record& record : records().all) {
+    text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
+            std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
     for (double time : {record.started, record.arrived, record.left, record.ended}) {
-      records.text += '\t' + gluon_syncbn::text_of(time, std::fixed, 9);
+      text += '\t' + text_of(time, std::fixed, 9);
     }
-    records.text += '\n';
+    text += '\n';
   }
-  records.all.clear();
-  return records.text.c_str();
+  records().all.clear();
+  return text.c_str();
 }

@@ -1,16 +1,16 @@
-// When each device came to a meeting of a layer, and when it went on: what gluon_syncbn.profile shows. Off, it costs a
-// look at a flag per call.
+// When each device came to a meeting of a layer, and when it went on, for gluon_syncbn.profile. While the profile is
+// off, a pass only reads a flag.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "meeting/waiting.h"
+#include "meeting/step.h"
 
 namespace gluon_syncbn {
 
-// One pass of one layer on one device, whose threads take part one after the other. What it has seen is kept when it
-// goes, if the profile was on when it was made, and the devices have met.
+// One pass of one layer on one device, whose threads take part one after the other. Its destructor records the times,
+// if the profile was on when the pass began, and the devices have met.
 class ProfiledPass {
  public:
   ProfiledPass(const std::string& layer, const std::string& device, bool is_forward);
@@ -18,10 +18,10 @@ class ProfiledPass {
   ProfiledPass(const ProfiledPass&) = delete;
   ProfiledPass& operator=(const ProfiledPass&) = delete;
 
-  // The device is about to leave what it brings.
+  // The device is about to leave its message.
   void arrive();
 
-  // They have met, `at` which place in which round.
+  // The devices have met in this round; `at` is the rendezvous.
   void leave(const void* at, uint64_t round_id);
 
  private:

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <thread>
-#include <utility>
 
 #include "exported.h"
 
@@ -22,39 +21,39 @@ inline void pause() {
 #endif
 }
 
-// Exchanges with other processes that somebody still holds, and for how long there have been some. Never destroyed,
-// because exchanges may be open while the process exits.
+// Counts exchanges with other processes that are held somewhere, and the time in which there were some. Never
+// destroyed, because exchanges may be open while the process exits.
 struct Exchanges {
   std::mutex mutex;
   int open = 0;
-  Clock::time_point since;  // there have been some now
+  Clock::time_point since;  // when the first of those that are open began
   Clock::duration before{0};
+
+  void add(int change) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (open == 0) since = Clock::now();
+    open += change;
+    if (open == 0) before += Clock::now() - since;
+  }
+  bool are_open() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return open > 0;
+  }
+  // How long this process has waited for others.
+  Clock::duration time() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return open > 0 ? before + (Clock::now() - since) : before;
+  }
 };
 Exchanges& exchanges() {
   static auto* all = new Exchanges;
   return *all;
 }
 
-// For how long this process has waited for others.
-Clock::duration time_in_exchanges() {
-  Exchanges& all = exchanges();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  return all.open > 0 ? all.before + (Clock::now() - all.since) : all.before;
-}
-
 struct CountedExchange {
-  CountedExchange() {
-    Exchanges& all = exchanges();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    if (all.open++ == 0) all.since = Clock::now();
-  }
-  ~CountedExchange() {
-    Exchanges& all = exchanges();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    if (--all.open == 0) all.before += Clock::now() - all.since;
-  }
+  CountedExchange() { exchanges().add(1); }
+  ~CountedExchange() { exchanges().add(-1); }
   CountedExchange(const CountedExchange&) = delete;
-  CountedExchange& operator=(const CountedExchange&) = delete;
 };
 
 }  // namespace
@@ -78,20 +77,22 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t 
     } else {
       watch(shared_from_this());
       round = std::make_shared<Round>(ranks_.size());
-      round->elsewhere = time_in_exchanges();
+      round->elsewhere = exchanges().time();
       gathering_.emplace(key, round);
       round->id = ++opened_;
     }
     round->then.push_back(std::move(then));
     if (round->present[rank] && contribution.empty()) return;
     if (round->present[rank]) {
-      error = twice_text(*round, rank);
+      error = what_ + ": " + ranks_[rank] + " arrived twice before " + joined(names(*round, false)) +
+              " arrived. Every device must run this layer equally often per step, and in the same order.";
     } else {
       round->contributions[rank] = std::move(contribution);
       round->present[rank] = true;
       round->arrived += 1;
       if (round->arrived < ranks_.size()) return;
-      error = different_lengths_text(*round);
+      const std::string lengths = different_lengths(round->contributions, [&](size_t at) { return ranks_[at]; });
+      if (!lengths.empty()) error = what_ + ": the devices brought vectors of different lengths (" + lengths + ").";
     }
     gathering_.erase(key);
   }
@@ -127,10 +128,10 @@ OpenWaits Rendezvous::end_overdue() {
     for (auto entry = gathering_.begin(); entry != gathering_.end();) {
       const RoundPtr round = entry->second;
       // A device that is missing may wait for another process in another layer, for longer than a device may take.
-      const double elsewhere = Seconds(time_in_exchanges() - round->elsewhere).count();
+      const double elsewhere = Seconds(exchanges().time() - round->elsewhere).count();
       const double seconds = timeout_seconds_ + elsewhere;
       if (const auto waited = ended_wait(round->opened, seconds)) {
-        missed.emplace_back(round, missing_text(*round, *waited));
+        missed.emplace_back(round, waited->error(what_, "devices", names(*round, true), names(*round, false), advice_));
         entry = gathering_.erase(entry);
         continue;
       }
@@ -143,7 +144,7 @@ OpenWaits Rendezvous::end_overdue() {
 }
 
 void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
-  struct Held {  // they go in reverse order
+  struct Held {  // its members go in reverse order
     CountedExchange counted;
     std::shared_ptr<Rendezvous> place;
     RoundPtr round;
@@ -169,37 +170,22 @@ void Rendezvous::end(const RoundPtr& round, const Outcome& outcome) {
   for (const Then& next : then) next(outcome);
 }
 
-std::string Rendezvous::names(const Round& round, bool present) const {
-  std::string text, last;
+std::vector<std::string> Rendezvous::names(const Round& round, bool present) const {
+  std::vector<std::string> found;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (round.present[rank] != present || ranks_[rank] == last) continue;  // several may go by one name
-    last = ranks_[rank];
-    text += (text.empty() ? "" : ", ") + last;
+    if (round.present[rank] == present) found.push_back(ranks_[rank]);
+  }
+  return found;
+}
+
+std::string different_lengths(const Vectors& vectors, const std::function<std::string(size_t)>& name_of) {
+  const auto differs = [&](const std::vector<double>& vector) { return vector.size() != vectors[0].size(); };
+  if (std::none_of(vectors.begin(), vectors.end(), differs)) return "";
+  std::string text;
+  for (size_t rank = 0; rank < vectors.size(); ++rank) {
+    text += (rank > 0 ? ", " : "") + name_of(rank) + ": " + std::to_string(vectors[rank].size());
   }
   return text;
-}
-
-std::string Rendezvous::twice_text(const Round& round, size_t rank) const {
-  return what_ + ": " + ranks_[rank] + " arrived twice before " + names(round, false) +
-         " arrived. Every device must run this layer equally often per step, and in the same order.";
-}
-
-std::string Rendezvous::missing_text(const Round& round, const Waited& waited) const {
-  const std::string whom =
-      std::to_string(ranks_.size() - round.arrived) + " of " + std::to_string(ranks_.size()) + " devices";
-  return what_ + " " + waited.text(whom) + ". Arrived: " + names(round, true) + ". Missing: " + names(round, false) +
-         ". " + waited.advice(advice_);
-}
-
-std::string Rendezvous::different_lengths_text(const Round& round) const {
-  std::string sizes;
-  bool differ = false;
-  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    const size_t size = round.contributions[rank].size();
-    differ = differ || size != round.contributions[0].size();
-    sizes += (rank ? ", " : "") + ranks_[rank] + ": " + std::to_string(size);
-  }
-  return differ ? what_ + ": the devices brought vectors of different lengths (" + sizes + ")." : "";
 }
 
 void wait_until_done(const std::function<void(std::function<void()>)>& start) {
@@ -208,7 +194,7 @@ void wait_until_done(const std::function<void(std::function<void()>)>& start) {
     std::condition_variable changed;
     std::atomic<bool> is_full{false};
   };
-  const auto box = std::make_shared<Box>();  // whoever fills it may still hold it when we have left
+  const auto box = std::make_shared<Box>();  // the thread that fills it may still hold it after the return
   start([box] {
     std::lock_guard<std::mutex> lock(box->mutex);
     box->is_full.store(true, std::memory_order_release);
@@ -222,14 +208,10 @@ void wait_until_done(const std::function<void(std::function<void()>)>& start) {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py), without the interpreter lock. Waits until nobody holds an exchange any more, for
+// Python calls this (base/library.py), without the interpreter lock. Waits until nobody holds an exchange any more, for
 // so many seconds at most.
 EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
   using namespace gluon_syncbn;
   const auto until = Clock::now() + Seconds(most);
-  const auto are_open = [] {
-    std::lock_guard<std::mutex> lock(exchanges().mutex);
-    return exchanges().open > 0;
-  };
-  while (are_open() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (exchanges().are_open() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -1,37 +1,34 @@
-// Where the devices of one layer meet. Each leaves a vector of float64 and goes on; when the last one has come, all are
-// called back with what everyone has left, or with one error. In a job of several processes that is what all processes
-// have left.
+// Where the devices of one layer meet. Each leaves a vector of float64 and goes on. When the last has come, each is
+// called back with all vectors, or with one error. In a job of several processes it gets one vector per process.
 //
 // The protocol
 // ------------
 // Every device ("rank") arrives once per round. Each direction of each layer has a rendezvous of its own, and a round
-// of it has a key. A round is in one of three states, and whoever takes it out of one calls nobody before it is in the
-// next:
+// of it has a key. A round is in one of three states. The thread that takes it out of one calls nobody before the round
+// is in the next:
 //
-//   gathering   In the table under its key, from the first arrival on. The last arrival ends it, a rank that comes
-//               twice, vectors of different lengths, or the watchdog: after the timeout, or earlier (waiting.h). Time
-//               in which this process waits for others, anywhere, does not count.
-//   exchanging  Only where there are other processes: all ranks of this one are there, and what they have left is
-//               exchanged (Exchange), which ends by itself.
+//   gathering   In the table under its key, from the first arrival on. It ends with the last arrival, with a rank that
+//               comes twice, with vectors of different lengths, or by the watchdog: after the timeout, or earlier
+//               (waiting.h). Time in which this process waits for others, anywhere, does not count.
+//   exchanging  Only where there are other processes: all ranks of this one are there, and their vectors are exchanged
+//               (Exchange), which ends by itself.
 //   over        All callbacks are called, once: with the vectors in rank order (same input, same order, same bits
 //               everywhere), or with the error. The next arrival with this key opens a new round.
 //
-// Nobody waits here, and no lock is held where something else is called but `watch`. The callbacks run on the thread
-// that ends the round: that of the last rank, the watchdog's, or the one that ends the exchange. They must not wait for
-// other rounds.
+// Nobody waits here, and under the lock nothing else is called but `watch`. The callbacks run on the thread that ends
+// the round: the last rank's, the watchdog's, or the one that ends the exchange. They must not wait for other rounds.
 //
-// Who owns what: a round is owned by the table, or by who is ending it, and owns its callbacks; a callback owns the
+// Ownership: a round is owned by the table, or by the thread that ends it, and owns its callbacks; a callback owns the
 // call that goes on in it, with its arrays, its operator and its group, and so this rendezvous. So a net that is
 // dropped lives until its open rounds are over, which the watchdog sees to. A round that is open when the process ends
 // is forgotten with it, and none is open when Python forks (step/exits.py).
 //
-// Which rounds belong together: forward passes of one layer on one device run in program order (each writes the
-// running statistics), so all of them share key 0, and the n-th round holds the n-th call of every device. Backward
-// passes of a layer that is called several times per step come in any order, so their key is the number of the forward
-// round that they answer.
+// Keys: forward passes of one layer on one device run in program order (each writes the running statistics), so all of
+// them share key 0, and the n-th round holds the n-th call of every device. Backward passes of a layer that is called
+// several times per step come in any order, so their key is the number of their forward round.
 //
-// A rank that arrives after its round has failed opens a new round, and looks like one that starts the next
-// step. Whoever catches the error and goes on must let the stragglers finish first (abandon_step).
+// A rank that arrives after its round has failed opens a new round, and looks like one that starts the next step. Code
+// that catches the error and goes on must let the stragglers finish first (abandon_step).
 #pragma once
 
 #include <cstdint>
@@ -60,10 +57,10 @@ struct Outcome {
   std::string error;      // empty if it did not fail
 };
 
-// What connects a rendezvous with the same one in other processes; without `start` there are none.
+// Connects a rendezvous with the same one in other processes; without `start` there are none.
 struct Exchange {
-  // Brings what all ranks have left in the round of this key; `done` is called once, on any thread, with what all
-  // processes have left. May throw, and then `done` is not called.
+  // Brings the vectors of all ranks in the round of this key; `done` is called once, on any thread, with the vectors of
+  // all processes. May throw, and then `done` is not called.
   std::function<void(const Vectors& contributions, uint64_t key, std::function<void(const Outcome&)> done)> start;
   // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
   std::function<void(const std::string& error)> fail;
@@ -73,13 +70,13 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
  public:
   using Then = std::function<void(const Outcome&)>;
 
-  // `what` is how errors call it, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are the participants'
-  // names; `advice` ends the error about a missing rank. To be made by std::make_shared.
+  // `what` begins errors, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are names; `advice` ends the
+  // error about a missing rank. To be made by std::make_shared.
   Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
              Exchange exchange = {});
 
   // Leaves `contribution` as `rank`; `then` is called once, perhaps before this returns. If this throws (there is no
-  // memory, or no thread), it will not be called. Who brings nothing may come more than once.
+  // memory, or no thread), it will not be called. A rank that brings nothing may come more than once.
   void arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then);
 
   // Gives a rank another name.
@@ -110,10 +107,7 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   void exchange(const RoundPtr& round, uint64_t key);
   void fail(const RoundPtr& round, std::string error);
   void end(const RoundPtr& round, const Outcome& outcome);
-  std::string names(const Round& round, bool present) const;
-  std::string twice_text(const Round& round, size_t rank) const;
-  std::string missing_text(const Round& round, const Waited& waited) const;
-  std::string different_lengths_text(const Round& round) const;  // empty if they are the same
+  std::vector<std::string> names(const Round& round, bool present) const;
 
   const std::string what_;
   std::vector<std::string> ranks_;
@@ -125,8 +119,10 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   uint64_t opened_ = 0;
 };
 
-// Waits until the callback that `start` is given has been called, for a thread that has nothing else to do. Throws what
-// `start` throws.
+// "cpu(0): 8, cpu(1): 9", or an empty text if all vectors have one length.
+std::string different_lengths(const Vectors& vectors, const std::function<std::string(size_t)>& name_of);
+
+// Waits until `start`'s callback has been called, for a thread that has nothing else to do. Throws as `start` does.
 void wait_until_done(const std::function<void(std::function<void()>)>& start);
 
 }  // namespace gluon_syncbn

@@ -25,7 +25,7 @@ struct RenormLimits {
   bool is_off() const { return r_max == 1 && d_max == 0; }
 };
 
-// r and d of each channel, where the statistics of the mini-batch and the running ones are these.
+// r and d of each channel, from the statistics of the mini-batch and the running statistics.
 struct RenormVectors {
   RenormVectors(const RenormLimits& limits, double epsilon, const std::vector<double>& mean,
                 const std::vector<double>& variance, const std::vector<double>& running_mean,

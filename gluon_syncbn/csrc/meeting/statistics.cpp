@@ -17,7 +17,7 @@ Moments merge(const Vectors& packed) {
   const size_t channels = (packed.front().size() - 1) / 2;
   Moments merged{0, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
   for (const std::vector<double>& part : packed) merged.count += part[0];
-  std::vector<double> rest(channels, 0.0);  // what rounding has taken from the mean: equal ones stay what they are
+  std::vector<double> rest(channels, 0.0);  // taken from the mean by rounding; so equal means stay as they are
   for (const std::vector<double>& part : packed) {
     const double share = part[0] / merged.count;
     for (size_t c = 0; c < channels; ++c) merged.mean[c] += part[1 + c] * share;

@@ -1,4 +1,4 @@
-// The arithmetic of per-channel vectors that cross devices, in float64. Nothing here knows of devices or of MXNet.
+// The arithmetic of per-channel vectors that cross devices, in float64.
 #pragma once
 
 #include <vector>

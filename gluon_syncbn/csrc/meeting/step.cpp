@@ -22,7 +22,7 @@ void Step::fail_by_reading(const std::string& error) {
     is_by_reading_ = true;
     begin_failure(error);
   } else if (is_by_reading_) {
-    failure_ = error;  // who has read the array knows more than who was about to
+    failure_ = error;  // the error of a read that has ended says more than the one of a read that begins
   }
 }
 
@@ -58,27 +58,29 @@ bool Step::is_by_reading() const {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
+// Python calls these (base/library.py).
 
-EXPORTED void gluon_syncbn_fail_step(const char* error) { gluon_syncbn::step().fail(error); }
+using namespace gluon_syncbn;
 
-EXPORTED void gluon_syncbn_fail_step_by_reading(const char* error) { gluon_syncbn::step().fail_by_reading(error); }
+EXPORTED void gluon_syncbn_fail_step(const char* error) { step().fail(error); }
 
-EXPORTED int gluon_syncbn_step_is_by_reading() { return gluon_syncbn::step().is_by_reading(); }
+EXPORTED void gluon_syncbn_fail_step_by_reading(const char* error) { step().fail_by_reading(error); }
 
-EXPORTED void gluon_syncbn_reset_step() { gluon_syncbn::step().reset(); }
+EXPORTED int gluon_syncbn_step_is_by_reading() { return step().is_by_reading(); }
+
+EXPORTED void gluon_syncbn_reset_step() { step().reset(); }
 
 // The first error of the step, empty if it has not failed; valid until this thread calls again.
 EXPORTED const char* gluon_syncbn_step_failure() {
   thread_local std::string text;
-  text = gluon_syncbn::step().failure();
+  text = step().failure();
   return text.c_str();
 }
 
-// When the step failed, in seconds of the steady clock; 0 if it has not.
+// When the step failed; 0 if it has not.
 EXPORTED double gluon_syncbn_step_failed_at() {
-  const auto at = gluon_syncbn::step().failed_at();
-  return at ? std::chrono::duration<double>(at->time_since_epoch()).count() : 0;
+  const auto at = step().failed_at();
+  return at ? seconds_of(*at) : 0;
 }
 
-EXPORTED uint64_t gluon_syncbn_step_generation() { return gluon_syncbn::step().generation(); }
+EXPORTED uint64_t gluon_syncbn_step_generation() { return step().generation(); }

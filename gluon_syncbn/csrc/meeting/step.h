@@ -6,10 +6,10 @@
 //           writes running statistics: it throws. Devices that wait in a layer wait for a grace period more. No update
 //           of a weight passes its gate.
 //
-// `fail` leads from open to failed; the first error stays. So does `fail_by_reading`, where someone reads an array that
-// could not be computed. That array may have to do with no layer; if it has, then `fail` is called, too, sooner or
-// later: by a pass, a gate or a watch that the failed step stops. `reset` leads back to open, when Python gives the
-// step up (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows
+// `fail` leads from open to failed; the first error stays. So does `fail_by_reading`, after the user has read an array
+// that could not be computed. That array may have to do with no layer; if it has, `fail` is called, too, sooner or
+// later: by a pass, a gate or a watch that the failed step stops. `reset` leads back to open, when Python abandons the
+// step (step/abandon.py) and nothing runs any more. It also begins a new generation, by which a backward pass knows
 // that its forward pass ran in a step that was abandoned, or never.
 #pragma once
 
@@ -23,6 +23,10 @@
 namespace gluon_syncbn {
 
 using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// A time as Python reads it, in seconds.
+inline double seconds_of(Clock::time_point at) { return Seconds(at.time_since_epoch()).count(); }
 
 class Step {
  public:
@@ -35,7 +39,7 @@ class Step {
   // The first error, or an empty text.
   std::string failure() const;
   std::optional<Clock::time_point> failed_at() const;
-  // Whether nothing but `fail_by_reading` was called.
+  // Whether only `fail_by_reading` was called.
   bool is_by_reading() const;
 
   // Counts from 1.
@@ -52,7 +56,7 @@ class Step {
   Clock::time_point failed_at_;
 };
 
-// The one of this process.
+// The step of this process.
 Step& step();
 
 }  // namespace gluon_syncbn

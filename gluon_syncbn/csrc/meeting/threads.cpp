@@ -31,7 +31,7 @@ void serve(Threads& threads) {
     threads.work.pop_front();
     lock.unlock();
     work();
-    work = nullptr;  // what it holds goes now, not when there is more to do
+    work = nullptr;  // its captures go now, not with the next work
     lock.lock();
   }
 }

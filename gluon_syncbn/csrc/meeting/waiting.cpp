@@ -19,8 +19,8 @@ constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 // Time of the last signal, by the steady clock. The handler writes nothing else.
 std::atomic<int64_t> signalled{INT64_MIN};
 
-// Who had the signal before us. A handler may still run, on another thread, when the next watch begins, so what it
-// reads is not changed: another action gets memory of its own, which is never freed, as actions do not change often.
+// The program's own actions. A handler may still read one, on another thread, when the next watch begins, so a new
+// action gets memory of its own. It is never freed, as actions do not change often.
 std::atomic<const struct sigaction*> before[kNumSignals];
 
 void on_signal(int number, siginfo_t* information, void* context) {
@@ -111,6 +111,24 @@ std::string Waited::advice(const std::string& usual) const {
   return because.empty() ? usual : usual.substr(usual.rfind('\n') + 1);
 }
 
+std::string Waited::error(const std::string& what, const std::string& kind, const std::vector<std::string>& arrived,
+                          const std::vector<std::string>& missing, const std::string& usual) const {
+  const std::string whom =
+      std::to_string(missing.size()) + " of " + std::to_string(arrived.size() + missing.size()) + " " + kind;
+  const auto list = [](const std::vector<std::string>& names) {
+    return names.empty() ? "none, any more" : joined(names);
+  };
+  return what + " " + text(whom) + ". Arrived: " + list(arrived) + ". Missing: " + list(missing) + ". " + advice(usual);
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (i == 0 || names[i] != names[i - 1]) text += (i > 0 ? ", " : "") + names[i];
+  }
+  return text;
+}
+
 Clock::duration ticks(double seconds) {
   constexpr double kMost = 1e9;  // more would not fit into a time
   return std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
@@ -118,7 +136,7 @@ Clock::duration ticks(double seconds) {
 
 std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds, bool is_for_processes) {
   const auto now = Clock::now();
-  const double seconds = std::chrono::duration<double>(now - began).count();
+  const double seconds = Seconds(now - began).count();
   if (seconds >= timeout_seconds) return Waited{timeout_seconds, ""};
   const auto signal = signalled_at();
   if (signal >= began && now >= signal + waiting_times().grace) return Waited{seconds, "Ctrl-C or SIGTERM came"};
@@ -136,28 +154,25 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
+// Python calls these (base/library.py).
+
+using namespace gluon_syncbn;
 
 EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
-  using gluon_syncbn::Seconds;
-  gluon_syncbn::waiting_times() = {Seconds(grace), Seconds(poll)};
+  waiting_times() = {Seconds(grace), Seconds(poll)};
 }
 
-// Ends waits, from now on, after the grace period (for other processes after theirs), "because" of this; an empty text
+// Ends waits, from now on, after the grace period (for other processes after theirs), for this reason; an empty text
 // takes it back.
 EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double grace, double process_grace) {
-  gluon_syncbn::Shared& shared = gluon_syncbn::shared();
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  shared.cut_short_at = gluon_syncbn::Clock::now();
-  shared.grace = gluon_syncbn::Seconds(grace);
-  shared.process_grace = gluon_syncbn::Seconds(process_grace);
-  shared.because = because;
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  shared().cut_short_at = Clock::now();
+  shared().grace = Seconds(grace);
+  shared().process_grace = Seconds(process_grace);
+  shared().because = because;
 }
 
-// One watch more, or one less.
-EXPORTED void gluon_syncbn_watch_signals(int begin) { begin ? gluon_syncbn::begin_watch() : gluon_syncbn::end_watch(); }
+// Begins a watch, or ends one.
+EXPORTED void gluon_syncbn_watch_signals(int begin) { begin ? begin_watch() : end_watch(); }
 
-// When the last signal was noticed, in seconds of the steady clock.
-EXPORTED double gluon_syncbn_signalled_at() {
-  return std::chrono::duration<double>(gluon_syncbn::signalled_at().time_since_epoch()).count();
-}
+EXPORTED double gluon_syncbn_signalled_at() { return seconds_of(signalled_at()); }

@@ -1,39 +1,37 @@
-// How long a device waits for the others: the layer's timeout, or less once the wait can no longer succeed.
+// How long a device waits for the others: for the layer's timeout, or less once the wait can no longer succeed.
 //
-// There are three such cases. Every wait ends a grace period after them, or after it has begun, whichever is later:
+// There are three such cases. Each ends a wait a grace period after the event, or after the wait began if it is later:
 //
-//   Python says so: the process ends, or a step has been abandoned. It holds for all waits from then on, until Python
-//   takes it back. The grace period is for devices that are on their way and may still arrive.
+//   Python cuts waits short, because the process ends or a step was abandoned. This holds for all waits from then on,
+//   until Python takes it back. In the grace period, devices that are on their way may still arrive.
 //
-//   Ctrl-C, or a SIGTERM that the program handles. Python runs its handlers on the main thread and between two of its
-//   own instructions; that thread is in MXNet, and waits for what waits here. So the signal is noticed here, too: while
-//   something has waited for longer than the poll interval there is a handler before the one that was found, which
-//   notes the time and calls that one. It ends the waits that had begun by then.
-//   A signal that is ignored, or ends the process anyway, is left alone.
+//   Ctrl-C, or a SIGTERM that the program handles. Python runs signal handlers on the main thread, between two of its
+//   own instructions; but that thread is in MXNet, and waits for a device that waits here. So while something has
+//   waited for longer than the poll interval, a handler of our own notes the time of the signal, and then calls the
+//   handler that the program had installed. It ends the waits that had begun by then. A signal that the program
+//   ignores, or that ends the process anyway, is left alone.
 //
-//   The step has failed (step.h): who has not come by now will hardly come.
+//   The step has failed (step.h): a device that has not come by now will hardly come.
 //
-// The watchdog (watchdog.h) looks once per poll interval whether waits have been cut short. No one has to wake it for
-// that, least of all a signal handler, which could not.
+// The watchdog (watchdog.h) looks once per poll interval, as a signal handler could not wake it.
 #pragma once
 
 #include <chrono>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "meeting/step.h"
 
 namespace gluon_syncbn {
 
-using Seconds = std::chrono::duration<double>;
-
-// Python has the numbers, and says what they are for (meeting/waiting.py). They change while nothing waits.
+// Python sets the numbers, and explains them (meeting/waiting.py). They change while nothing waits.
 struct WaitingTimes {
   Seconds grace{0}, poll{0};
 };
 WaitingTimes& waiting_times();
 
-// Between these two, each called equally often, Ctrl-C and SIGTERM are noticed.
+// Ctrl-C and SIGTERM are noticed between these two, each called equally often.
 void begin_watch();
 void end_watch();
 
@@ -55,15 +53,22 @@ struct Waited {
   // "waited 60 s for WHOM", or if it ended before the timeout, "waited only 2 s for WHOM, because ...".
   std::string text(const std::string& whom) const;
 
-  // What an error says at its end, of what `usual` says: where it is known why, only the last line, what to do.
+  // The end of an error: `usual`, or only its last line, the remedy, where the reason is known.
   std::string advice(const std::string& usual) const;
+
+  // The error of `what`, which some of the "devices" or "processes" have not come to.
+  std::string error(const std::string& what, const std::string& kind, const std::vector<std::string>& arrived,
+                    const std::vector<std::string>& missing, const std::string& usual) const;
 };
 
-// When a wait that began at `began` ends now, and why; nothing if it goes on. Python says how long the grace period is
-// when it cuts waits short, and that of waits for other processes.
+// When a wait that began at `began` ends now, and why; nothing if it goes on. Waits for other processes have a grace
+// period of their own when Python cuts waits short.
 std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds, bool is_for_processes = false);
 
 // A time for the clock, as long as it can tell.
 Clock::duration ticks(double seconds);
+
+// The names with commas between them; equal neighbours are one.
+std::string joined(const std::vector<std::string>& names);
 
 }  // namespace gluon_syncbn

@@ -14,7 +14,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// How long it stands still for a fork at most: one that other threads keep from happening may need it.
+// It stands still for a fork for so long at most: threads that keep the fork from happening may need it.
 constexpr Seconds kStandstill{2};
 
 struct Watchdog {
@@ -23,7 +23,8 @@ struct Watchdog {
   std::vector<std::weak_ptr<Watched>> watched;
   std::optional<SignalWatch> signals;
   bool runs = false, looks = false, stands_still = false;
-  // A new one comes before the look at `sleeps`, `sleeps` before the look at `opened`: one of the two sees the other.
+  // `watch` sets `opened` before it reads `sleeps`, and the thread sets `sleeps` before it reads `opened`: one of the
+  // two sees the other.
   std::atomic<uint64_t> opened{0};
   std::atomic<bool> sleeps{false};
 };
@@ -31,35 +32,28 @@ struct Watchdog {
 // Never destroyed, because rounds may be open while the process exits; replaced in a process that was forked.
 std::atomic<Watchdog*> current{new Watchdog};
 
-// What is still open.
+// Returns the waits that are still open.
 OpenWaits look(Watchdog& dog, std::unique_lock<std::mutex>& lock) {
   dog.looks = true;
   std::vector<std::shared_ptr<Watched>> all;
-  for (size_t i = 0; i < dog.watched.size();) {
-    if (auto who = dog.watched[i].lock()) {
-      all.push_back(std::move(who));
-      ++i;
-    } else {
-      std::swap(dog.watched[i], dog.watched.back());
-      dog.watched.pop_back();
-    }
+  for (const std::weak_ptr<Watched>& item : dog.watched) {
+    if (auto alive = item.lock()) all.push_back(std::move(alive));
   }
+  dog.watched.assign(all.begin(), all.end());
   lock.unlock();
   OpenWaits open;
-  for (std::shared_ptr<Watched>& who : all) {
-    const OpenWaits its = who->end_overdue();
+  for (std::shared_ptr<Watched>& item : all) {
+    const OpenWaits its = item->end_overdue();
     open.add(its.oldest, its.deadline);
-    who.reset();
+    item.reset();
   }
   const auto now = Clock::now();
   const bool is_long = open.oldest < now && now - open.oldest > waiting_times().poll;
   lock.lock();
-  if (is_long != dog.signals.has_value()) {
-    if (is_long) {
-      dog.signals.emplace();
-    } else {
-      dog.signals.reset();
-    }
+  if (!is_long) {
+    dog.signals.reset();
+  } else if (!dog.signals) {
+    dog.signals.emplace();
   }
   dog.looks = false;
   dog.changed.notify_all();
@@ -85,26 +79,28 @@ void run(Watchdog& dog) {
 
 }  // namespace
 
-void watch(const std::shared_ptr<Watched>& who) {
+void watch(const std::shared_ptr<Watched>& item) {
   Watchdog& dog = *current;
   dog.opened += 1;
-  if (who->known_to_ == &dog && !dog.sleeps) return;
+  if (item->known_to_ == &dog && !dog.sleeps) return;
   std::lock_guard<std::mutex> lock(dog.mutex);
   if (!dog.runs) std::thread([&dog] { run(dog); }).detach();
   dog.runs = true;
-  if (who->known_to_ != &dog) dog.watched.push_back(who);
-  who->known_to_ = &dog;
-  dog.opened += 1;  // again: a look that has begun since does not see `who`
+  if (item->known_to_ != &dog) dog.watched.push_back(item);
+  item->known_to_ = &dog;
+  dog.opened += 1;  // again: a look that has begun since does not see `item`
   dog.changed.notify_all();
 }
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py), without the interpreter lock
+// Python calls these (base/library.py), without the interpreter lock.
+
+using namespace gluon_syncbn;
 
 // Returns when the watchdog stands still, until `gluon_syncbn_after_fork`.
 EXPORTED void gluon_syncbn_before_fork() {
-  gluon_syncbn::Watchdog& dog = *gluon_syncbn::current;
+  Watchdog& dog = *current;
   std::unique_lock<std::mutex> lock(dog.mutex);
   dog.changed.wait(lock, [&] { return !dog.looks; });
   dog.stands_still = true;
@@ -113,11 +109,11 @@ EXPORTED void gluon_syncbn_before_fork() {
 
 EXPORTED void gluon_syncbn_after_fork(int is_child) {
   if (is_child) {
-    gluon_syncbn::current = new gluon_syncbn::Watchdog;  // the lock of the other may be held, by a thread that is gone
-    gluon_syncbn::forget_threads();
+    current = new Watchdog;  // a thread that is gone may hold the lock of the other
+    forget_threads();
     return;
   }
-  gluon_syncbn::Watchdog& dog = *gluon_syncbn::current;
+  Watchdog& dog = *current;
   std::lock_guard<std::mutex> lock(dog.mutex);
   dog.stands_still = false;
   dog.changed.notify_all();

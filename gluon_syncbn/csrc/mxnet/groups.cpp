@@ -15,7 +15,7 @@
 #include "mxnet/c_api.h"
 #include "mxnet/python.h"
 #include "mxnet/operator.h"
-#include "processes/all.h"
+#include "processes/processes.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -24,7 +24,7 @@ namespace {
 // number leave the text of an error if it is -1.
 using MakeGroup = int64_t (*)(const char* description);  // the group's id
 // The number of processes, that of this one's first device, the seconds that processes wait for each other, and their
-// id (processes/all.h).
+// id (processes/all.cpp).
 using Connect = int (*)(int64_t group, double* facts);
 // The key of a channel, its members, and how many these are.
 using Prepare = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key,

@@ -1,21 +1,15 @@
-#include "processes/all.h"
+// All `Processes` that Python has made, by their ids, and the functions that Python calls (base/library.py).
 
 #include <pthread.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <future>
-#include <optional>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "exported.h"
 #include "meeting/rendezvous.h"
 #include "processes/host_memory.h"
-#include "processes/outside.h"
+#include "processes/processes.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -36,7 +30,7 @@ std::atomic<size_t> num_entries{0};
 
 Entry& entry(int64_t id) { return *entries.at(static_cast<size_t>(id)).load(); }
 
-// In a child that was forked, which is none of the job: what it keeps open would keep its parent's lock.
+// In a child that was forked, which is not of the job: its open files would keep its parent's locks.
 void forget_in_child() {
   for (const std::atomic<Entry*>& item : entries) {
     const Entry* const found = item;
@@ -44,14 +38,14 @@ void forget_in_child() {
   }
 }
 
-// A text that the caller reads before its thread calls again.
+// Returns a text that stays until the thread calls again.
 const char* kept(std::string text) {
   thread_local std::string last;
   last = std::move(text);
   return last.c_str();
 }
 
-// The text of what `call` throws, or an empty one.
+// Returns the text of an exception in `call`, or an empty one.
 template <typename Call>
 const char* error_of(const Call& call) {
   try {
@@ -62,7 +56,7 @@ const char* error_of(const Call& call) {
   return "";
 }
 
-// What `start` is called back with. Throws the error, if it is one.
+// Returns the result that `start` is called back with, or throws its error.
 Exchanged awaited(const std::function<void(Processes::Done)>& start) {
   const SignalWatch watch;  // Python's main thread may wait here
   const auto promise = std::make_shared<std::promise<Exchanged>>();
@@ -78,8 +72,8 @@ std::shared_ptr<Processes> find_processes(int64_t id) { return entry(id).process
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py), all without the interpreter lock. A text that is returned is empty if there is
-// nothing to say, and holds until the same thread calls again.
+// Python calls all of these without the interpreter lock. A text that they return is empty if there is nothing to say,
+// and stays until the same thread calls again.
 
 using namespace gluon_syncbn;
 
@@ -105,8 +99,8 @@ struct OutsideTask {
   const char* text;
 };
 
-// What the thread that carries messages has to do next; it waits for so many seconds at most while it is needed, or
-// busy, and else until there is something.
+// Waits for the next task of the thread that carries messages: for so many seconds at most while the thread is busy or
+// needed all the time.
 EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, OutsideTask* found) {
   Entry& mine = entry(id);
   mine.task =
@@ -125,89 +119,87 @@ EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, Ou
 
 EXPORTED void gluon_syncbn_receive(int64_t id, int from, int64_t kind, int64_t key, int64_t round,
                                    const double* numbers, int64_t count) {
-  find_processes(id)->receive(from, {kind, key, round, {numbers, numbers + count}});
+  entry(id).processes->receive(from, {kind, key, round, {numbers, numbers + count}});
 }
 
 // Nothing is known if `count` is negative.
 EXPORTED void gluon_syncbn_hear_who_came(int64_t id, int64_t key, int64_t round, const int* ranks, int count) {
   std::optional<std::set<int>> came;
   if (count >= 0) came.emplace(ranks, ranks + count);
-  find_processes(id)->hear_who_came(key, round, came);
+  entry(id).processes->hear_who_came(key, round, came);
 }
 
-EXPORTED void gluon_syncbn_lose_transport(int64_t id, const char* why) { find_processes(id)->lose_transport(why); }
+EXPORTED void gluon_syncbn_lose_transport(int64_t id, const char* why) { entry(id).processes->lose_transport(why); }
 
-EXPORTED void gluon_syncbn_end_processes(int64_t id, const char* why) { find_processes(id)->end(why); }
+EXPORTED void gluon_syncbn_end_processes(int64_t id, const char* why) { entry(id).processes->end(why); }
 
 // Returns when all processes have brought a vector of `size` numbers, with their rows; or the error.
 EXPORTED const char* gluon_syncbn_exchange(int64_t id, const char* what, int64_t key, double seconds,
                                            const double* vector, int64_t size, double* rows) {
   return error_of([&] {
-    const auto processes = find_processes(id);
-    const Channel channel{what, key, processes->everyone(), seconds};
+    Processes& processes = *entry(id).processes;
     const Exchanged all = awaited([&](Processes::Done done) {
-      processes->exchange(channel, Processes::kNext, {vector, vector + size}, std::move(done));
+      processes.exchange({what, key, processes.everyone(), seconds}, Processes::kNext, {vector, vector + size},
+                         std::move(done));
     });
     for (const std::vector<double>& row : all.rows) rows = std::copy(row.begin(), row.end(), rows);
   });
 }
 
-// Microseconds of each of so many exchanges, of which one begins where the one before has ended, as layers' do; or the
-// error.
+// Measures so many exchanges, in microseconds; or returns the error. Each begins where the previous one has ended, as
+// exchanges of layers do.
 EXPORTED const char* gluon_syncbn_time_exchanges(int64_t id, int64_t key, int64_t numbers, int count,
                                                  double* microseconds) {
   struct Chain : std::enable_shared_from_this<Chain> {
-    std::shared_ptr<Processes> processes;
-    Channel channel;
-    size_t numbers = 0;
-    int left = 0;
-    double* found = nullptr;
-    std::promise<std::string> over;
+    Chain(Processes& among, int64_t key, int64_t numbers, int count, double* found)
+        : processes(among),
+          channel{"exchange", key, among.everyone(), 60},
+          vector(static_cast<size_t>(numbers), 1.0),
+          left(count),
+          microseconds(found) {}
 
-    void next() {
+    void next(Processes::Done done) {
       const auto began = Clock::now();
-      processes->exchange(channel, Processes::kNext, std::vector<double>(numbers, 1.0),
-                          [self = shared_from_this(), began](Exchanged all) {
-                            *self->found++ = 1e6 * Seconds(Clock::now() - began).count();
-                            const bool is_over = --self->left == 0 || !all.error.empty();
-                            is_over ? self->over.set_value(all.error) : self->next();
-                          });
+      processes.exchange(channel, Processes::kNext, vector, [self = shared_from_this(), began, done](Exchanged all) {
+        *self->microseconds++ = 1e6 * Seconds(Clock::now() - began).count();
+        const bool is_over = --self->left == 0 || !all.error.empty();
+        is_over ? done(std::move(all)) : self->next(done);
+      });
     }
+
+    Processes& processes;
+    const Channel channel;
+    const std::vector<double> vector;
+    int left;
+    double* microseconds;
   };
   return error_of([&] {
-    const auto chain = std::make_shared<Chain>();
-    chain->processes = find_processes(id);
-    chain->channel = {"exchange", key, chain->processes->everyone(), 60};
-    chain->numbers = static_cast<size_t>(numbers);
-    chain->left = count;
-    chain->found = microseconds;
-    chain->next();
-    const std::string error = chain->over.get_future().get();
-    if (!error.empty()) throw RendezvousError(error);
+    const auto chain = std::make_shared<Chain>(*entry(id).processes, key, numbers, count, microseconds);
+    awaited([&](Processes::Done done) { chain->next(std::move(done)); });
   });
 }
 
-EXPORTED void gluon_syncbn_fail_processes(int64_t id, const char* error) { find_processes(id)->fail(error); }
+EXPORTED void gluon_syncbn_fail_processes(int64_t id, const char* error) { entry(id).processes->fail(error); }
 
-EXPORTED const char* gluon_syncbn_failure_of_processes(int64_t id) { return kept(find_processes(id)->failure()); }
+EXPORTED const char* gluon_syncbn_failure_of_processes(int64_t id) { return kept(entry(id).processes->failure()); }
 
 EXPORTED void gluon_syncbn_state_of_processes(int64_t id, State* state) {
-  *state = find_processes(id)->state();
+  *state = entry(id).processes->state();
   state->open_tasks = static_cast<int>(entry(id).outside->open_tasks());
 }
 
-// Why the step is abandoned.
+// Returns why the step is abandoned.
 EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way) {
-  return kept(find_processes(id)->abandon(is_under_way != 0));
+  return kept(entry(id).processes->abandon(is_under_way != 0));
 }
 
 // Returns when all processes have abandoned the step, or the error.
 EXPORTED const char* gluon_syncbn_resume(int64_t id, const char* what, double seconds) {
   return error_of(
-      [&] { awaited([&](Processes::Done done) { find_processes(id)->resume(what, seconds, std::move(done)); }); });
+      [&] { awaited([&](Processes::Done done) { entry(id).processes->resume(what, seconds, std::move(done)); }); });
 }
 
-// Tells the others that this process ends, which may take so many seconds.
+// Tells the others that this process ends, for so many seconds at most.
 EXPORTED void gluon_syncbn_leave(int64_t id, double most) {
   Entry& mine = entry(id);
   mine.processes->leave();
@@ -215,13 +207,13 @@ EXPORTED void gluon_syncbn_leave(int64_t id, double most) {
   if (mine.memory) mine.memory->flush(most);
 }
 
-EXPORTED void gluon_syncbn_go_to_round(int64_t id, int64_t floor) { find_processes(id)->go_to_round(floor); }
+EXPORTED void gluon_syncbn_go_to_round(int64_t id, int64_t floor) { entry(id).processes->go_to_round(floor); }
 
 EXPORTED void gluon_syncbn_name_processes(int64_t id, const char* const* names, int count) {
-  find_processes(id)->name({names, names + count});
+  entry(id).processes->name({names, names + count});
 }
 
-// Where so many processes find memory that they can share; or an empty text, and why it cannot be had.
+// Makes memory for so many processes. Returns where they find it; or an empty text, and the problem.
 EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, int size, const char** problem) {
   Entry& mine = entry(id);
   mine.offer = nullptr;
@@ -229,20 +221,20 @@ EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, int size, const char*
   return mine.offer ? mine.offer->where.c_str() : "";
 }
 
-// Joins these ranks there, and listens; why it cannot.
+// Joins these ranks there, and listens; or returns the problem.
 EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where, const int* ranks, int count) {
   return error_of([&] {
     Entry& mine = entry(id);
     Processes& processes = *mine.processes;
-    auto joined =
-        HostMemory::join(where, processes.rank, {ranks, ranks + count},
-                         [&processes](int from, Message message) { processes.receive(from, std::move(message)); });
-    mine.memory.swap(joined);  // the other one goes last
+    auto memory = std::make_shared<HostMemory>(
+        where, processes.rank, std::vector<int>{ranks, ranks + count},
+        [&processes](int from, Message message) { processes.receive(from, std::move(message)); });
+    mine.memory.swap(memory);  // the other one goes last
     processes.share(mine.memory);
   });
 }
 
-// All have joined it: messages go there from now on; or not all could, and it goes.
+// Sends messages there from now on, if all have joined; or drops the memory.
 EXPORTED void gluon_syncbn_use_memory(int64_t id, int all_have_joined) {
   Entry& mine = entry(id);
   mine.offer = nullptr;

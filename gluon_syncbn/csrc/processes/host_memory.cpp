@@ -11,15 +11,17 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
-#include <cstdio>
 #include <cstring>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 namespace gluon_syncbn {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kLayout = 0x676c756f6e000001;  // of the memory: its version
 constexpr size_t kRings = 16 << 20;              // bytes of all rings together, if each has its least
@@ -39,7 +41,28 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, most, nullptr, 0);
 }
 
+std::string random_number() {
+  std::random_device random;
+  return std::to_string((static_cast<uint64_t>(random()) << 32) | random());
+}
+
 std::string name_of(const std::string& number) { return "gluon_syncbn." + number; }
+
+// The file that an offer tells of. Its name is read before it is opened: to open some other file of another process
+// could do something to it.
+int opened(const std::string& where) {
+  std::istringstream words(where);
+  std::string process, file, number;
+  words >> process >> file >> number;
+  const std::string path = "/proc/" + process + "/fd/" + file, wanted = "/memfd:" + name_of(number) + " ";
+  char target[PATH_MAX] = {};
+  if (readlink(path.c_str(), target, sizeof target - 1) < 0 || std::string(target).compare(0, wanted.size(), wanted)) {
+    throw std::runtime_error("the memory is of another host, or of another container");
+  }
+  const int found = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (found < 0) throw std::runtime_error(system_error("the memory of another process cannot be opened"));
+  return found;
+}
 
 struct flock lock_of(int place) {
   struct flock lock {};
@@ -73,83 +96,30 @@ struct HostMemory::Segment {
 
   static size_t stride(size_t room) { return sizeof(Ring) + room; }
   static size_t bytes(size_t n, size_t room) {
-    return sizeof(Bell) * (n + 1) + n * n * stride(room);  // the first for what is above
+    return sizeof(Bell) * (n + 1) + n * n * stride(room);  // the first bell has the place of the fields above
   }
 };
 
-HostMemory::Offer::Offer(int size) {
+HostMemory::Offer::Offer(int size) : number(random_number()), file(memfd_create(name_of(number).c_str(), MFD_CLOEXEC)) {
   if (size > kMostProcesses) throw std::runtime_error("there are more than " + std::to_string(kMostProcesses));
-  std::random_device random;
-  const std::string number = std::to_string((static_cast<uint64_t>(random()) << 32) | random());
-  file = memfd_create(name_of(number).c_str(), MFD_CLOEXEC);
-  if (file < 0) throw std::runtime_error(system_error("no memory can be shared"));
   const size_t room = room_per_ring(size), bytes = Segment::bytes(static_cast<size_t>(size), room);
   const Segment head{kLayout, size, room};
-  int problem = 0;
-  do {  // all of it now: later, where there is none, the process would end
-    problem = posix_fallocate(file, 0, static_cast<off_t>(bytes));
-  } while (problem == EINTR);
-  if (problem != 0 || fchmod(file, 0600) != 0 || pwrite(file, &head, sizeof head, 0) != sizeof head) {
-    if (problem != 0) errno = problem;
-    const std::string error = system_error("no memory can be shared");
-    close(file);
-    throw std::runtime_error(error);
+  int problem = file.number < 0 ? errno : EINTR;
+  // All of the memory is taken now: if there were none later, the process would end.
+  while (problem == EINTR) problem = posix_fallocate(file.number, 0, static_cast<off_t>(bytes));
+  if (problem != 0) errno = problem;
+  if (problem != 0 || fchmod(file.number, 0600) != 0 || pwrite(file.number, &head, sizeof head, 0) != sizeof head) {
+    throw std::runtime_error(system_error("no memory can be shared"));
   }
-  where = std::to_string(getpid()) + " " + std::to_string(file) + " " + number;
+  where = std::to_string(getpid()) + " " + std::to_string(file.number) + " " + number;
 }
 
-HostMemory::Offer::~Offer() { close(file); }
-
-std::shared_ptr<HostMemory> HostMemory::join(const std::string& where, int rank, const std::vector<int>& ranks,
-                                             Receive receive) {
-  const auto place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-  int process = 0, made = 0;
-  unsigned long long number = 0;
-  if (std::sscanf(where.c_str(), "%d %d %llu", &process, &made, &number) != 3) throw std::runtime_error(where);
-  const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(made);
-  // It may be a file of somebody else's: it is looked at before it is opened, which could do something to it.
-  const int found = open(path.c_str(), O_PATH | O_CLOEXEC);
-  const std::string own = "/proc/self/fd/" + std::to_string(found);
-  char target[PATH_MAX] = {};
-  const bool is_found = found >= 0 && readlink(own.c_str(), target, sizeof target - 1) > 0;
-  const std::string wanted = "/memfd:" + name_of(std::to_string(number)) + " ";
-  const bool is_it = is_found && std::string(target).compare(0, wanted.size(), wanted) == 0;
-  const int file = is_it ? open(own.c_str(), O_RDWR | O_CLOEXEC) : -1;
-  const std::string refusal = system_error("the memory of another process cannot be opened");
-  if (found >= 0) close(found);
-  if (!is_it) throw std::runtime_error("the memory is of another host, or of another container");
-  if (file < 0) throw std::runtime_error(refusal);
-  Segment head{};
-  struct flock lock = lock_of(place);
-  const bool is_right = pread(file, &head, sizeof head, 0) == sizeof head && head.layout == kLayout &&
-                        head.size == static_cast<int64_t>(ranks.size()) && fcntl(file, F_OFD_SETLK, &lock) == 0;
-  void* memory =
-      is_right ? mmap(nullptr, Segment::bytes(ranks.size(), head.room), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
-               : MAP_FAILED;
-  if (memory == MAP_FAILED) {
-    close(file);
-    throw std::runtime_error(is_right ? system_error("the memory cannot be mapped")
-                                      : "the memory of the other process is not of this version");
-  }
-  const size_t bytes = Segment::bytes(ranks.size(), head.room);
-  madvise(memory, bytes, MADV_DONTFORK);
-  try {
-    // Not make_shared: the constructor is private.
-    return std::shared_ptr<HostMemory>(
-        new HostMemory(file, place, ranks, static_cast<Segment*>(memory), std::move(receive)));
-  } catch (...) {  // there can be no thread
-    munmap(memory, bytes);
-    close(file);
-    throw;
-  }
-}
-
-HostMemory::HostMemory(int file, int place, const std::vector<int>& ranks, Segment* segment, Receive receive)
-    : file_(file),
-      ranks_(ranks),
-      place_(place),
+HostMemory::HostMemory(const std::string& where, int rank, const std::vector<int>& ranks, Receive receive)
+    : ranks_(ranks),
+      place_(place_of(rank)),
       size_(static_cast<int>(ranks.size())),
-      segment_(segment),
+      file_(opened(where)),
+      segment_(map()),
       receive_(std::move(receive)),
       outgoing_(ranks.size()),
       incoming_(ranks.size()),
@@ -159,20 +129,27 @@ HostMemory::~HostMemory() {
   is_over_ = true;
   ring_bell(place_);
   thread_.join();
-  munmap(segment_, Segment::bytes(ranks_.size(), segment_->room));
-  close(file_);
 }
 
-void HostMemory::forget() {
-  if (file_ >= 0) close(file_);
-  file_ = -1;
+std::shared_ptr<HostMemory::Segment> HostMemory::map() const {
+  Segment head{};
+  struct flock lock = lock_of(place_);
+  if (pread(file_.number, &head, sizeof head, 0) != sizeof head || head.layout != kLayout || head.size != size_ ||
+      fcntl(file_.number, F_OFD_SETLK, &lock) != 0) {
+    throw std::runtime_error("the memory of the other process is not of this version");
+  }
+  const size_t bytes = Segment::bytes(ranks_.size(), head.room);
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_.number, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error(system_error("the memory cannot be mapped"));
+  madvise(memory, bytes, MADV_DONTFORK);
+  return {static_cast<Segment*>(memory), [bytes](Segment* mapped) { munmap(mapped, bytes); }};
 }
 
 int HostMemory::place_of(int rank) const {
   return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
 }
 
-HostMemory::Bell& HostMemory::bell(int place) const { return reinterpret_cast<Bell*>(segment_)[place + 1]; }
+HostMemory::Bell& HostMemory::bell(int place) const { return reinterpret_cast<Bell*>(segment_.get())[place + 1]; }
 
 HostMemory::Ring& HostMemory::ring(int from, int to) const {
   const size_t place = static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
@@ -229,9 +206,9 @@ void HostMemory::write(int to, Outgoing& outgoing) {
   if (has_written) ring_bell(to);
 }
 
-// Where there is no memory for a message the process ends: nothing could go on without it.
+// Where there is no memory for a message, noexcept ends the process: it could not go on without the message.
 bool HostMemory::look() noexcept {
-  if (looks_.fetch_add(1) > 0) return false;  // whoever is at it looks once more
+  if (looks_.fetch_add(1) > 0) return false;  // the thread that is at it looks once more
   uint32_t seen = 1;
   do {
     for (int from = 0; from < size_; ++from) {
@@ -242,14 +219,14 @@ bool HostMemory::look() noexcept {
 }
 
 void HostMemory::flush(double most) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(most);
+  const auto until = Clock::now() + std::chrono::duration<double>(most);
   const auto is_sent = [this](int to) {
     Outgoing& outgoing = outgoing_[static_cast<size_t>(to)];
     std::lock_guard<std::mutex> lock(outgoing.mutex);
     return outgoing.waiting.empty();
   };
   for (int to = 0; to < size_; ++to) {
-    while (!is_sent(to) && !is_gone(to) && std::chrono::steady_clock::now() < until) {
+    while (!is_sent(to) && !is_gone(to) && Clock::now() < until) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
@@ -258,9 +235,9 @@ void HostMemory::flush(double most) {
 void HostMemory::linger(const std::function<bool()>& is_over) {
   static const auto cores = static_cast<int>(std::thread::hardware_concurrency());
   if (size_ > cores) return;
-  const auto until = std::chrono::steady_clock::now() + kLinger;
-  // If somebody is looking, it may be this thread, in a callback.
-  while (!is_over() && looks_ == 0 && std::chrono::steady_clock::now() < until) look();
+  const auto until = Clock::now() + kLinger;
+  // The thread that is looking may be this one, in a callback.
+  while (!is_over() && looks_ == 0 && Clock::now() < until) look();
 }
 
 void HostMemory::take_in(int from) {
@@ -268,35 +245,32 @@ void HostMemory::take_in(int from) {
   Incoming& coming = incoming_[static_cast<size_t>(from)];
   const size_t room = segment_->room;
   uint64_t read = way.read.load(std::memory_order_relaxed);
-  while (read < way.written.load(std::memory_order_acquire)) {
-    const bool is_head = coming.come < sizeof coming.head;
+  for (;;) {
+    const auto ready = static_cast<size_t>(way.written.load(std::memory_order_acquire) - read);
+    if (ready == 0) return;
+    const bool is_head = coming.come < sizeof(Head);
     char* const into = is_head ? reinterpret_cast<char*>(&coming.head) + coming.come
-                               : reinterpret_cast<char*>(coming.numbers.data()) + coming.come - sizeof coming.head;
-    const size_t wanted =
-        (is_head ? sizeof coming.head : sizeof coming.head + coming.numbers.size() * sizeof(double)) - coming.come;
+                               : reinterpret_cast<char*>(coming.numbers.data()) + coming.come - sizeof(Head);
+    const size_t end = sizeof(Head) + (is_head ? 0 : coming.numbers.size() * sizeof(double));
     const size_t at = static_cast<size_t>(read % room);
-    const size_t part =
-        std::min({static_cast<size_t>(way.written.load(std::memory_order_acquire) - read), room - at, wanted});
+    const size_t part = std::min({ready, room - at, end - coming.come});
     std::memcpy(into, way.bytes + at, part);
     read += part;
     way.read.store(read);
     if (way.is_full.exchange(0)) ring_bell(from);
     coming.come += part;
-    if (is_head && part == wanted) coming.numbers.resize(static_cast<size_t>(coming.head.numbers));
-    if (coming.come == sizeof coming.head + coming.numbers.size() * sizeof(double) &&
-        coming.come >= sizeof coming.head) {
-      Message message{coming.head.kind, coming.head.key, coming.head.round, std::move(coming.numbers)};
-      coming = {};
-      receive_(ranks_[static_cast<size_t>(from)], std::move(message));
-    }
+    if (coming.come < end) continue;
+    if (is_head) coming.numbers.resize(static_cast<size_t>(coming.head.numbers));
+    if (is_head && !coming.numbers.empty()) continue;
+    Message message{coming.head.kind, coming.head.key, coming.head.round, std::move(coming.numbers)};
+    coming = {};
+    receive_(ranks_[static_cast<size_t>(from)], std::move(message));
   }
 }
 
-bool HostMemory::has_lost(int rank) { return is_gone(place_of(rank)); }
-
 bool HostMemory::is_gone(int place) const {
   struct flock lock = lock_of(place);
-  return fcntl(file_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+  return fcntl(file_.number, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
 void HostMemory::serve() {

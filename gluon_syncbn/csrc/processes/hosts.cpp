@@ -13,7 +13,7 @@ Hosts::Hosts(const std::vector<std::string>& names, int rank) {
   are_several_ = std::any_of(hosts_.begin(), hosts_.end(), [this](int host) { return host != mine_; });
 }
 
-std::vector<int> Hosts::those(const std::vector<int>& ranks, bool are_near) const {
+std::vector<int> Hosts::filtered(const std::vector<int>& ranks, bool are_near) const {
   std::vector<int> found;
   std::copy_if(ranks.begin(), ranks.end(), std::back_inserter(found),
                [&](int rank) { return is_near(rank) == are_near; });
@@ -32,7 +32,7 @@ std::vector<int> Hosts::far_leaders(const std::vector<int>& members) const {
   return found;
 }
 
-// How many members, their ranks; and for each row, its rank, its length and its numbers.
+// The number of members, and their ranks; then for each row its rank, its length and its numbers.
 std::vector<double> Bundle::packed() const {
   std::vector<double> numbers{static_cast<double>(members.size())};
   numbers.insert(numbers.end(), members.begin(), members.end());

@@ -6,21 +6,20 @@
 namespace gluon_syncbn {
 
 Outside::Task Outside::next(double seconds, const std::function<Need()>& need) {
-  using Clock = std::chrono::steady_clock;
-  const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   std::unique_lock<std::mutex> lock(mutex_);
   is_at_one_ = false;
   while (tasks_.empty()) {
     lock.unlock();
-    const Need now = need();  // which asks `Processes`, who may be about to ask here
+    const Need now = need();  // it asks `Processes`, which may be about to ask here
     lock.lock();
     if (!tasks_.empty()) break;
-    if (now != kAllTheTime) {
-      // Whoever begins to wait says so; to be sure, it is looked now and then.
+    if (now == kAllTheTime) {
+      if (changed_.wait_until(lock, until) == std::cv_status::timeout && tasks_.empty()) return {};
+    } else {
+      // `look` tells of a new wait; a look now and then is for safety.
       changed_.wait_for(lock, std::chrono::milliseconds(100));
       if (now == kNowAndThen && tasks_.empty()) return {};
-    } else if (changed_.wait_until(lock, until) == std::cv_status::timeout) {
-      if (tasks_.empty()) return {};
     }
   }
   Task task = std::move(tasks_.front());
@@ -41,13 +40,8 @@ bool Outside::look() noexcept {
 }
 
 void Outside::add(Task::Kind kind, const Message& message, const std::vector<int>& ranks, const std::string& text) {
-  Task task;
-  task.kind = kind;
-  task.message = message;
-  task.ranks = ranks;
-  task.text = text;
   std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back(std::move(task));
+  tasks_.push_back({kind, message, ranks, text});
   changed_.notify_one();
 }
 

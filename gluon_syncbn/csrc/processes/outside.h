@@ -1,5 +1,5 @@
-// What the processes have met by, MPI or Horovod, where Python carries the messages: a thread of Python's asks here for
-// what is to be done, and hands what arrives to `Processes`.
+// The communicator (MPI or Horovod), whose messages Python carries: a thread of Python's asks here for its next task,
+// and hands messages that arrive to `Processes`.
 #pragma once
 
 #include <condition_variable>
@@ -18,8 +18,8 @@ class Outside : public Transport {
     enum Kind : int {
       kNothing,     // the time is over
       kSend,        // this message, to these ranks
-      kAskWhoCame,  // of these ranks, to the round of the message
-      kGiveUp,      // the step has failed here, as the text says
+      kAskWhoCame,  // which of these ranks have come to the round of the message
+      kAbandon,     // the step has failed here, as the text says
       kEnd,         // there is nothing more to do
     };
     Kind kind = kNothing;
@@ -28,16 +28,16 @@ class Outside : public Transport {
     std::string text;
   };
 
-  // Whether who has come to a round shows only when one asks.
   explicit Outside(bool must_be_asked) : must_be_asked_(must_be_asked) {}
 
+  // How often Python must look for messages that arrive.
   enum Need { kNotNow, kNowAndThen, kAllTheTime };
 
-  // The next task. Waits for it: for so many seconds at most while what arrives is needed all the time, and else until
-  // there is something to do, or it is to be looked now and then.
+  // Waits for the next task. Returns kNothing after so many seconds under kAllTheTime, and after 100 ms under
+  // kNowAndThen.
   Task next(double seconds, const std::function<Need()>& need);
 
-  // How many tasks are not done: a task is when the next is asked for.
+  // The number of tasks that are not done; a task is done when Python asks for the next.
   size_t open_tasks();
 
   // No tasks come any more.
@@ -49,7 +49,7 @@ class Outside : public Transport {
   void ask_who_came(int64_t key, int64_t round, const std::vector<int>& ranks) override {
     add(Task::kAskWhoCame, {Message::kVector, key, round, {}}, ranks, "");
   }
-  void give_up(const std::string& why) override { add(Task::kGiveUp, {}, {}, why); }
+  void abandon(const std::string& why) override { add(Task::kAbandon, {}, {}, why); }
 
  private:
   void add(Task::Kind kind, const Message& message, const std::vector<int>& ranks, const std::string& text);

@@ -1,4 +1,4 @@
-// What carries the messages of one process to others of its job.
+// The ways on which messages of one process reach others of its job: host_memory.h within a host, outside.h elsewhere.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@ namespace gluon_syncbn {
 
 struct Message {
   enum Kind : int64_t {
-    kVector,  // what the process brings to an exchange
-    kGaveUp,  // the process has abandoned its step: the key is the number of its next resume; the numbers are whether
-              // it uses the memory that it shares, and who was the first to abandon the step
-    kLeft,    // a process has ended: the numbers are which, and which one's end that was because of
-    kBundle,  // what the processes of a host bring to an exchange (hosts.h)
-    kCame,    // the process has come to an exchange a while ago
+    kVector,     // the vector that the process brings to an exchange
+    kAbandoned,  // the process has abandoned its step: the key is the number of its next resume; the numbers are
+                 // whether it uses the memory that it shares, and the first process that abandoned the step
+    kLeft,       // a process has ended: the numbers are its rank, and the rank whose end was the cause
+    kBundle,     // the vectors that the processes of a host bring to an exchange (hosts.h)
+    kCame,       // the process came to an exchange a while ago
   };
   int64_t kind = kVector;
   int64_t key = 0;
-  int64_t round = 0;  // of kGaveUp, the highest that the process has had
+  int64_t round = 0;  // of kAbandoned, the highest that the process has had
   std::vector<double> numbers;
 };
 
@@ -33,8 +33,8 @@ class Transport {
   // Sends a message to each of these ranks, without waiting for them.
   virtual void send(const Message& message, const std::vector<int>& ranks) = 0;
 
-  // Takes in what is there. False if another thread is at it. Called after messages have been sent, and while something
-  // waits.
+  // Takes in the messages that have arrived; false if another thread is at it. Called after messages have been sent,
+  // and while something waits.
   virtual bool look() noexcept { return true; }
 
   // Looks for a moment, if it may well be worth it, until there is nothing to wait for.
@@ -43,12 +43,12 @@ class Transport {
   // Whether a rank has ended without a word.
   virtual bool has_lost(int /*rank*/) { return false; }
 
-  // Whether who has come to a round shows only when one asks; `Processes::hear_who_came` is the answer.
+  // Whether the transport must be asked which ranks have come to a round; `Processes::hear_who_came` takes the answer.
   virtual bool must_be_asked() const { return false; }
   virtual void ask_who_came(int64_t /*key*/, int64_t /*round*/, const std::vector<int>& /*ranks*/) {}
 
-  // The step has failed here, or was abandoned, and no message can say so.
-  virtual void give_up(const std::string& /*why*/) {}
+  // The step has failed here or was abandoned, and no message can say so.
+  virtual void abandon(const std::string& /*why*/) {}
 };
 
 }  // namespace gluon_syncbn
