@@ -1,13 +1,13 @@
 """Handlers of forks, in a list that can be emptied again.
 
-The interpreter holds what `os.register_at_fork` is given until its very end, and with it all that the globals of its
-module refer to. If MXNet's tables of operators were among that, they would outlive the rest of Python, and a process
-whose last arrays remember a Python operator would end in a segmentation fault. So the interpreter is given the
-functions of this module, which imports nothing (not even `typing`, whose caches have classes of MXNet's in them), and
-whoever adds handlers (`step.exits`) removes them when the process exits.
+Until its very end the interpreter holds the functions that `os.register_at_fork` gets, with the globals of their
+modules and all objects to which these refer. If MXNet's tables of operators were among these, a process whose last
+arrays remember a Python operator would end in a segmentation fault. So `step.exits` registers the functions of this
+module, which imports nothing (not even `typing`, whose caches have classes of MXNet in them), and empties the list when
+the process exits.
 """
 
-handlers: list = []  # pairs: before a fork, without arguments; after it, with whether the process is the child
+handlers: list = []  # pairs of functions: before() runs before a fork, after(is_child) after it
 
 
 def before_fork() -> None:
