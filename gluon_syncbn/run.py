@@ -9,14 +9,14 @@ In a job of several processes, started by ``horovodrun`` or ``mpirun``, layers s
 
     horovodrun -np 4 python -m gluon_syncbn.run train_faster_rcnn.py --horovod --norm-layer syncbn
 
-Some scripts make plain BatchNorm layers, whatever their options say: GluonCV's train_ssd.py and train_yolo3.py in a
-process with one device, and scripts without such an option. ``--convert`` before the script's name converts the net
-where the script makes its Trainer::
+Some scripts make plain BatchNorm layers in spite of their options: GluonCV's train_ssd.py and train_yolo3.py in a
+process with one device. Others have no such option. ``--convert`` before the script's name converts the net where the
+script makes its Trainer::
 
     horovodrun -np 4 python -m gluon_syncbn.run --convert train_ssd.py --horovod
 
-``GLUON_SYNCBN_PROCESS_GROUP`` says through what ('horovod', 'mpi') or that they should not ('none'); by default MPI
-where ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.
+``GLUON_SYNCBN_PROCESS_GROUP`` chooses the library that connects them ('horovod', 'mpi'), or 'none'. The default is MPI
+if ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _connect_processes() -> None:
-    """Choose what connects the processes of a job, before the script makes layers."""
+    """Choose the library that connects the processes of a job, before the script makes layers."""
     job = job_of_launcher()
     if job is None:
         return
@@ -73,18 +73,17 @@ def _connect_processes() -> None:
 
 @contextlib.contextmanager
 def _showing_conversions() -> Iterator[None]:
-    """Within the ``with`` block, write what is converted to stderr, whatever the script does with its log."""
+    """Within the ``with`` block, write the log of conversions to stderr, also if the script configures no logging."""
     log = logging.getLogger("gluon_syncbn")
     log.setLevel(logging.INFO)
     if not is_first_of_job():
         log.addHandler(logging.NullHandler())
         yield
         return
-    told = 0
+    records = []
 
-    def count(_record: logging.LogRecord) -> bool:
-        nonlocal told
-        told += 1
+    def count(record: logging.LogRecord) -> bool:
+        records.append(record)
         return True
 
     handler = logging.StreamHandler()
@@ -94,7 +93,7 @@ def _showing_conversions() -> Iterator[None]:
     try:
         yield
     finally:
-        if not told:
+        if not records:
             log.warning("the script made no gluon.Trainer, so --convert has converted nothing.")
 
 

@@ -1,1 +1,1 @@
-"""The ground floor: the compiled core, and MXNet's private parts."""
+"""The compiled core, and MXNet's private parts."""

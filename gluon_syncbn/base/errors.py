@@ -1,4 +1,4 @@
-"""The error of this package's own, and how errors list reasons."""
+"""The package's error, and texts that errors share."""
 
 import mxnet as mx
 
@@ -11,22 +11,20 @@ class SyncBatchNormError(mx.MXNetError):
     """
 
 
-LAYER = "SyncBatchNorm '"  # so the error of a layer begins
-# The end of an error that says what to do; so it begins there, and in the core (csrc/mxnet/engine.cpp).
+LAYER = "SyncBatchNorm '"  # the beginning of a layer's error
+# The beginning of the advice at the end of an error, here and in the core (csrc/mxnet/engine.cpp).
 TO_GO_ON = "To go on, "
 ADVICE = f"{TO_GO_ON}call gluon_syncbn.abandon_step(), or begin the next step."
 STEP_IS_UNDER_WAY = "a step is under way. Call it between two steps, or abandon_step() first if one broke off."
 
 
 def text_of(error: BaseException) -> str:
-    """Its text, without the stack trace that MXNet appends."""
+    """The text of an error, without the stack trace that MXNet appends."""
     return str(error).split("\nStack trace")[0].strip()
 
 
 def listed_reasons(*reasons: str, end: str) -> str:
-    """The end of an error, with the usual reasons on a line each, the likeliest first.
-
-    MXNet takes lines that begin with spaces for a stack trace.
-    """
+    """The end of an error, with the usual reasons on a line each, the likeliest first."""
+    # MXNet takes lines that begin with spaces for a stack trace.
     lines = "".join(f"\n({number}) {reason}" for number, reason in enumerate(reasons, start=1))
     return f"Usual reasons:{lines}\n{end}"

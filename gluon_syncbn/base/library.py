@@ -18,7 +18,6 @@ __all__ = ["LIBMXNET", "check_call"]
 
 LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
-
 MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
 _NUMBERS = POINTER(c_double)
 CONNECT = ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)
@@ -30,7 +29,7 @@ _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_
 
 
 class Task(ctypes.Structure):
-    """What the thread that carries messages is to do (csrc/processes/outside.h)."""
+    """The next task of the thread that carries messages (csrc/processes/outside.h)."""
 
     NOTHING, SEND, ASK_WHO_CAME, ABANDON, END = range(5)
     _fields_ = [
@@ -59,7 +58,7 @@ class State(ctypes.Structure):
     ]
 
 
-# What each function returns and takes, by its name without the prefix ``gluon_syncbn_``.
+# The types of each function's result and arguments, by its name without the prefix ``gluon_syncbn_``.
 _PROTOTYPES = {
     "connect": (c_int, [c_void_p]),
     "separate_cpu_devices": (c_char_p, [c_void_p, c_int]),
@@ -149,21 +148,26 @@ except (OSError, AttributeError) as problem:  # not there, or older than this fi
 
 @functools.lru_cache(maxsize=None)
 def build() -> str:
-    """What tells this compiled core from others."""
+    """Return a text that is another for each build of the compiled core."""
     return f"build {hashlib.blake2b(LIBRARY.read_bytes(), digest_size=4).hexdigest()}"
 
 
 def strings(texts: Sequence[str]):
-    """Texts as ``const char* const*``."""
+    """The texts as ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
+def integers(values: Sequence[int]):
+    """The values as ``const int*``."""
+    return (c_int * len(values))(*values)
+
+
 def numbers(array):
-    """The numbers of a float64 array as ``const double*``; the array must live as long as they are read."""
+    """The numbers of a float64 array as ``const double*``; keep the array alive while the core reads them."""
     return array.ctypes.data_as(_NUMBERS)
 
 
 def set_last_error(text: str) -> None:
-    """Set the text of the error in which the callback that runs on this thread ends."""
+    """Set the text of the error with which this thread's callback ends."""
     if core is not None:
         core.gluon_syncbn_leave_error(text.encode())

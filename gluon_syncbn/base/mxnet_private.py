@@ -18,10 +18,10 @@ from gluon_syncbn.base.library import LIBMXNET, check_call
 # The base of all BatchNorm layers; before MXNet 1.8 there was only one.
 PlainBatchNorm = getattr(basic_layers, "_BatchNorm", nn.BatchNorm)
 
-# Nested lists of arrays to a flat one and the format, and back.
+# From nested lists of arrays to a flat list and the format, and back.
 flatten, regroup = gluon_block._flatten, gluon_block._regroup
 
-# What ``autograd.record()`` and ``pause()`` return.
+# The class of ``autograd.record()`` and ``pause()``.
 RecordingScope = mx.autograd._RecordingStateScope
 
 
@@ -39,7 +39,7 @@ def is_record(scope) -> bool:
 
 
 def operator_options(layer: Block) -> Dict[str, Any]:
-    """The arguments of a BatchNorm layer's operator: axis, eps, momentum, fix_gamma, use_global_stats. Its own dict."""
+    """The layer's own dict of its operator's arguments: axis, eps, momentum, fix_gamma, use_global_stats."""
     return layer._kwargs
 
 
@@ -49,13 +49,13 @@ def graph_of(block: HybridBlock) -> Tuple:
 
 
 def set_graph(block: HybridBlock, graph: Tuple) -> None:
-    """Set what `graph_of` returns."""
+    """Replace the graph that `graph_of` returns."""
     block._cached_graph = graph
 
 
 @contextlib.contextmanager
 def exporting(block: HybridBlock, graph: Tuple) -> Iterator[None]:
-    """Let ``export`` write this graph, with all of its parameters: those of a partitioned one may be others."""
+    """Let ``export`` write this graph, with all of its parameters: a partitioned graph may have others."""
     inputs = graph[1].list_inputs()
     kept = block._cached_graph, block._cached_op_args
     block._cached_graph = graph
@@ -74,23 +74,23 @@ def drop_graph(block: HybridBlock) -> None:
 
 
 def kept_graph(block: HybridBlock) -> Tuple:
-    """Its graph and the parameters of what runs it, for `put_graph_back`."""
+    """The graph and the parameters of its operator, for `put_graph_back`."""
     return block._cached_graph, block._cached_op_args
 
 
 def put_graph_back(block: HybridBlock, kept: Tuple) -> None:
-    """Let the block have the graph that it had. What runs it is made anew by the next call."""
+    """Let the block have its former graph. The next call makes the operator that runs it."""
     block._cached_op = None
     block._cached_graph, block._cached_op_args = kept
 
 
 def drop_operator(block: HybridBlock) -> None:
-    """Drop what runs the graph; the next call makes another of the same graph."""
+    """Drop the operator that runs the graph; the next call makes another of the same graph."""
     block._cached_op, block._cached_op_args = None, []
 
 
 def find_shapes(block: HybridBlock, symbol: mx.sym.Symbol, arguments: Tuple) -> None:
-    """Give the parameters that wait for their shapes these; ``symbol`` is the graph, for the order: of random draws."""
+    """Initialize parameters that wait for their shapes, in the order of the graph ``symbol``, of random draws."""
     parameters = block.collect_params()
     used = [parameters[name] for name in symbol.list_inputs() if name in parameters]
     if any(item._deferred_init for item in used):
@@ -101,7 +101,7 @@ def find_shapes(block: HybridBlock, symbol: mx.sym.Symbol, arguments: Tuple) -> 
 
 @contextlib.contextmanager
 def without_graphs(blocks: List[HybridBlock]) -> Iterator[None]:
-    """Let hybridized blocks call their children one by one. Their graphs are kept."""
+    """Let hybridized blocks call their children one by one, and keep their graphs."""
     active = [block for block in blocks if block._active]
     for block in active:
         block._active = False
@@ -113,12 +113,12 @@ def without_graphs(blocks: List[HybridBlock]) -> Iterator[None]:
 
 
 def has_operator(block: HybridBlock) -> bool:
-    """Whether what runs a graph of the block has been made."""
+    """Whether the block has made the operator that runs its graph."""
     return block._cached_op is not None
 
 
 def make_operator(block: HybridBlock, arguments: Tuple) -> None:
-    """Make it, as the first call does; it makes the graph, and parameters whose shapes show now."""
+    """Make the graph, its operator, and parameters whose shapes show now, as the first call does."""
     block._build_cache(*arguments)
 
 
@@ -129,17 +129,17 @@ def is_static(block: HybridBlock) -> bool:
 
 
 def names_within(block: Block) -> List[str]:
-    """Names of all parameters by attribute (``features.0.weight``), which do not depend on what was made before."""
+    """Names of all parameters by attribute (``features.0.weight``), which do not depend on blocks made before."""
     return list(block._collect_params_with_prefix())
 
 
 def has_operator_hook(block: Block) -> bool:
-    """Whether someone wants to see what each operator of the block's graph computes; since MXNet 1.7."""
+    """Whether the user monitors the operators of the block's graph; since MXNet 1.7."""
     return getattr(block, "_callback", None) is not None
 
 
 def has_partitioner(block: Block) -> bool:
-    """Whether ``optimize_for`` or ``hybridize(backend=...)`` takes the graph apart; since MXNet 1.7."""
+    """Whether ``optimize_for`` or ``hybridize(backend=...)`` partitions the graph; since MXNet 1.7."""
     return bool(getattr(block, "_backend", None))
 
 
@@ -149,7 +149,7 @@ def set_name(block: Block, name: str) -> None:
 
 
 def set_dropout(block: nn.Dropout, rate: float) -> float:
-    """Set the rate of a Dropout. Returns what it was."""
+    """Set the rate of a Dropout, and return the former rate."""
     before, block._rate = block._rate, rate
     return before
 
@@ -172,7 +172,7 @@ _AS_IT_IS = (
 
 
 def json_of(symbol: mx.sym.Symbol) -> str:
-    """All of it. To remove the casts of AMP, as `Symbol.tojson` does, MXNet makes a copy that it never frees."""
+    """The whole symbol. `Symbol.tojson` removes the casts of AMP, in a copy that MXNet never frees."""
     return symbol.tojson(**_AS_IT_IS)
 
 
@@ -219,8 +219,7 @@ def is_deferred(parameter: Parameter) -> bool:
 
 @contextlib.contextmanager
 def on_copies(parameters: Iterable[Parameter], contexts: List[mx.Context]) -> Iterator[None]:
-    """Give parameters copies of their first arrays on these contexts, with gradients of their own; and theirs at the
-    end."""
+    """Let parameters have copies of their first arrays on these contexts, with other gradients, for a while."""
     names = ("_data", "_grad", "_ctx_list", "_ctx_map")
     kept = [(item, [getattr(item, name) for name in names]) for item in parameters if item._data is not None]
     try:
@@ -328,7 +327,7 @@ def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
 
 
 def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[List[mx.nd.NDArray]]]:
-    """Keys of each parameter in the optimizer (its name, or its number on each device), and all its gradients."""
+    """For each parameter: its keys in the optimizer (its name, or a number for each device), and its gradients."""
     group = module._exec_group
     count = len(contexts_of_module(module))
     names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
@@ -340,7 +339,7 @@ def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[Li
 
 
 def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
-    """Weights on all devices, and what its optimizer keeps in arrays."""
+    """Weights on all devices, and the arrays in the state of its optimizer."""
     updater = module._kvstore._updater if module._update_on_kvstore else module._updater
     return _arrays_in(module._exec_group.param_arrays) + _arrays_in(getattr(updater, "states", {}))
 

@@ -1,19 +1,13 @@
-"""What must be installed before this package can be imported."""
+"""The check that MXNet is installed, before this package imports it."""
 
 from importlib import metadata
 
 
 def check_mxnet() -> None:
-    """Import MXNet.
-
-    Raises
-    ------
-    ImportError
-        It is not installed, or does not work with the NumPy that is: the text has the command that repairs it.
-    """
+    """Import MXNet. ImportError, with the command that helps, if it is missing, or does not work with this NumPy."""
     try:
         import mxnet  # noqa: F401
-    except AttributeError as problem:  # of what newer versions of NumPy have not
+    except AttributeError as problem:  # names that newer versions of NumPy lack
         raise ImportError(
             f"gluon_syncbn: MXNet cannot be imported with NumPy {metadata.version('numpy')} (another package may have "
             f"replaced an older one). Run: pip install 'numpy<1.24'"

@@ -1,4 +1,4 @@
-"""Finds every block of a net, and what is being called: the net, and the line of the user."""
+"""The blocks of a net, the net that is being called, and the user's line that calls it."""
 
 import sys
 from types import FrameType
@@ -30,7 +30,7 @@ def all_blocks(root: Block) -> List[Block]:
 
 
 def blocks_in(value, seen: set) -> Iterator[Block]:
-    """The blocks that an attribute holds: itself, or what lies in nested lists, tuples, sets and dicts."""
+    """The blocks in the value of an attribute: itself, or in nested lists, tuples, sets and dicts."""
     if isinstance(value, Block):
         yield value
     elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
@@ -40,7 +40,7 @@ def blocks_in(value, seen: set) -> Iterator[Block]:
 
 
 def outermost_block() -> Optional[Block]:
-    """The outermost of the blocks that are being called now on this thread."""
+    """The outermost block that this thread is calling now."""
     frame: Optional[FrameType] = sys._getframe()
     found = None
     while frame is not None:

@@ -1,9 +1,8 @@
-"""Which processes a layer synchronizes with: those that it was given, or those that the process has chosen for all."""
+"""The processes that a layer synchronizes with: its own choice, or the choice that the process makes for all layers."""
 
 import functools
 import os
 import threading
-import time
 import warnings
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -13,7 +12,6 @@ from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import (
     NAMES,
     CommunicatorError,
-    MissingProcesses,
     ProcessGroup,
     ProcessGroupLike,
     check_process_group,
@@ -21,10 +19,9 @@ from gluon_syncbn.distributed.process_group import (
 )
 
 VARIABLE = "GLUON_SYNCBN_PROCESS_GROUP"
-_START_SECONDS = 300.0  # for all processes to come to `init_process_group`
 _NOT_CHOSEN = object()
-# Of the two variables, ...SIZE and ...RANK, in which a launcher gives the number of processes and that of this one.
-# (Slurm's are also set where only one was started.)
+# The prefixes of the variables ...SIZE and ...RANK, in which a launcher gives the number of processes and the number of
+# this process. (Slurm's variables are not here: it also sets them if it starts only one process.)
 _PREFIXES = {"HOROVOD_": "Horovod", "OMPI_COMM_WORLD_": "MPI", "PMI_": "MPI", "MV2_COMM_WORLD_": "MPI"}
 
 
@@ -34,8 +31,8 @@ class _Groups:
     def __init__(self) -> None:
         self.default: Any = _NOT_CHOSEN
         self.has_warned = False  # that nothing was chosen
-        # In the order in which they were made, by name of the communicator, or by id of the user's object, which lives
-        # as long.
+        # With the user's choice, in the order in which they were made; by name of the communicator, or by id of the
+        # user's object.
         self.made: Dict[Any, Tuple[Any, ProcessGroup]] = {}
         self.lock = threading.RLock()
         self.process = os.getpid()
@@ -53,7 +50,7 @@ def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Op
     Parameters
     ----------
     process_group : str, ProcessGroup, mpi4py.MPI.Comm or horovod.mxnet.ProcessSet
-        'horovod' (after ``hvd.init()``) or 'mpi' for all processes of the job; 'auto' for what started this one, and
+        'horovod' (after ``hvd.init()``) or 'mpi' for all processes of the job; 'auto' for the launcher's own, and
         'mpi' where both are possible, which is faster; 'none' for this process alone. Or some of the processes, as a
         communicator, which is collective among them, or a process set.
 
@@ -82,11 +79,10 @@ def init_process_group(process_group: Optional[ProcessGroupLike] = "auto") -> Op
 
 
 def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[ProcessGroup]:
-    """The processes that a layer with this option synchronizes with; None if it has only this one.
+    """The processes that a layer with this option synchronizes with; None if that is this process alone.
 
-    None as the option is what `init_process_group` or the environment variable chose; warns once, with a text that
-    starts with ``where``, where nothing was chosen in a job of several processes.
-    Raises as `init_process_group`.
+    Without an option, `init_process_group` or the environment variable has chosen. If neither has, in a job of several
+    processes, this warns once. Raises as `init_process_group`. All texts start with ``where``.
     """
     with _groups.lock:
         if process_group is not None:
@@ -105,7 +101,7 @@ def find(process_group: Optional[ProcessGroupLike], where: str) -> Optional[Proc
 
 
 def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
-    """Whether `find` has connected these processes already, or need not."""
+    """Whether `find` has connected these processes already, or has nothing to connect."""
     if not isinstance(process_group, str) or process_group == "none":
         return True
     name = name_of_communicator() if process_group == "auto" else process_group
@@ -119,46 +115,45 @@ def has_groups() -> bool:
 
 
 def groups_in_use() -> List[ProcessGroup]:
-    """All groups of several processes, in the order in which they were made: the same on all their processes.
+    """All groups of several processes, in the order in which they were made, which is the same on all processes.
 
-    They are never dropped. A net that had one may be, at another time on each process: when Python's collector runs.
+    A group is never dropped. A net that has one may be, at another time on each process: when Python's collector runs.
     """
     return [group for group in _all_groups() if group.size > 1]
 
 
 def _all_groups() -> List[ProcessGroup]:
-    """All groups, each once: a user may have passed one that has a name, too."""
+    """All groups, each once: a user may pass a group that has a name, too."""
     with _groups.lock:
         return list(dict.fromkeys(group for _, group in _groups.made.values()))
 
 
 def leave_processes() -> None:
-    """Leave all groups: this process ends, and nobody is to wait for it. Forked children do not belong to the job."""
-    if os.getpid() != _groups.process:
-        return
-    for group in _all_groups():
-        group.leave()
+    """Leave all groups: this process ends. A forked child does not belong to the job."""
+    if os.getpid() == _groups.process:
+        for group in _all_groups():
+            group.leave()
 
 
 def _made(process_group, where: str) -> Optional[ProcessGroup]:
+    """The group of these processes, which is made once; None if it is this process alone."""
     check_process_group(process_group, where)
     if process_group == "auto":
         process_group = name_of_communicator()
     if process_group == "none":
         return None
-    key = process_group if isinstance(process_group, str) else id(process_group)
+    is_name = isinstance(process_group, str)
+    key, some = (process_group, None) if is_name else (id(process_group), process_group)
     try:
         if key not in _groups.made:
-            _groups.made[key] = process_group, _connected(process_group)
+            is_horovod = process_group == "horovod" or is_process_set(process_group)
+            kind = HorovodProcessGroup if is_horovod else MPIProcessGroup
+            group = process_group if isinstance(process_group, ProcessGroup) else kind(some)
+            _groups.made[key] = process_group, group
         group = _groups.made[key][1]
         return group if group.size > 1 else None
     except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
-    except MissingProcesses:
-        raise RuntimeError(
-            f"{where}: waited {_START_SECONDS:g} s for the other processes. Every process must call it, or make the "
-            f"same layers."
-        ) from None
 
 
 class Job(NamedTuple):
@@ -169,7 +164,7 @@ class Job(NamedTuple):
 
 @functools.lru_cache(maxsize=None)  # each imperative call of a layer may ask
 def job_of_launcher() -> Optional[Job]:
-    """The job of several processes that this one belongs to, as its launcher says; None if it is alone."""
+    """The job of several processes that the launcher has started; None if this process is alone."""
     for prefix, launcher in _PREFIXES.items():
         size = os.environ.get(f"{prefix}SIZE", "")
         if size.isdigit() and int(size) > 1:
@@ -178,24 +173,23 @@ def job_of_launcher() -> Optional[Job]:
 
 
 def is_first_of_job() -> bool:
-    """Whether this process, of its job, is to say what concerns all; True if it is alone."""
+    """Whether this process reports on behalf of all processes of its job; True if it is alone."""
     job = job_of_launcher()
     return job is None or job.rank == 0
 
 
 def _warn_of_several_processes(where: str) -> None:
-    """Warn (UserWarning) where a layer of a job synchronizes within its process only; starts with ``where``."""
+    """Warn, in a job of several processes, that layers synchronize within their process only."""
     job = job_of_launcher()
-    if job is None:
-        return
-    warnings.warn(
-        f"{where}: this is one of {job.size} processes of {job.launcher}, and no process group was chosen. Layers "
-        f"synchronize the devices of each process only, so that one process per device is plain Batch "
-        f"Normalization. gluon_syncbn.init_process_group('{job.launcher.lower()}') before the net is made, or the "
-        f"environment variable GLUON_SYNCBN_PROCESS_GROUP={job.launcher.lower()}, makes them synchronize over all "
-        f"processes; 'none' silences this.",
-        stacklevel=users_line(),
-    )
+    if job is not None:
+        name = job.launcher.lower()
+        warnings.warn(
+            f"{where}: this is one of {job.size} processes of {job.launcher}, and no process group was chosen. Layers "
+            f"synchronize the devices of each process only, so that one process per device is plain Batch "
+            f"Normalization. gluon_syncbn.init_process_group('{name}') before the net is made, or the environment "
+            f"variable {VARIABLE}={name}, makes them synchronize over all processes; 'none' silences this.",
+            stacklevel=users_line(),
+        )
 
 
 def name_of_communicator() -> str:
@@ -210,13 +204,3 @@ def name_of_communicator() -> str:
     except (ImportError, RuntimeError):
         return "horovod"
     return "mpi"
-
-
-def _connected(given: ProcessGroupLike) -> ProcessGroup:
-    """The group of a communicator by name, of some processes, or one that has been made."""
-    if isinstance(given, ProcessGroup):
-        return given
-    some = None if isinstance(given, str) else given
-    if given == "horovod" or is_process_set(given):
-        return HorovodProcessGroup(some)
-    return MPIProcessGroup(some, time.monotonic() + _START_SECONDS)

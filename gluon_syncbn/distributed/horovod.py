@@ -1,20 +1,20 @@
 """Processes that are connected by Horovod, which their gradients use already.
 
 An exchange is one ``allreduce`` with SUM of a matrix that is zero outside this process's own row: the sum is then
-exactly the gathered rows. Horovod knows it by its name, and is fastest with names that it has seen, so there is one per
-key. Two rounds of one key may be under way at a time, in another order on each process (the backward passes of a layer
-that is called several times). Under one name they follow each other; each row says which round it belongs to.
+exactly the gathered rows. Horovod is fastest with names that it has seen, so each key has one name. Two rounds of a key
+may be under way at a time, in another order on each process (the backward passes of a layer that is called several
+times). Under the one name they follow each other, and each row has the number of its round.
 
-Horovod's operation runs in MXNet's engine, and cannot be taken back. Where a process does not come, the wait ends, and
-with it Horovod is shut down, on all processes, which releases them within milliseconds: a job that has lost a process,
-or a step, starts again from its last checkpoint. A thread of its own waits for each operation.
+Horovod's operation runs in MXNet's engine, and cannot be taken back; a thread waits for each. If a process does not
+come, the wait ends, and Horovod is shut down on all processes, which releases them within milliseconds: a job that has
+lost a process, or a step, starts again from its last checkpoint.
 
-Where the processes share memory they only meet by Horovod, and a step can be abandoned. But gradients may wait for
-those of another process that has abandoned the step: a program that does not abandon a step within 10 s after it has
-failed is taken to wait for them, and Horovod is shut down there, too.
+If the processes share memory they only meet by Horovod, and can abandon a step. But another process may wait for the
+gradients of a process that has abandoned the step. So if a program does not abandon a failed step within 10 s, it
+probably waits for gradients, and Horovod is shut down there, too.
 
-Who has come, and why a process has abandoned, is written to a board, where the launcher keeps one (``horovodrun`` with
-gloo does). It is used by waits that last for more than a second, and by processes that fail.
+If the launcher keeps a board (``horovodrun`` with gloo does), processes write to it that they have come to a round, if
+they wait for more than a second, and why they have failed.
 """
 
 import atexit
@@ -37,29 +37,20 @@ import numpy as np
 from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.distributed.process_group import VECTOR, CommunicatorError, Message, ProcessGroup
 
-_POST_SECONDS = 1.0  # waits that last longer say on the board that their process has come
-_PENDING_SECONDS = 10.0  # for a step that has failed to be abandoned; else it waits for gradients of others in vain
-_REASON_SECONDS = 0.1  # for the reason of another process to be on the board
+_POST_SECONDS = 1.0  # a process that waits for longer writes to the board that it has come
+_PENDING_SECONDS = 10.0  # for the program to abandon a failed step; else it waits in vain for gradients
+_REASON_SECONDS = 0.1  # for another process to write its reason to the board
 _SHUTDOWN_SECONDS = 5.0  # it takes milliseconds, or else minutes
 _HEADER = 1  # the number of the round
 
-
-_is_ending = threading.Lock()  # is never released: Horovod, of all groups, is being shut down
+_is_ending = threading.Lock()  # taken for ever when Horovod, of all groups, is being shut down
 _is_down = threading.Event()
 
 
 class HorovodProcessGroup(ProcessGroup):
-    """The processes of a process set of Horovod, in its rank order.
+    """The processes of a process set of Horovod (None: all processes), in its rank order.
 
-    Parameters
-    ----------
-    process_set : horovod.mxnet.ProcessSet, optional
-        By default all processes.
-
-    Raises
-    ------
-    CommunicatorError
-        Horovod is not installed for MXNet, or ``hvd.init()`` has not been called.
+    CommunicatorError if Horovod is not installed for MXNet, or ``hvd.init()`` has not been called.
     """
 
     name = "horovod"
@@ -84,10 +75,10 @@ class HorovodProcessGroup(ProcessGroup):
         self.board = _Board(hvd.rank())
         # The process sets in which layers meet, by their members.
         self._sets: Dict[Tuple[int, ...], Any] = {tuple(range(self.size)): process_set}
-        self._waiting: Dict[int, Deque[Message]] = {}  # by key: those whose turn comes after one that is under way
-        self._under_way: Dict[Tuple[int, int], float] = {}  # key and round; since when, until that is posted
+        self._waiting: Dict[int, Deque[Message]] = {}  # by key, while a message of the key is under way: the next ones
+        self._under_way: Dict[Tuple[int, int], float] = {}  # by key and round: since when, or inf when that is posted
         self._lock = threading.Lock()  # of these two
-        self._ended_by = ""  # why it is connected no more
+        self._ended_by = ""  # why the processes are no longer connected
         self._begin()
 
     @property
@@ -113,7 +104,7 @@ class HorovodProcessGroup(ProcessGroup):
         _in_the_background(lambda: self._run(message))
 
     def _run(self, message: Optional[Message]) -> None:
-        """Exchange it, and what has come under its key meanwhile."""
+        """Exchange a message, and then each message that has come under its key meanwhile."""
         while message is not None:
             key = message.key
             members = tuple(sorted({self.rank, *message.ranks}))
@@ -121,7 +112,7 @@ class HorovodProcessGroup(ProcessGroup):
             matrix[members.index(self.rank)] = [message.round_id, *message.numbers]
             try:
                 rows = self._allreduce(matrix, f"gluon_syncbn.{message.key}", members)
-            except Exception as problem:  # whatever it was, those who wait must hear of it
+            except Exception as problem:  # every exchange that waits must get the error
                 with self._lock:
                     self._under_way.clear()
                 text = text_of(problem)
@@ -138,7 +129,7 @@ class HorovodProcessGroup(ProcessGroup):
                     del self._waiting[key]
 
     def _allreduce(self, matrix: np.ndarray, name: str, members: Tuple[int, ...]) -> np.ndarray:
-        """The sum over the members, on the thread that calls it."""
+        """Return the sum over the members; waits for them."""
         if members not in self._sets:
             raise CommunicatorError(
                 f"the processes {', '.join(map(str, members))} cannot meet without the others: set "
@@ -148,7 +139,7 @@ class HorovodProcessGroup(ProcessGroup):
         return self._hvd.allreduce(array, name=name, op=self._hvd.Sum, process_set=self._sets[members]).asnumpy()
 
     def _take_in(self):
-        """Look after what takes long; messages are taken in as their operations end."""
+        """Look after long waits; each operation hands its messages to the core when it ends."""
         now = time.monotonic()
         if self.shares_memory and self.state.seconds_failed > _PENDING_SECONDS:
             self._abandon("its gradients, which Horovod adds up, could not be taken back")
@@ -201,7 +192,7 @@ class HorovodProcessGroup(ProcessGroup):
             self.board.post("reason", "it has ended")
 
     def _failed(self, text: str) -> str:
-        """Return the text for an error of Horovod's."""
+        """Return the text for an error of Horovod, with the other processes' reasons."""
         if "shut down" not in text:
             return f"Horovod failed: {text}"
         time.sleep(_REASON_SECONDS)
@@ -232,42 +223,39 @@ class HorovodProcessGroup(ProcessGroup):
 
 
 def _end_at_once() -> None:
-    """When the interpreter has ended, so does the process, with its exit code: Horovod would go on to wait for
-    others."""
+    """End the process, with its exit code, as soon as the interpreter has ended: Horovod would wait for others."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc's; it runs before what was to run at exit until now
+    if hasattr(libc, "on_exit"):  # only glibc has it, and runs it before all handlers that have been registered before
         libc.fflush(None)
         libc.on_exit(libc._exit, None)
 
 
 class _Board:
-    """The texts that processes exchange outside of Horovod, by rank; empty where the launcher keeps no board."""
+    """The texts that processes exchange outside of Horovod, by rank; empty if the launcher keeps no board."""
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-        self._port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
+        address = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
+        self._place = [*address, "gluon_syncbn"]
 
     def post(self, title: str, text: str) -> None:
-        if self._address is None:
+        if self._place[0] is None:
             return
         from horovod.runner.http.http_client import put_data_into_kvstore
 
         with contextlib.suppress(Exception):  # the launcher may be gone
-            put_data_into_kvstore(self._address, self._port, "gluon_syncbn", quote(f"{title}.{self._rank}"), text)
+            put_data_into_kvstore(*self._place, quote(f"{title}.{self._rank}"), text)
 
     def read(self, title: str, ranks) -> Optional[Dict[int, str]]:
-        """The texts by rank; None where there is no board."""
-        if self._address is None:
+        """The texts by rank; None if there is no board."""
+        if self._place[0] is None:
             return None
         from horovod.runner.http.http_client import read_data_from_kvstore
 
         found = {}
         for rank in ranks:
             with contextlib.suppress(Exception):  # it has posted nothing
-                found[rank] = read_data_from_kvstore(
-                    self._address, self._port, "gluon_syncbn", quote(f"{title}.{rank}")
-                )
+                found[rank] = read_data_from_kvstore(*self._place, quote(f"{title}.{rank}"))
         return found
 
 
@@ -275,7 +263,7 @@ _idle: "queue.SimpleQueue[queue.SimpleQueue]" = queue.SimpleQueue()
 
 
 def _in_the_background(work: Callable[[], None]) -> None:
-    """Run it on a thread that is idle, or on a new one, which does not keep the process from ending."""
+    """Run the work on an idle thread, or on a new one, which does not keep the process from ending."""
     try:
         todo = _idle.get_nowait()
     except queue.Empty:

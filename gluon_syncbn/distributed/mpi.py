@@ -1,8 +1,8 @@
 """Processes that are connected by MPI, through mpi4py.
 
-Messages go to each process by itself, and say what they belong to. So they may come in any order, no communicator is
-needed per layer, and who has come is known where somebody has not. One thread sends them and takes them in. It only
-asks MPI whether something is there, and never waits in it: MPI takes nothing back.
+A message goes to one process, and has the key and the round of its exchange. So messages may come in any order, layers
+need no communicators of their own, and an error can name the missing processes. One thread sends messages and receives
+them. It only asks MPI whether a message is there, and never waits in MPI, which takes nothing back.
 """
 
 import ctypes
@@ -13,46 +13,32 @@ from typing import Any, Callable, List, Tuple
 
 import numpy as np
 
-from gluon_syncbn.distributed.process_group import CommunicatorError, MissingProcesses, ProcessGroup
+from gluon_syncbn.distributed.process_group import CommunicatorError, ProcessGroup
 
 _TAG = 1
-_HEADER = 3  # numbers before those of a message: its kind, its key and its round
-# A thread that has looked for this long lets go of the processor between two looks, for longer and longer.
-_SPIN_SECONDS = 2e-4
-_LOOK_SECONDS = 1e-3  # at most
-_FINALIZE_SECONDS = 2.0  # for it to begin
-# Open MPI looks at its TCP connections in one of eight calls (opal_progress).
-_PROBES = 8
+_HEADER = 3  # numbers at the beginning of a message: its kind, its key and its round
+_START_SECONDS = 300.0  # for all processes to make the group
+_SPIN_SECONDS = 2e-4  # then the thread sleeps between two looks, for longer and longer
+_LOOK_SECONDS = 1e-3  # but no longer than this
+_FINALIZE_SECONDS = 2.0  # for MPI_Finalize to begin
+_PROBES = 8  # Open MPI looks at its TCP connections in one of eight calls (opal_progress)
 
 
 class MPIProcessGroup(ProcessGroup):
-    """The processes of a communicator, in its rank order.
+    """The processes of an mpi4py communicator (None: ``MPI.COMM_WORLD``), in its rank order. All of them make it.
 
-    To make it is collective: every process of the communicator does.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm, optional
-        By default ``MPI.COMM_WORLD``.
-    deadline : float
-        Until when to wait for the others, on the clock of `time.monotonic`.
-
-    Raises
-    ------
-    CommunicatorError
-        mpi4py is not installed, or MPI does not take calls from several threads.
-    MissingProcesses
-        The others did not come.
+    CommunicatorError if mpi4py is not installed, MPI takes no calls from several threads, or the other processes have
+    not come in time.
     """
 
     name = "mpi"
     can_resume = True
     sends_to_each = True
 
-    def __init__(self, comm: Any, deadline: float) -> None:
+    def __init__(self, comm: Any) -> None:
         try:
             from mpi4py import MPI
-        except (ImportError, RuntimeError) as problem:  # not there, or there is no MPI library
+        except (ImportError, RuntimeError) as problem:  # it is not installed, or there is no MPI library
             raise CommunicatorError(
                 f"mpi4py cannot be imported ({problem}). pip install 'gluon_syncbn[mpi]'"
             ) from problem
@@ -60,22 +46,22 @@ class MPIProcessGroup(ProcessGroup):
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise CommunicatorError(
                 "MPI was initialized without MPI_THREAD_MULTIPLE, and layers call it from several threads. Import "
-                "mpi4py.MPI before what initialized it, or use an MPI library that supports it"
+                "mpi4py.MPI before the package that initialized it, or use an MPI library that supports it"
             )
         self._mpi = MPI
         comm = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = comm.rank, comm.size
-        self._comm = _duplicate(MPI, comm, deadline)
+        self._comm = _duplicate(MPI, comm)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._status = MPI.Status()
         self._is_message_there = _probing(MPI, self._comm)
-        # Of the thread that carries messages: those that a process has not taken in yet, and those that arrive.
+        # Of the thread that carries messages: sent messages that have not been received, and messages that arrive.
         self._unfinished: List[Tuple[Any, np.ndarray]] = []
         self._arriving: List[Tuple[Any, int, np.ndarray]] = []
         self._since = 0.0  # when the last message was sent
         self._begin()
-        # MPI_Finalize, which keeps Python's lock, first deletes what is attached here: another process may still wait
-        # for the last message, and would never come to its own MPI_Finalize.
+        # MPI_Finalize keeps Python's lock, and first deletes the attributes of COMM_SELF. `_send_all` is called there:
+        # another process may still wait for the last message, and would never come to its own MPI_Finalize.
         attached = weakref.WeakMethod(self._send_all)
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: (attached() or (lambda: None))())
         MPI.COMM_SELF.Set_attr(key, None)
@@ -122,7 +108,7 @@ class MPIProcessGroup(ProcessGroup):
             raise CommunicatorError(f"MPI failed: {problem}") from problem
 
     def _send_all(self) -> None:
-        """Wait until what was to be sent has been, for a while; not once the thread that sends it has ended."""
+        """Wait until all messages have been sent, or the thread that sends them has ended; for a limited time."""
         deadline = time.monotonic() + _FINALIZE_SECONDS
         while not self._has_ended.is_set() and (self.state.open_tasks or self._unfinished):
             if time.monotonic() > deadline:
@@ -134,21 +120,16 @@ class MPIProcessGroup(ProcessGroup):
         self._comm.Allreduce(self._mpi.IN_PLACE, values)
 
     def broadcast(self, values: np.ndarray) -> None:
-        """Replace the array by that of the first process, as `add_up`."""
+        """Replace the array by the first process's array, as `add_up`."""
         self._comm.Bcast(values.reshape(-1).view(np.uint8))  # MPI has no float16
 
     def leave(self):
         super().leave()
-        if self.state.has_lost_some and not self._mpi.Is_finalized():
-            self._finalize_without_them()
-
-    def _finalize_without_them(self) -> None:
-        """``MPI_Finalize`` waits for all processes, and these will never come.
-
-        Left to a thread that does not keep the process from ending: MPI counts as finalized as soon as that has begun,
-        so that mpi4py does not do it again, and the launcher ends whoever remains of the job.
-        """
-        # Through ctypes, as mpi4py's keeps Python's lock.
+        if not self.state.has_lost_some or self._mpi.Is_finalized():
+            return
+        # MPI_Finalize waits for all processes, also for the lost ones, so it runs on a thread that does not keep this
+        # process from ending. MPI counts as finalized as soon as the call has begun, so that mpi4py does not call it
+        # again. The launcher ends the remaining processes of the job. (ctypes, as mpi4py's call keeps Python's lock.)
         threading.Thread(target=ctypes.CDLL(self._mpi.__file__).MPI_Finalize, daemon=True).start()
         deadline = time.monotonic() + _FINALIZE_SECONDS
         while not self._mpi.Is_finalized() and time.monotonic() < deadline:
@@ -160,22 +141,26 @@ def _check_not_finalized(mpi: Any) -> None:
         raise CommunicatorError("MPI_Finalize has been called")
 
 
-# Communicators of which a duplicate has been begun, with it and its request: MPI cannot take that back, so another try
-# goes on with it, whenever the other processes come.
+# Communicators with their unfinished duplicates and the requests. MPI cannot take a duplicate back, so the next try
+# goes on with it.
 _begun: List[Tuple[Any, Any, Any]] = []
 
 
-def _duplicate(mpi: Any, comm: Any, deadline: float) -> Any:
-    """A communicator of our own, in which no message of ours can meet one of the user's."""
+def _duplicate(mpi: Any, comm: Any) -> Any:
+    """Duplicate a communicator, so that our messages and the user's cannot meet."""
     found = next((item for item in _begun if item[0] == comm), None)
     if found is None:
         found = (comm, *comm.Idup())
         _begun.append(found)
     _, made, request = found
+    deadline = time.monotonic() + _START_SECONDS
     try:
         while not request.Test():
             if time.monotonic() > deadline:
-                raise MissingProcesses
+                raise CommunicatorError(
+                    f"waited {_START_SECONDS:g} s for the other processes. Every process must call it, or make the "
+                    f"same layers"
+                )
             time.sleep(_LOOK_SECONDS)
     except mpi.Exception:
         _begun.remove(found)
@@ -185,9 +170,9 @@ def _duplicate(mpi: Any, comm: Any, deadline: float) -> Any:
 
 
 def _probing(mpi: Any, comm: Any) -> Callable[[], bool]:
-    """Make a function that says whether a message is there, as ``comm.Iprobe()`` would, and keeps the interpreter lock.
+    """Make a function that returns whether a message is there, as ``comm.Iprobe()``, and keeps the interpreter lock.
 
-    mpi4py gives that up in each call, and where other threads run Python it takes up to 5 ms to get it back.
+    mpi4py releases the lock in each call, and then waits for it for up to 5 ms while other threads run Python.
     """
     probe = ctypes.PyDLL(mpi.__file__).MPI_Iprobe
     kind = {ctypes.sizeof(item): item for item in (ctypes.c_int, ctypes.c_void_p)}[mpi._sizeof(mpi.Comm)]

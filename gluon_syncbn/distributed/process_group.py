@@ -1,9 +1,9 @@
-"""The processes of a job, as the rest of the package knows them, and what carries their messages.
+"""The processes of a job, and the communicator that carries their messages.
 
-What they exchange, and what becomes of a step that fails, is in the compiled core (csrc/processes/processes.h has the
-protocol). A communicator is a library that connects processes: they have met by it, and it carries their messages where
-they share no memory. A new one is a subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`. A thread
-of its own asks the core what to send, and hands what arrives to the core.
+The compiled core exchanges vectors and ends steps that fail (csrc/processes/processes.h has the protocol). A
+communicator is a library that connects processes; it carries their messages where they share no memory. A new one is a
+subclass of `ProcessGroup`, named in `gluon_syncbn.distributed.default`. The thread of a group takes messages from the
+core to send them, and hands messages that arrive to the core.
 """
 
 import contextlib
@@ -34,11 +34,7 @@ VECTOR = 0  # the kind of a message that brings something to an exchange
 
 
 class CommunicatorError(RuntimeError):
-    """The communicator cannot connect the processes, or does so no more; the text says why."""
-
-
-class MissingProcesses(RuntimeError):
-    """The other processes did not come."""
+    """The communicator cannot connect the processes, or has ended; the text says why."""
 
 
 class ExchangeError(SyncBatchNormError):
@@ -52,7 +48,7 @@ class Message(NamedTuple):
     key: int
     round_id: int
     numbers: np.ndarray  # float64 of shape (n,)
-    ranks: Tuple[int, ...]  # to whom
+    ranks: Tuple[int, ...]  # of the receivers
 
 
 class ProcessGroup(ABC):
@@ -63,9 +59,10 @@ class ProcessGroup(ABC):
     name : str
         The name of the communicator: 'mpi' or 'horovod'.
     can_resume : bool
-        Whether the communicator lets processes go on together after a step that was abandoned.
+        Whether the processes can go on together after they have abandoned a step.
     sends_to_each : bool
-        Whether a message goes to one process by itself. So it shows who has come, and hosts can exchange by leaders.
+        Whether a message can go to one process alone. It then shows that its sender has come, and hosts can exchange
+        by leaders.
     rank, size : int
         The number of this process, from 0, and how many there are.
     """
@@ -77,13 +74,7 @@ class ProcessGroup(ABC):
     size: int
 
     def _begin(self) -> None:
-        """The processes are known; their messages are carried from now on.
-
-        Raises
-        ------
-        CommunicatorError
-            The compiled library is missing.
-        """
+        """Carry messages from now on; rank and size are known. CommunicatorError without the compiled library."""
         if library.core is None:
             raise CommunicatorError(f"several processes need the compiled library: {library.unavailable_reason}")
         self.id: int = library.core.gluon_syncbn_make_processes(
@@ -93,7 +84,7 @@ class ProcessGroup(ABC):
         threading.Thread(target=self._carry, name=f"gluon_syncbn {self.name}", daemon=True).start()
 
     def _carry(self) -> None:
-        """The thread that carries messages."""
+        """Carry messages, on the group's thread."""
         task, what = library.Task(), library.Task
         while task.what != what.END:
             library.core.gluon_syncbn_next_task(self.id, self._pause(), self._is_busy, ctypes.byref(task))
@@ -107,7 +98,7 @@ class ProcessGroup(ABC):
                 self._take_in()
             except CommunicatorError as problem:
                 self._lose(str(problem))
-            except Exception as problem:  # whatever it is, nobody is to wait for it
+            except Exception as problem:  # no process may wait for this one then
                 self._lose(f"the thread that carries messages has failed: {problem!r}")
         deadline = time.monotonic() + _END_SECONDS
         with contextlib.suppress(Exception):
@@ -118,8 +109,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _pause(self) -> float:
-        """How many seconds pass at most, while something waits for a message or `_is_busy`, between calls of
-        `_take_in`."""
+        """Return how many seconds may pass between two calls of `_take_in`, while an exchange waits or `_is_busy`."""
 
     @property
     @abstractmethod
@@ -128,14 +118,14 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def _send(self, message: Message) -> None:
-        """Send a message, without waiting for others. Raises CommunicatorError, as the next two do."""
+        """Send a message, without waiting for other processes. Raises CommunicatorError, as the next two do."""
 
     @abstractmethod
     def _take_in(self) -> None:
-        """Hand what has arrived to `_receive`."""
+        """Hand each message that has arrived to `_receive`."""
 
     def _find_out_who_came(self, message: Message) -> None:  # noqa: B027
-        """Call `_hear_who_came`, where not `sends_to_each`: which of ``message.ranks`` have come to this round."""
+        """Call `_hear_who_came` with each of ``message.ranks`` that has come to its round; not if `sends_to_each`."""
 
     def _abandon(self, why: str) -> None:  # noqa: B027
         """The step has failed in this process, and no message can say so: where not `can_resume`."""
@@ -147,13 +137,12 @@ class ProcessGroup(ABC):
 
     def _hear_who_came(self, message: Message, ranks: Optional[Sequence[int]]) -> None:
         """Tell the core which ranks have come to the round of a message; None if that is not known."""
-        some = list(ranks or ())
-        count = -1 if ranks is None else len(some)
-        array = (ctypes.c_int * len(some))(*some)
+        count = -1 if ranks is None else len(ranks)
+        array = library.integers(ranks or ())
         library.core.gluon_syncbn_hear_who_came(self.id, message.key, message.round_id, array, count)
 
     def _end(self, why: str) -> None:
-        """End the work of these processes together, for good; the others hear that this one has ended."""
+        """End all exchanges of these processes, for good; the others get the error that this process has ended."""
         library.core.gluon_syncbn_end_processes(self.id, why.encode())
 
     def _lose(self, why: str) -> None:
@@ -166,58 +155,29 @@ class ProcessGroup(ABC):
         return False
 
     def add_subsets(self, subsets: Sequence[Tuple[int, ...]], seconds: float) -> None:  # noqa: B027
-        """Let these ranks meet without the others. Collective, with the same list on all processes.
+        """Let each of these sets of ranks meet without the others. All processes call it, with the same list.
 
-        Raises
-        ------
-        CommunicatorError
-            The communicator cannot, or other processes have not come within so many seconds.
+        CommunicatorError if the communicator cannot, or other processes have not come within so many seconds.
         """
 
-    def all_gather(self, key: str, vector: np.ndarray, what: str = "all_gather", seconds: float = 600.0) -> np.ndarray:
-        """Bring a vector to all processes, and return those of all; the n-th calls with this key belong together.
+    def all_gather(self, key: str, vector: np.ndarray, where: str = "all_gather", seconds: float = 600.0) -> np.ndarray:
+        """Return the vectors of all processes, which all have the same length n, as rows of (size, n) in rank order.
 
-        Parameters
-        ----------
-        key : str
-            The same on all processes.
-        vector : np.ndarray
-            float64 of shape (n,), on all processes of the same n.
-        what : str
-            How errors begin.
-        seconds : float
-            How long to wait for the others.
-
-        Returns
-        -------
-        np.ndarray
-            float64 of shape (size, n), in rank order.
-
-        Raises
-        ------
-        ExchangeError
-            A process did not come, has ended, or abandoned the step; or vectors differ in length.
+        The n-th calls with this key belong together. Raises ExchangeError, starting with ``where``, if a process has
+        not come within so many seconds, has ended or has abandoned the step, or if lengths differ.
         """
         vector = np.ascontiguousarray(vector, dtype=np.float64)
         rows = np.empty((self.size, vector.size))
-        _raise(
-            library.core.gluon_syncbn_exchange(
-                self.id,
-                what.encode(),
-                number_of(key),
-                seconds,
-                library.numbers(vector),
-                vector.size,
-                library.numbers(rows),
-            )
-        )
+        mine, all_rows = library.numbers(vector), library.numbers(rows)
+        exchange = library.core.gluon_syncbn_exchange
+        _raise(exchange(self.id, where.encode(), number_of(key), seconds, mine, vector.size, all_rows))
         return rows
 
     def time_exchanges(self, numbers: int, count: int) -> np.ndarray:
         """Return the microseconds of each of ``count`` exchanges of vectors of ``numbers`` float64 numbers.
 
-        One begins where the one before has ended, as those of layers do. All processes call it together; raises as
-        `all_gather`.
+        Each begins when the previous one has ended, as exchanges of layers do. All processes call it together. Raises
+        as `all_gather`.
         """
         microseconds = np.empty(count)
         key = number_of(f"time.{numbers}")
@@ -225,7 +185,7 @@ class ProcessGroup(ABC):
         return microseconds
 
     def fail(self, error: str) -> None:
-        """The step has failed in this process, unless it had failed before."""
+        """Let the step fail in this process, unless it has failed before."""
         library.core.gluon_syncbn_fail_processes(self.id, error.encode())
 
     @property
@@ -241,21 +201,21 @@ class ProcessGroup(ABC):
         return state
 
     def abandon(self, is_under_way: bool) -> None:
-        """Abandon a step that has failed, or one that ``is_under_way``: nobody need wait for this process any more."""
+        """Abandon a step that has failed, or that ``is_under_way``, so that no process waits for this one."""
         why = library.core.gluon_syncbn_abandon(self.id, is_under_way).decode()
         if why and not (self.can_resume or self.shares_memory):
             self._abandon(why)
 
-    def resume(self, what: str, seconds: float) -> None:
-        """Return when all processes have abandoned the step. Raises ExchangeError if they do not."""
-        _raise(library.core.gluon_syncbn_resume(self.id, what.encode(), seconds))
+    def resume(self, where: str, seconds: float) -> None:
+        """Return when all processes have abandoned the step. ExchangeError, starting with ``where``, if they do not."""
+        _raise(library.core.gluon_syncbn_resume(self.id, where.encode(), seconds))
 
     def go_to_round(self, least: int) -> None:
-        """Give no round a lower number from here on."""
+        """Give the next rounds this number or a higher one."""
         library.core.gluon_syncbn_go_to_round(self.id, least)
 
     def name_processes(self, names: Sequence[str]) -> None:
-        """Set what errors say in addition to the ranks: names of hosts."""
+        """Set the names of hosts, which errors put after the ranks."""
         library.core.gluon_syncbn_name_processes(self.id, library.strings(names), len(names))
 
     @property
@@ -264,22 +224,22 @@ class ProcessGroup(ABC):
         return bool(self.state.shares_memory)
 
     def offer_memory(self, size: int) -> Tuple[str, str]:
-        """Make memory that so many processes may share: where it is, for `join_memory`, or why it cannot be had."""
+        """Make memory that so many processes may share. Return its address, for `join_memory`, and the error."""
         problem = ctypes.c_char_p()
         where = library.core.gluon_syncbn_offer_memory(self.id, size, ctypes.byref(problem))
         return where.decode(), (problem.value or b"").decode()
 
     def join_memory(self, where: str, ranks: Sequence[int]) -> str:
-        """Map this memory, which these ranks share, and listen there. Returns why it cannot be."""
-        array = (ctypes.c_int * len(ranks))(*ranks)
+        """Map the memory that these ranks share, and receive messages by it. Return the error, or ""."""
+        array = library.integers(ranks)
         return library.core.gluon_syncbn_join_memory(self.id, where.encode(), array, len(ranks)).decode()
 
     def use_memory(self, all_have_joined: bool) -> None:
-        """Send by the memory from now on, or drop it."""
+        """Send messages by the memory from now on, or drop it."""
         library.core.gluon_syncbn_use_memory(self.id, all_have_joined)
 
     def leave(self) -> None:
-        """The process ends: whoever waits for it need not wait any longer."""
+        """End: the other processes no longer wait for this one."""
         library.core.gluon_syncbn_leave(self.id, _END_SECONDS)
         self._has_ended.wait(2 * _END_SECONDS)
 
@@ -303,29 +263,26 @@ def number_of(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-# What a user may give for one: a name, or one that exists, of ours or of the library's.
+# A user's choice of processes: a name, a group that exists, or a communicator or process set of the library.
 ProcessGroupLike = Union[str, ProcessGroup, Any]
-
-# What a name may be; 'none' keeps to the devices of the process.
 NAMES = ("auto", "horovod", "mpi", "none")
 
 
 def check_process_group(process_group: Optional[ProcessGroupLike], where: str) -> None:
-    """ValueError or TypeError, starting with ``where``, for what can be no process group."""
+    """ValueError or TypeError, starting with ``where``, if it can be no process group."""
     if isinstance(process_group, str):
         if process_group not in NAMES:
             raise ValueError(f"{where}: process_group must be one of {', '.join(NAMES)}, not {process_group!r}.")
-    elif not (process_group is None or isinstance(process_group, ProcessGroup) or _is_of_library(process_group)):
+        return
+    is_communicator = hasattr(process_group, "Idup") and hasattr(process_group, "Isend")
+    is_group = process_group is None or isinstance(process_group, ProcessGroup)
+    if not (is_group or is_communicator or is_process_set(process_group)):
         raise TypeError(
             f"{where}: process_group must be a name, what init_process_group returned, a communicator of mpi4py, or a "
             f"process set of Horovod, not {type(process_group).__name__}."
         )
 
 
-def _is_of_library(item) -> bool:
-    return is_process_set(item) or (hasattr(item, "Idup") and hasattr(item, "Isend"))  # a communicator
-
-
 def is_process_set(item) -> bool:
-    """Whether it is one of Horovod's."""
+    """Whether it is a process set of Horovod."""
     return hasattr(item, "process_set_id") and hasattr(item, "included")

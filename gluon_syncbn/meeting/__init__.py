@@ -1,1 +1,1 @@
-"""Meetings: who takes part, what they exchange, and how long they wait."""
+"""The meetings of devices and processes: their members, their exchanges, and how long they wait."""

@@ -1,9 +1,9 @@
-"""Which devices synchronize now: everyone, or those that `gluon_syncbn.devices` has named.
+"""The devices that synchronize now: all, or those that `gluon_syncbn.devices` has named.
 
-In a job of several processes a set also says which processes have devices in it. A set of devices has an id; 0 is
-everyone. A forward pass reads the id in force when it *runs*, which is some time after Python has started it, and hands
-it to its backward pass. So that it runs under the set that it was started under, the set changes only while nothing
-runs: `gluon_syncbn.devices` waits for all pending work on its way in and out.
+In a job of several processes a set also has the processes with devices in it. A set has an id; 0 is all devices. A
+forward pass reads the id in force when it *runs*, some time after Python has started it, and hands it to its backward
+pass. `gluon_syncbn.devices` waits for all pending work on its way in and out, so that the set changes only while
+nothing runs.
 """
 
 from typing import FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -15,8 +15,8 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 
 
 class _ActiveSet(NamedTuple):
-    devices: Optional[FrozenSet[mx.Context]]  # of this process; None is everyone
-    ranks: FrozenSet[Tuple[ProcessGroup, Tuple[int, ...]]]  # that have devices in it
+    devices: Optional[FrozenSet[mx.Context]]  # of this process; None is all
+    ranks: FrozenSet[Tuple[ProcessGroup, Tuple[int, ...]]]  # with devices in it
 
 
 class ActiveSets:
@@ -27,7 +27,7 @@ class ActiveSets:
         self.current = 0  # the id of the set in force
 
     def id_of(self, devices: Iterable[mx.Context], ranks: Mapping[ProcessGroup, Sequence[int]]) -> int:
-        """The id of the set of these devices, with these processes of each group; the same for the same."""
+        """The id of the set of these devices, with these processes of each group."""
         wanted = _ActiveSet(frozenset(devices), frozenset((group, tuple(some)) for group, some in ranks.items()))
         if wanted not in self._sets:
             self._sets.append(wanted)

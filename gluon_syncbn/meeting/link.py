@@ -17,7 +17,7 @@ DEFAULT_SECONDS = 600.0
 
 
 class Link:
-    """The link of one layer's group. It holds while the layer has these devices."""
+    """The link of one layer's group, for as long as the layer has these devices."""
 
     def __init__(self, group: ProcessGroup, spec: LayerSpec):
         self._processes: Processes = processes_of(group)
@@ -25,13 +25,13 @@ class Link:
         self._num_devices = spec.num_devices or 0
         self._devices_per_group = spec.group_size or self._num_devices * group.size
         self.size = group.size  # in processes
-        # The number of this process's first device among those of all processes, each of which has equally many.
+        # The number of this process's first device among the devices of all processes, which have equally many.
         self.first_device = group.rank * self._num_devices
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
 
     def prepare(self, direction: str, chunk: int, set_id: int) -> Tuple[int, Sequence[int]]:
-        """Let the processes that have devices in group number ``chunk`` of the layer exchange what these bring.
+        """Let the processes that have devices in group number ``chunk`` of the layer exchange vectors.
 
         Returns the key of their exchanges, and their ranks. Raises as `Processes.prepare`.
         """
@@ -45,7 +45,7 @@ class Link:
         return number_of(f"{self.place.key}.{chunk}.{direction}"), members
 
     def take(self, place: Place) -> None:
-        """The layer is about to train, in a net."""
+        """Take this place: the layer is about to train, in a net."""
         with self._place_lock:
             if self.place is None:
                 self.place = place._replace(subsets=self._subsets())
@@ -67,28 +67,26 @@ class Link:
         return self._members(self.first_device // self._devices_per_group)
 
     def _members(self, chunk: int) -> Sequence[int]:
-        """The processes that have devices in this group of the layer."""
+        """The ranks that have devices in this group of the layer."""
         first = chunk * self._devices_per_group
         last = first + self._devices_per_group - 1
         return range(first // self._num_devices, last // self._num_devices + 1)
 
     def _subsets(self) -> List[Tuple[int, ...]]:
-        """The processes of each of its groups, in this process or another."""
+        """The ranks of each group of the layer, in this process or another."""
         groups = self.size * self._num_devices // self._devices_per_group
         return [tuple(self._members(chunk)) for chunk in range(groups)] if groups > 1 else []
 
 
 def seconds_for_processes(timeout: Optional[float]) -> float:
-    """How long processes wait for each other, where this is the ``timeout`` of a layer."""
+    """How long processes wait for each other, if a layer has this ``timeout``."""
     if timeout is not None:
         return timeout
     return default_timeout() if TIMEOUT_VARIABLE in os.environ else DEFAULT_SECONDS
 
 
 def link_of(spec: LayerSpec) -> Optional[Link]:
-    """Make the link of a layer; None where the process is alone. Raises ValueError where the groups do not divide its
-    devices.
-    """
+    """The link of a layer; None if the process is alone. ValueError if the groups do not divide its devices."""
     group = find(spec.process_group, spec.where)
     check_groups(spec, spec.num_devices)
     return None if group is None else Link(group, spec)

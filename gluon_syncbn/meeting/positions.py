@@ -1,10 +1,9 @@
 """The position of a synchronized layer in its net, by which the processes of a job know it.
 
-Names of Gluon's may differ between processes: they count what was made before. So a layer is known by its position
-among the synchronized layers of its net, and a net by its number among those that have trained. What else nets differ
-in is compared (`meeting.processes`). The net is the outermost block that Python is calling when the layer first trains;
-the program that does so is the same in all processes. (A graph may have been made before, for prediction, and in one
-process only.)
+Gluon counts names in each process, so they may differ. A layer is known by its position among the synchronized layers
+of its net, and a net by its number among the nets that have trained. All other differences are compared
+(`meeting.processes`). The net is the outermost block that Python is calling when the layer first trains; the program
+that does so is the same in all processes. (A graph may have been made before, for prediction, and in one process only.)
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from gluon_syncbn.layer.spec import Facts
 
 
 class Place(NamedTuple):
-    """The position of a layer in its net: the same on all processes, whatever names its layers have there.
+    """The position of a layer in its net: the same on all processes, although its layers may have other names there.
 
     ``net`` is what is compared at once, ``key`` names the layer in it, ``kind`` must be the same everywhere, ``name``
     tells it apart from others of its kind, and ``layers`` has the facts of each layer. ``subsets`` are the ranks that
@@ -43,13 +42,13 @@ class Nets:
         self._lock = threading.Lock()
         # As they first trained, each with its layers.
         self._nets: MutableMapping[Block, MutableMapping[Block, Place]] = weakref.WeakKeyDictionary()
-        self._count = 0  # of all that ever were
+        self._count = 0  # of all nets, also of those that are gone
 
     def place_of(self, layer: Block, describe: Callable[[Block], Facts]) -> Place:
         """The position of a layer that trains for the first time, on the thread that calls it; without its subsets.
 
-        ``describe`` returns of each block of the net what must be the same in all processes; nothing if it does not
-        synchronize.
+        ``describe`` returns the properties of a block that must be the same in all processes; nothing if the block does
+        not synchronize.
         """
         with self._lock:
             root = outermost_block() or layer

@@ -1,7 +1,7 @@
 """How long a device waits for the others: the layer's timeout, or less once the wait can no longer succeed.
 
-csrc/meeting/waiting.h says when that is, and how Ctrl-C is noticed. The compiled rendezvous follows it there, that of
-the portable back end here. Without the compiled library no signal is noticed, and a wait lasts until the timeout then.
+csrc/meeting/waiting.h has the rules, and how Ctrl-C is noticed. The compiled rendezvous follows them there, and the
+portable back end here. Without the compiled library no signal is noticed, and a wait then lasts until the timeout.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import settings_in_force
 GRACE_SECONDS = 2.0
 # For processes that have yet to run the last step of one that ends.
 LAST_STEP_SECONDS = 60.0
-# How often it is looked whether waits have been cut short.
+# Between two looks whether waits have been cut short.
 POLL_SECONDS = 0.1
 
 
@@ -26,8 +26,8 @@ class _Cut:
     """Whether waits are cut short."""
 
     def __init__(self) -> None:
-        self.now = ("", 0.0, 0.0)  # because of what, since when, and with which grace period
-        self.under_way = 0  # how many `cut_short` there are
+        self.now = ("", 0.0, 0.0)  # the reason, its time, and the grace period
+        self.under_way = 0  # how many `cut_short` blocks
         self.lock = threading.Lock()
 
 
@@ -38,7 +38,7 @@ if library.core is not None:
 
 
 class Waited(NamedTuple):
-    """How long a wait in vain lasted, and why it ended before the timeout, if it did."""
+    """How long a wait in vain lasted, and the reason if it ended before the timeout."""
 
     seconds: float
     because: str
@@ -50,12 +50,12 @@ class Waited(NamedTuple):
         return f"waited only {self.seconds:.1f} s for {whom}, because {self.because}"
 
     def advice(self, usual: str) -> str:
-        """What an error says at its end, of what ``usual`` says: where it is known why, only the last line."""
+        """The end of an error: all of ``usual``, or its last line if the reason is known."""
         return usual.split("\n")[-1] if self.because else usual
 
 
 def usual_reasons() -> str:
-    """The end of an error about a missing device, where it is not known why; its last line is what to do."""
+    """The end of an error about a missing device, if the reason is not known; the last line is advice."""
     settings = settings_in_force()
     return listed_reasons(
         "a last batch has fewer images than there are devices: see gluon_syncbn.devices",
@@ -71,7 +71,7 @@ def usual_reasons() -> str:
 
 @contextlib.contextmanager
 def cut_short(because: str, grace: Optional[float] = None) -> Iterator[None]:
-    """Within the ``with`` block waits end after a grace period; on several threads, within the last block."""
+    """Let waits end after a grace period, within the ``with`` block; on several threads, until the last block ends."""
     with _cut.lock:
         _cut.under_way += 1
         cut_short_from_now_on(because, grace=grace)
@@ -85,7 +85,7 @@ def cut_short(because: str, grace: Optional[float] = None) -> Iterator[None]:
 
 
 def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS, grace: Optional[float] = None) -> None:
-    """Waits end after the grace period, "because" of this; an empty text takes it back.
+    """Let waits end after the grace period, for this reason; an empty text takes it back.
 
     ``process_grace`` is the grace period of waits for other processes.
     """
@@ -117,7 +117,7 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
 
 
 def _ended(began: float, timeout: float) -> Optional[Waited]:
-    """How long a wait was, and why it ends now; None while it goes on."""
+    """The wait, if it ends now; None while it goes on."""
     now = time.monotonic()
     if now >= began + timeout:
         return Waited(timeout, "")
