@@ -181,8 +181,8 @@ EXPORTED int gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels,
 EXPORTED const char* gluon_syncbn_compile(const char* source, const char* const* options, int count, char* error,
                                           int64_t error_size) {
   auto* ptx = new std::string;
-  return or_error(error, error_size, [&] { *ptx = compile_cuda(source, options, count); }) == 0 ? ptx->c_str()
-                                                                                                : nullptr;
+  const auto compile = [&] { *ptx = compile_cuda(source, {options, options + count}); };
+  return or_error(error, error_size, compile) == 0 ? ptx->c_str() : nullptr;
 }
 
 // Loads what was compiled onto GPU number 0.
