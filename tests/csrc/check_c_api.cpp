@@ -21,7 +21,7 @@ namespace ours {
 #include "../../gluon_syncbn/csrc/mxnet/resource_manager.h"
 }  // namespace ours
 
-// A function's type, with MXNet's own types taken for those by which ours go.
+// A function's type, with our types in place of MXNet's.
 template <typename T>
 struct Plain {
   using type = T;

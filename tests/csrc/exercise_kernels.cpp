@@ -1,6 +1,6 @@
-// Every pass over every dtype and layout, with 1 and 3 threads, on memory that ends where the tensor ends, for
-// AddressSanitizer and UndefinedBehaviorSanitizer. And the same by several devices' threads at once, for
-// ThreadSanitizer. Usage: exercise_kernels [devices]
+// Runs every pass over every dtype and layout, with 1 and 3 threads, on memory that ends where the tensor ends, under
+// AddressSanitizer and UndefinedBehaviorSanitizer; and on threads of several devices at once, under ThreadSanitizer.
+// Usage: exercise_kernels [devices]
 
 #include <atomic>
 #include <cmath>
@@ -33,7 +33,7 @@ std::vector<char> tensor(DType dtype, int64_t size, double (*value)(double)) {
   return made;
 }
 
-// What follows the norm, and whether the backward passes go by the output.
+// The operations after the norm, and whether the backward passes read the output.
 struct Case {
   Activation activation;
   bool skip, in_place;

@@ -1,8 +1,8 @@
-// Two processes share memory. One sends back what the other sends; messages are larger than a ring, and follow one
-// another without a pause. It is stopped for a while, in which whoever sends must not wait, and continued; and at a
-// moment that is drawn it is killed, which in most cases is in the middle of a message. What has come then must be
-// whole, and the other must soon know that it is gone, although a child of it that was forked lives on. Run under
-// ThreadSanitizer and AddressSanitizer. Usage: kill_process [times]
+// Two processes share memory. One sends back all messages of the other, which are larger than a ring and follow one
+// another without a pause. The test stops this process for a while, in which the sender must not wait, and continues
+// it; then it kills it at a random moment, mostly in the middle of a message. All messages that have come must be
+// whole, and the other process must soon know of the loss, although a forked child of the lost process lives on. Run
+// under ThreadSanitizer and AddressSanitizer. Usage: kill_process [times]
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -47,7 +47,7 @@ void rest(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseco
   const pid_t child = fork();
   if (child == 0) {
     memory->forget();
-    close(STDOUT_FILENO);  // whoever reads what the test says need not wait for it
+    close(STDOUT_FILENO);  // a reader of the test's output need not wait for this child
     close(STDERR_FILENO);
     rest(5000);
     _exit(0);
@@ -74,7 +74,7 @@ void run(uint64_t number) {
         std::make_shared<HostMemory>(offer.where, 0, std::vector<int>{0, 1}, [&come](int from, Message message) {
           bool is_whole = from == 1 && message.numbers.size() == static_cast<size_t>(message.round);
           for (double value : message.numbers) is_whole = is_whole && value == static_cast<double>(message.key);
-          check(is_whole && message.key == come, "a message is not what was sent");
+          check(is_whole && message.key == come, "a message has changed on its way");
           come += 1;
         });
     int64_t sent = 0;
@@ -93,7 +93,7 @@ void run(uint64_t number) {
     kill(other, SIGSTOP);
     const auto began = std::chrono::steady_clock::now();
     for (int i = 0; i < 8; ++i) send();
-    check(std::chrono::steady_clock::now() - began < std::chrono::seconds(5), "whoever sent had to wait");
+    check(std::chrono::steady_clock::now() - began < std::chrono::seconds(5), "the sender had to wait");
     check(!memory->has_lost(1), "a process that is stopped is taken for one that is gone");
     kill(other, SIGCONT);
     wait_for([&] { return come == sent; }, "not all has come back after it was stopped");

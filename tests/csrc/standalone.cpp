@@ -33,7 +33,7 @@ Affine affine_of(int dtype, int64_t channels, const double* mean, const double* 
                          vector_of(beta, channels), {static_cast<Activation::Kind>(activation), slope});
 }
 
-// Leaves what is thrown in `error`; returns 0, or 1.
+// Leaves the text of an exception in `error`. Returns 0, or 1.
 template <typename Action>
 int or_error(char* error, int64_t error_size, const Action& action) {
   try {
@@ -126,8 +126,7 @@ EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double
   return round_id;
 }
 
-// Meets, for benchmarks, `meetings` times as `rank`, and stores when it arrived and when it was released, in seconds,
-// as pairs in `times`.
+// Meets `meetings` times as `rank`, for benchmarks, and stores pairs of times in seconds: of arrival and of release.
 EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t size, int64_t meetings, double* times) {
   const auto seconds = [] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -141,7 +140,7 @@ EXPORTED void gluon_syncbn_rendezvous_bench(void* rendezvous, int rank, int64_t 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels for GPUs. `kind` is dtype, activation, whether there is a residual, and whether it works in place.
+// Kernels for GPUs. `kind` is dtype, activation, whether there is a residual, and whether the layer works in place.
 
 namespace {
 
@@ -154,7 +153,7 @@ void launch(void* function, const unsigned* blocks, void* arguments, void* strea
 
 }  // namespace
 
-// The options that the operator gives to NVRTC, with a space between two.
+// The operator's options for NVRTC, separated by spaces.
 EXPORTED void gluon_syncbn_kernel_options(const int* kind, char* text, int64_t size) {
   const KernelKind chosen{dtype_of(kind[0]), static_cast<Activation::Kind>(kind[1]), kind[2] != 0, kind[3] != 0};
   std::string options;
@@ -177,15 +176,16 @@ EXPORTED int gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels,
   });
 }
 
-// Compiles as the operator does, with `count` options; a text that lives for good, or null after leaving an error.
+// Compiles as the operator does, with `count` options. Returns a text that is never freed, or null with an error's
+// text.
 EXPORTED const char* gluon_syncbn_compile(const char* source, const char* const* options, int count, char* error,
                                           int64_t error_size) {
   auto* ptx = new std::string;
-  return or_error(error, error_size, [&] { *ptx = compile_cuda(source, options, count); }) == 0 ? ptx->c_str()
-                                                                                                : nullptr;
+  const auto compile = [&] { *ptx = compile_cuda(source, {options, options + count}); };
+  return or_error(error, error_size, compile) == 0 ? ptx->c_str() : nullptr;
 }
 
-// Loads what was compiled onto GPU number 0.
+// Loads a compiled program onto GPU number 0.
 EXPORTED void* gluon_syncbn_load(const char* ptx, char* error, int64_t error_size) {
   void* module = nullptr;
   or_error(error, error_size, [&] {

@@ -1,9 +1,9 @@
-// Layers over 12 devices, each a thread: they meet in groups of 12, 4, 3 and 1, of all devices or of those that a short
-// step has, forward and backward, with other limits of Batch Renormalization in each step, while another thread asks
-// the groups all that Python asks, makes and drops others, and switches the profile. Statistics, sums and limits are
-// compared with what was brought. Then two processes of one device each: after each step that they abandon their first
-// exchanges have to be prepared, which takes its time, and two backward passes of one forward pass come in the
-// meantime. Run under ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
+// Layers over 12 devices, each a thread, meet in groups of 12, 4, 3 and 1, forward and backward, with all devices or
+// with the devices of a short step, and with other limits of Batch Renormalization in each step. Meanwhile another
+// thread asks the groups all that Python asks, makes and drops other groups, and switches the profile. The test
+// compares statistics, sums and limits with the devices' values. Then two processes of one device each abandon every
+// step: their next exchanges need some time to be prepared, in which two backward passes of one forward pass come. Run
+// under ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
 
 #include <algorithm>
 #include <atomic>
@@ -46,7 +46,7 @@ bool is_close(double a, double b) { return std::abs(a - b) <= 1e-9 * std::max(1.
 
 std::string name_of(size_t device) { return "cpu(" + std::to_string(device) + ")"; }
 
-// What a device brings in a step, as values: `count` of them in each channel.
+// The values of a device in a channel, one to three in each step.
 std::vector<double> values_of(size_t device, int step, size_t channel) {
   std::mt19937_64 random(1000003 * device + 101 * static_cast<size_t>(step) + channel);
   std::vector<double> values(1 + (device + static_cast<size_t>(step)) % 3);
@@ -118,7 +118,7 @@ std::shared_ptr<Group> make(const std::string& name, size_t size, bool is_open, 
   return std::make_shared<Group>(spec, devices, "", [] { return Link{}; }, std::move(drop));
 }
 
-// What Python asks at any time.
+// Asks the groups as Python may at any time.
 void ask(const std::vector<std::shared_ptr<Group>>& groups, const std::atomic<bool>& ends) {
   int64_t dropped = 0;
   for (int64_t number = 100; !ends; ++number) {
@@ -190,7 +190,7 @@ void meet_in_two_processes(int steps) {
       other.get_future().wait();
       check(first.sums()[0] == 3 && second.sums()[0] == 21, "backward passes of one forward pass have changed places");
       for (Meeting* meeting : {&forward, &first, &second}) meeting->end_pass();
-      // One that has abandoned does not take part in what the other has yet to begin.
+      // A process that has abandoned the step takes no part in exchanges that the other has yet to begin.
       for (++finished; finished < 2 * (step + 1);) std::this_thread::yield();
       mine.abandon(true);
       wait_until_done([&](std::function<void()> done) { mine.resume("", 60, [done](const Exchanged&) { done(); }); });
@@ -209,7 +209,7 @@ int main(int argc, char** argv) {
   const std::vector<size_t> sizes{12, 4, 3, 1};
   std::vector<std::shared_ptr<Group>> groups;
   for (size_t i = 0; i < sizes.size(); ++i) {
-    // The first two are open to whoever comes, as those of symbols are.
+    // The first two are open to any devices, as groups of symbols are.
     groups.push_back(make("layer" + std::to_string(sizes[i]), sizes[i], i < 2, [] {}));
     groups.back()->connect();
     add_group(static_cast<int64_t>(i), groups.back());

@@ -1,10 +1,9 @@
 // Four processes of a job, each a `Processes` of its own here, exchange vectors under several keys on several threads:
-// through memory that they share, as processes of a host do, or by messages that another thread carries, or as those of
-// two hosts by both. In each step
-// all of them come, or one of them abandons the step, does not come, or brings another length; then all abandon it and
-// go on together. At last one leaves. Every exchange must end once, with the rows of all in their order or with the
-// error, and nothing of a step that was abandoned may be met in the next. Run under ThreadSanitizer and
-// AddressSanitizer. Usage: stress_processes [steps]
+// through shared memory, as on one host, by messages that another thread carries, or by both, as on two hosts. In each
+// step all processes come, or one abandons the step, does not come, or brings another length; then all abandon the step
+// and go on together. At last one leaves. Every exchange must end once, with the rows of all in rank order or with the
+// error, and no message of an abandoned step may reach the next. Run under ThreadSanitizer and AddressSanitizer. Usage:
+// stress_processes [steps]
 
 #include <algorithm>
 #include <atomic>
@@ -109,7 +108,7 @@ Exchanged exchanged(const std::shared_ptr<Processes>& mine, const Channel& chann
   return all;
 }
 
-// What a process does in a step: all keys forward, and backward in the opposite order, as two threads do.
+// One process's step: all keys forward, then backward in the opposite order.
 void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int victim, std::atomic<long>& ended) {
   std::mt19937_64 random(static_cast<uint64_t>(step * kProcesses + mine->rank));
   const bool is_victim = kind != kNormal && mine->rank == victim;
@@ -139,7 +138,7 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
     for (int rank = 0; rank < kProcesses; ++rank) {
       const std::vector<double>& row = all.rows[static_cast<size_t>(rank)];
       check(row.size() == length_of(step, key) && row.front() == value_of(rank, key, step) && row.back() == row.front(),
-            "step " + std::to_string(step) + ": not what process " + std::to_string(rank) + " brought");
+            "step " + std::to_string(step) + ": not the vector of process " + std::to_string(rank));
     }
   }
 }

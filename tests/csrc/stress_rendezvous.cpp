@@ -1,7 +1,7 @@
 // 8 threads meet 100,000 times with random delays; now and then one does not come, or brings a vector of another
-// length. Everyone must get all contributions in rank order, or everyone the same error, and the next meeting
-// must be clean. All the while waits are cut short and that is taken back, and signals come; a timeout shorter than the
-// grace period makes them change nothing. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
+// length. All threads must get all contributions in rank order, or all the same error, and the next meeting must be
+// clean. Meanwhile the test cuts waits short and takes that back, and sends signals; these change nothing, because the
+// timeout is shorter than the grace period. Run under ThreadSanitizer. Usage: stress_rendezvous [generations]
 
 #include <signal.h>
 #include <unistd.h>
@@ -50,7 +50,7 @@ class Barrier {
 
 enum Kind { kNormal, kMissing, kOtherLength };
 
-// What happens in a generation is the same for all threads.
+// The events of a generation, the same for all threads.
 struct Plan {
   explicit Plan(uint64_t generation) {
     std::mt19937_64 random(generation);
@@ -128,7 +128,7 @@ void disturb() {
   }
 }
 
-// What the user has set for a signal between two watches stands again after the second: handler, flags and mask.
+// Checks that the user's handler, flags and mask of a signal, set between two watches, stand again after the second.
 void set_anew() {
   for (const int flags : {0, SA_RESTART}) {
     for (const int masked : {SIGUSR1, SIGUSR2, 0}) {

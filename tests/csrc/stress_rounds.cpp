@@ -1,8 +1,8 @@
-// Rounds that nobody waits for: 4 ranks arrive on threads of their own and are called back. Of every rendezvous the
-// last reference that is not a round's goes at some point in it. Now and then a rank does not come, comes twice, or
-// brings a vector of another length; with other processes the exchange may fail, or not even begin. Every callback must
-// be called exactly once, all of a round with the same outcome, and nothing may be left. Run under ThreadSanitizer and
-// AddressSanitizer. Exchanges run on threads that are kept: no more are ever made than were needed at a time. Usage:
+// Rounds in which no thread waits: 4 ranks arrive on threads of their own, and the rendezvous calls them back. The last
+// reference to the rendezvous from outside goes during the round. Now and then a rank does not come, comes twice, or
+// brings a vector of another length; with other processes the exchange may fail, or not even begin. The rendezvous must
+// call every callback exactly once, all of a round with the same outcome, and leave nothing. Exchanges run on threads
+// that are kept: no more are made than were needed at a time. Run under ThreadSanitizer and AddressSanitizer. Usage:
 // stress_rounds [rounds]
 
 #include <sys/syscall.h>
@@ -50,7 +50,7 @@ enum Kind { kNormal, kMissing, kTwice, kOtherLength, kThrows, kRefused, kKinds }
 
 void rest(uint64_t microseconds) { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); }
 
-// What the ranks of one round were called back with.
+// The outcomes with which the ranks of one round were called back.
 struct Seen {
   std::mutex mutex;
   std::vector<Outcome> outcomes;
@@ -93,7 +93,7 @@ void run(uint64_t number) {
   const double timeout = kind == kMissing ? 0.03 : 5;
   auto place = std::make_shared<Rendezvous>("here", names, timeout, "", exchange);
   const std::weak_ptr<Rendezvous> left = place;
-  // What a pass is to the real thing: owns the place as long as it is under way.
+  // The callback owns the place until the round is over, as a pass does.
   const auto arrive = [&](size_t rank, const std::shared_ptr<Rendezvous>& at) {
     std::vector<double> mine(3 + (kind == kOtherLength && rank == victim), static_cast<double>(rank));
     at->arrive(rank, std::move(mine), 5, [seen, at](const Outcome& outcome) {
@@ -133,7 +133,7 @@ void run(uint64_t number) {
     if (kind != kNormal || !outcome.error.empty()) continue;
     check(outcome.contributions->size() == kRanks * (1 + exchanges) && outcome.contributions->back()[2] == kRanks - 1 &&
               outcome.round_id == (exchanges ? 77 : 1),
-          "not what was brought", number);
+          "not the contributions", number);
   }
   (kind == kNormal ? met : failed) += 1;
 }

@@ -1,6 +1,6 @@
-// Three devices' threads ask for temporary space while steps open and close, and an engine, which is played here, runs
-// the operators late. No two devices may ever get one buffer, and in an open step no call one that pending operators of
-// another call use, unless it is told that it is crowded. Run under ThreadSanitizer and AddressSanitizer. Usage:
+// Three devices' threads ask for temporary space while steps open and close, and a simulated engine runs the operators
+// late. Two devices may never get one buffer. In an open step, no call may get a buffer that pending operators of
+// another call use, unless it is told that the space is crowded. Run under ThreadSanitizer and AddressSanitizer. Usage:
 // stress_space [requests]
 
 #include <atomic>
@@ -33,7 +33,7 @@ struct Variable : EngineVariable {
   uint64_t call = 0;
 };
 
-// Runs what is pushed in that order, some of it at a time.
+// Runs the operations in the order in which they were pushed, some at a time.
 struct Engine {
   std::mutex mutex;
   std::deque<std::function<void()>> waiting;

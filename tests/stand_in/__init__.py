@@ -1,4 +1,4 @@
-"""The CPU in place of a GPU: see gpu_threads.h for what that shows and what not."""
+"""The CPU in place of a GPU. gpu_threads.h says which defects this finds."""
 
 import concurrent.futures
 import ctypes
@@ -15,7 +15,7 @@ FLAGS = ["-std=c++17", "-Og", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
 COMPILER = ["g++", *FLAGS]
 # Packs of 16 bytes at other addresses are an error on a GPU, and one here.
 _CHECKED = ["-Wno-unknown-pragmas", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-# A template's shared memory would be that of the library that was loaded first, whatever its number of threads.
+# Without this, all libraries would share a template's static memory, although their numbers of threads differ.
 _CHECKED += ["-fno-gnu-unique"]
 
 

@@ -1,17 +1,17 @@
 // Stands in for CUDA's driver, libcuda.so.1, as far as MXNet and the package use it: several "GPUs" whose kernels run
 // on CPU threads (kernels_on_cpu.cpp). It is strict where a GPU is:
 //
-//   memory    What "GPU memory" is called by the host cannot be read or written there: touching it ends the process.
-//             Kernels and copies see it at another address.
-//   streams   Each is a thread with a queue, so that whoever forgets to wait reads old numbers. STAND_IN_DELAY_US lets
-//             every piece of work begin late, by a random time up to that.
-//   contexts  A thread has none before it gets one; loading a module without is an error.
+//   memory    The host cannot touch "GPU memory": reading or writing it ends the process. Kernels and copies see it at
+//             another address.
+//   streams   Each is a thread with a queue, so that code that forgets to wait reads old numbers. STAND_IN_DELAY_US
+//             delays each piece of work by a random time up to that.
+//   contexts  A thread has no context before it gets one; loading a module without a context is an error.
 //
-// Kernels come as PTX from the real NVRTC. Their names, the sizes of their arguments, and for which kind of layer they
-// were compiled are read from it. The code that runs is kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the
-// folder with kernels_0_0_0_0.so and so on. STAND_IN_GPUS is how many there are (2). STAND_IN_REFUSE_PTX=1 makes
-// loading fail, as on a driver that is older than the compiler; STAND_IN_LAUNCHES is after how many launches all others
-// fail; STAND_IN_HANGS is the number of a launch that never ends.
+// Kernels come as PTX from the real NVRTC. The stand-in reads from it their names, the sizes of their arguments and
+// their kind of layer, and runs kernels.cu, compiled for the CPU: STAND_IN_KERNELS names the folder with
+// kernels_0_0_0_0.so and so on. STAND_IN_GPUS is the number of GPUs (2). STAND_IN_REFUSE_PTX=1 makes loading fail, as
+// on a driver that is older than the compiler. STAND_IN_LAUNCHES is the number of launches after which all others fail,
+// and STAND_IN_HANGS the number of a launch that never ends.
 
 #include "driver.h"
 
@@ -157,7 +157,7 @@ class Stream {
   std::thread thread_;
 };
 
-using Event = std::shared_future<void>;  // the end of what its stream had to do when it was recorded last
+using Event = std::shared_future<void>;  // the end of its stream's work at the time of the last recording
 
 Stream* stream_of(void* stream) {
   static auto* defaults = new std::map<Context*, Stream*>;
@@ -191,8 +191,7 @@ LaunchOnCpu kernels_for(const std::string& ptx) {
   return library ? reinterpret_cast<LaunchOnCpu>(dlsym(library, "launch_on_cpu")) : nullptr;
 }
 
-// Arguments as a kernel is to see them: addresses of "GPU memory" are others there. They are the only numbers of 8
-// bytes in that range.
+// The arguments with the kernel's addresses of "GPU memory". No other numbers of 8 bytes lie in that range.
 std::vector<void*> seen_arguments(const void* arguments, size_t size) {
   std::vector<void*> words((size + 7) / 8);
   std::memcpy(words.data(), arguments, size);

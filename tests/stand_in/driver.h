@@ -1,10 +1,10 @@
-// What the runtime's stand-in takes from the driver's.
+// The functions of the driver's stand-in that the runtime's stand-in calls.
 #pragma once
 
 #include <cstddef>
 #include <functional>
 
-// Does it, unless there is an error, which is returned.
+// Runs `action` unless there is an error. Returns the error.
 template <typename Action>
 int unless(int error, const Action& action) {
   if (!error) action();

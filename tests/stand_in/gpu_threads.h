@@ -1,10 +1,11 @@
-// Runs CUDA C++ kernels on a CPU: what kernels.cu asks of a GPU, and nothing more. Included in front of it.
+// Runs CUDA C++ kernels on a CPU: as much of CUDA as kernels.cu uses. Included in front of it.
 //
 // The threads of a block are fibers of one thread of the process. Each runs until it reaches a __syncthreads or ends;
-// then the next. Blocks run one after the other. Both orders are drawn anew each time, so that a kernel that lacks a
-// __syncthreads, or believes in an order of blocks, gives wrong numbers sooner or later. A barrier that some threads
-// of a block pass while others have ended is an error, as it is on a GPU. What this cannot show: memory that is not yet
-// visible to another block for lack of a __threadfence, blocks that wait for each other, and speed.
+// then the next runs. Blocks run one after the other. Both orders are drawn anew each time, so that a kernel that lacks
+// a
+// __syncthreads, or relies on an order of blocks, gives wrong numbers sooner or later. A barrier that some threads of a
+// block pass while others have ended is an error, as on a GPU. This cannot find a missing __threadfence or blocks that
+// wait for each other, and says nothing of speed.
 #pragma once
 
 #include <setjmp.h>
@@ -140,13 +141,13 @@ class Fibers {
 
 inline void __syncthreads() { Fibers::get().wait(); }
 
-// All threads of the block must call it, not only those of the warp, and wait for each other: stricter than a GPU.
+// Stricter than a GPU: all threads of the block must call it, not only the warp's, and wait for each other.
 template <typename T>
 T from_thread(T value, int apart) {
   static thread_local T all[2][1024];
   static thread_local unsigned turns[1024];
   const unsigned me = threadIdx.x;
-  T* const shared = all[turns[me]++ % 2];  // what the others read may be overwritten after their next turn
+  T* const shared = all[turns[me]++ % 2];  // the other threads have read this array before their next turn
   shared[me] = value;
   __syncthreads();
   return shared[me ^ static_cast<unsigned>(apart)];

@@ -1,9 +1,10 @@
-"""The shared libraries that a CUDA build of MXNet wants, where they are not there.
+"""Makes the shared libraries that a CUDA build of MXNet needs and a machine lacks.
 
-`build_stubs` makes what neither the package nor its tests use (cuDNN, cuBLAS and the like). A stub returns success from
-what MXNet calls when it starts a thread for a GPU, and ends the process with its own name from anything else.
+`build_stubs` makes the libraries that neither the package nor its tests use (cuDNN, cuBLAS and the like). A stub
+returns success from functions that MXNet calls when it starts a thread for a GPU. Any other function prints its name
+and ends the process.
 `build_stand_in` makes CUDA's driver and runtime (driver.cpp, runtime.cpp) and the kernels for the CPU, where there is
-no GPU. `build_forwarder` makes an NVRTC that asks another of another version, the machine's own.
+no GPU. `build_forwarder` makes an NVRTC that calls the machine's own, of another version.
 """
 
 import re
@@ -49,7 +50,7 @@ def _lines(*command) -> list:
 
 
 def needed_symbols(libmxnet: Path) -> dict:
-    """By library, what libmxnet takes from CUDA's libraries."""
+    """Return the names that libmxnet takes from each of CUDA's libraries."""
     found = {}
     for line in _lines("nm", "-D", "--undefined-only", libmxnet):
         name, _, version = line.split()[-1].partition("@")
@@ -73,7 +74,7 @@ def _stub(name: str) -> str:
 
 
 def _build(folder: Path, library: str, names: list, sources=(), flags=(), text=_STUBS, make=_stub) -> None:
-    """``library``, of ``sources`` and, for each name that they lack, of what ``make`` says, behind ``text``."""
+    """Build ``library`` of ``sources``, and of ``text`` with the result of ``make`` for each name that these lack."""
     folder.mkdir(parents=True, exist_ok=True)
     there = "".join(source.read_text(encoding="utf-8") for source in sources)
     missing = [name for name in names if not re.search(rf"\b{name}\(", there)]

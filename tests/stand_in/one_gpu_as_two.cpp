@@ -1,8 +1,8 @@
-// Lets a program take one GPU for two, so that groups of GPUs can be tried where there is one: LD_PRELOAD this. What is
-// called gpu(1) has streams, threads and memory pools of its own in MXNet, on the same GPU, in the same context.
+// Lets a program take one GPU for two, so that groups of GPUs can be tried where there is one: LD_PRELOAD this. In
+// MXNet gpu(1) has streams, threads and memory pools of its own, on the same GPU, in the same context.
 //
-// It stands before what MXNet and the package call with a device's number. A thread's device is the number that it has
-// set last, and the GPU is always number 0.
+// It replaces the functions that MXNet and the package call with a device's number. A thread's device is the number
+// that the thread has set last, and the GPU is always number 0.
 
 #include <dlfcn.h>
 

@@ -1,6 +1,6 @@
-// Stands in for CUDA's runtime, libcudart.so.11.0, on top of driver.cpp: what MXNet calls to allocate, to copy and to
-// wait. Kernels that were compiled into MXNet cannot run: they are refused by name, but for three that nets can hardly
-// do without, which are written here anew.
+// Stands in for CUDA's runtime, libcudart.so.11.0, on top of driver.cpp: the functions that MXNet calls to allocate, to
+// copy and to wait. MXNet's own kernels cannot run: the stand-in refuses them by name, except three that nets can
+// hardly do without, which are written anew here.
 //
 // As before CUDA 12, cudaSetDevice gives a thread no context; the next call that needs one does.
 
@@ -26,7 +26,7 @@ int capability() {
 
 constexpr int kMemoryAllocation = 2, kInvalidDevice = 101, kNoKernelImage = 209;
 
-thread_local int last_error = 0;  // of a launch, which has no other way to say it
+thread_local int last_error = 0;  // of a launch, which cannot return it
 thread_local int chosen = 0;
 thread_local bool is_chosen = true;  // else the current context says which device it is
 

@@ -9,7 +9,6 @@ namespace {
 
 void* library_of_mxnet = nullptr;
 
-// Found once, for good. Names that end in _v2 are those that CUDA's header gives to callers.
 struct Driver {
   CudaFunctions functions{};
   std::string missing;
@@ -48,7 +47,7 @@ struct Compiler {
   int (*get_ptx)(void* program, char* ptx) = nullptr;
   bool is_found = false;
 
-  // GLUON_SYNCBN_NVRTC; the one that MXNet has loaded, whatever its version; or the newest that the loader knows.
+  // Takes GLUON_SYNCBN_NVRTC; or the NVRTC that MXNet has loaded, of any version; or the newest that the loader finds.
   Compiler() {
     const char* chosen = std::getenv("GLUON_SYNCBN_NVRTC");
     if (chosen && *chosen) {
@@ -73,7 +72,6 @@ struct Compiler {
   }
 };
 
-// CUDA's handle of a GPU.
 int handle_of(int device) {
   int handle = 0;
   check_cuda(cuda().init(0), "CUDA could not be initialized");
@@ -81,7 +79,7 @@ int handle_of(int device) {
   return handle;
 }
 
-// Contexts are retained once per device, for good: MXNet keeps them as long.
+// Retains each context once and never releases it, as MXNet does.
 void* context_of(int device) {
   static auto* mutex = new std::mutex;
   static auto* contexts = new std::map<int, void*>;
@@ -121,7 +119,7 @@ int multiprocessors_of(int device) {
   return count > 0 ? count : 1;
 }
 
-std::string compile_cuda(const std::string& source, const char* const* options, int num_options) {
+std::string compile_cuda(const std::string& source, const std::vector<std::string>& options) {
   static const auto* nvrtc = new Compiler;
   const std::string failed = "the CUDA kernels could not be compiled at run time";
   if (!nvrtc->is_found) {
@@ -131,9 +129,11 @@ std::string compile_cuda(const std::string& source, const char* const* options, 
   }
   void* program = nullptr;
   if (nvrtc->create(&program, source.c_str(), "kernels.cu", 0, nullptr, nullptr) != 0) throw CudaFailure(failed);
+  std::vector<const char*> words;
+  for (const std::string& option : options) words.push_back(option.c_str());
   size_t size = 0;
   std::string text;
-  const bool is_compiled = nvrtc->compile(program, num_options, options) == 0;
+  const bool is_compiled = nvrtc->compile(program, static_cast<int>(words.size()), words.data()) == 0;
   (is_compiled ? nvrtc->get_ptx_size : nvrtc->get_log_size)(program, &size);
   text.resize(size);
   (is_compiled ? nvrtc->get_ptx : nvrtc->get_log)(program, &text[0]);

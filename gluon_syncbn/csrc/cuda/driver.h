@@ -1,5 +1,5 @@
-// CUDA as the package uses it: the driver's functions, and those of NVRTC, the compiler. No CUDA header is used and
-// nothing is linked; both libraries are looked up by name when the first layer is made on a GPU.
+// The functions of CUDA's driver and of its compiler, NVRTC, that the package calls. The package uses no CUDA header
+// and links no CUDA library: it looks up both libraries by name when the first layer is made on a GPU.
 #pragma once
 
 #include <dlfcn.h>
@@ -7,23 +7,25 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace gluon_syncbn {
 
-// Looks up `name` in `library`, a handle of dlopen, and in what it has loaded; false if it is not there.
+// Looks up `name` in `library` (a handle of dlopen) and in the libraries that it has loaded. Returns false if the name
+// is not there.
 template <typename Function>
 bool find_function(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
   return function != nullptr;
 }
 
-// What CUDA could not do. Whoever catches it adds for which layer.
+// An error of CUDA. The caller adds the name of the layer.
 class CudaFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The same from CUDA 10.1 on. All return 0, or an error's number.
+// These are the same from CUDA 10.1 on. All return 0, or the number of an error.
 struct CudaFunctions {
   int (*init)(unsigned flags);
   int (*get_device)(int* device, int ordinal);
@@ -47,17 +49,17 @@ const CudaFunctions& cuda();
 // Throws CudaFailure with the error's number and the driver's text if `code` is not 0.
 void check_cuda(int code, const std::string& what);
 
-// Of a GPU. Throws CudaFailure if there is none.
+// Throws CudaFailure if there is no such GPU.
 int multiprocessors_of(int device);
 
 // Compiles to PTX, which a driver compiles for its GPU. Throws CudaFailure with the compiler's log.
-std::string compile_cuda(const std::string& source, const char* const* options, int num_options);
+std::string compile_cuda(const std::string& source, const std::vector<std::string>& options);
 
-// Sets where NVRTC is looked for first: in what the library with this handle (of dlopen) has loaded. MXNet has one.
+// Sets the library (a handle of dlopen) among whose own libraries NVRTC is looked for first. MXNet loads an NVRTC.
 void set_cuda_library(void* handle);
 
-// While it lives, this thread works in the primary context of a GPU, which is the one that MXNet uses; then in the one
-// that it had before. The threads that call custom operators have none. Throws CudaFailure if there is no such GPU.
+// Puts this thread into the primary context of a GPU, which MXNet uses too, and at the end back into its former
+// context. MXNet's threads for custom operators have no context. Throws CudaFailure if there is no such GPU.
 class GpuContext {
  public:
   explicit GpuContext(int device);

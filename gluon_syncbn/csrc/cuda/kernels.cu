@@ -1,27 +1,28 @@
-// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for a compiler at run time (NVRTC, from CUDA 10.1
-// on, which needs --std=c++11). No header is included, because there may be none. Compiled once for each kind of layer:
+// The arithmetic of one GPU: the same four passes as cpu/kernels.h, for NVRTC, the compiler at run time (from CUDA 10.1
+// on, which needs --std=c++11). It includes no header of CUDA, because there may be none. NVRTC compiles it once for
+// each kind of layer:
 //
 //   VALUE_TYPE  of the activations: 0 float32, 1 float64, 2 float16 (MXNet's type flags)
 //   ACTIVATION  0 none, 1 ReLU, 2 leaky ReLU
-//   RESIDUAL    whether something is added before the activation, which then is a ReLU
-//   IN_PLACE    whether the backward passes are given y in place of x
+//   RESIDUAL    whether a residual is added before the activation, which then is a ReLU
+//   IN_PLACE    whether the backward passes take y in place of x
 //
-// Sums, parameters and statistics are float64 for float64 activations and float32 else; what leaves the GPU is float64.
+// Sums, parameters and statistics are float64 for float64 activations, and float32 for others. The host gets float64.
 //
-// Tensors are (outer, channels, inner), dense. There are two ways to lay threads over them:
+// Tensors are (outer, channels, inner), dense. Threads lie over them in one of two ways:
 //
 //   columns  A thread keeps some neighbouring values of an image (of a row, if channels are last) and walks down the
-//            images. A block has `width` threads side by side, which take whole channels, and some rows of them.
-//   rows     Where an image has too many values of a channel for that, or images are not whole packs: a block's threads
-//            take the packs of one channel in turn, image after image, and then the single values before the first
-//            whole pack of each image and after the last.
+//            images. A block has `width` threads side by side, which take whole channels, and some rows of threads.
+//   rows     Where an image has too many values of a channel for columns, or images are not whole packs. The threads
+//            of a block take the packs of one channel in turn, image after image, and then the single values before
+//            the first whole pack of each image and after the last.
 //
-// gridDim.x blocks share out the channels (a block's channels are its tile), gridDim.y blocks share one tile. launch.h
-// chooses the numbers. A thread reads packs of 16 bytes, several at a time so that many are under way, and asks for the
-// first of them before it computes what it must know of its channels; with `aligned` = 0 all values are read singly.
+// gridDim.x blocks share out the channels (a block's channels are its tile), and gridDim.y blocks share one tile.
+// launch.h chooses these numbers. A thread reads packs of 16 bytes, several at a time so that many are under way, and
+// loads the first packs before it prepares its channels. With `aligned` = 0 it reads all values singly.
 //
-// The two passes that reduce end on the GPU: the last block of a tile adds up what the others have left, in a fixed
-// order, so that results are the same bits every time, and leaves the numbers in host memory.
+// The two passes that reduce end on the GPU: the last block of a tile adds up the sums of all its blocks, in a fixed
+// order, so that results are the same bits every time, and leaves the totals in host memory.
 
 #include "kernels/values.cuh"
 #include "kernels/arguments.h"

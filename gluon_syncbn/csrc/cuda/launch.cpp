@@ -9,39 +9,33 @@
 namespace gluon_syncbn {
 namespace {
 
-// As in values.cuh and sums.cuh: bytes of a pack; packs that a thread has under way; channels of a tile, and threads of
-// a block, at most.
+// As in values.cuh and sums.cuh: bytes of a pack; packs that a thread has under way; at most so many channels of a tile
+// and threads of a block.
 constexpr int64_t kPackBytes = 16, kUnroll = 8, kMostChannels = 64, kMostThreads = 512;
 
-// Of a block, where it need not be as large as can be.
+// Threads of a block that need not be as large as possible.
 constexpr int64_t kUsualThreads = 256, kLeastThreads = 64;
 
-// What a block costs, counted in packs that each of its threads takes: by itself, and if it shares its tile. Measured
-// on an H200, on which a multiprocessor takes a pack for each of 512 threads in 0.3 microseconds.
+// The cost of a block, in packs of each of its threads: always, and more if it shares its tile. Measured on an H200,
+// where a multiprocessor takes a pack for each of 512 threads in 0.3 microseconds.
 constexpr int64_t kBlock = 12, kShare = 6;
 
-// Bytes of neighbouring values that a block reads at a time at least: a cache line.
+// Bytes of neighbouring values that a block reads at a time, at least: a cache line.
 constexpr int64_t kLine = 128;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t power_of_two_for(int64_t size, int64_t most) {
-  int64_t power = 1;
-  while (power < size && power < most) power *= 2;
-  return power;
-}
-
 uintptr_t offset_of(const void* address) { return reinterpret_cast<uintptr_t>(address) % kPackBytes; }
 
-// The cheapest of the launches that it is shown.
+// Keeps the cheapest of the launches that it looks at.
 class Cheapest {
  public:
   Launch launch{};
 
   explicit Cheapest(int64_t multiprocessors) : multiprocessors_(multiprocessors) {}
 
-  // Blocks that lie over a tensor as `lying` does: `takers` of their threads take the `packs` of a tile. It is shared
-  // by so few blocks that a thread has half of the packs that it can have under way, at least.
+  // Looks at blocks that lie over a tensor as `lying` says: `takers` threads of a block take the `packs` of a tile. So
+  // few blocks share a tile that each thread has at least half of the packs that it can have under way.
   void look(Launch lying, int64_t tiles, int64_t packs, int64_t takers) {
     const int64_t places = places_for(lying.threads);
     const int64_t most = divide_up(2 * packs, takers * kUnroll);
@@ -57,7 +51,7 @@ class Cheapest {
     }
   }
 
-  // `tile` channels fill `width` threads side by side.
+  // Looks at columns in which `tile` channels fill `width` threads side by side.
   void look_at_columns(const Layout& layout, bool aligned, int64_t tile, int64_t width, int64_t threads) {
     Launch lying{};
     lying.aligned = aligned;
@@ -68,11 +62,11 @@ class Cheapest {
     look(lying, divide_up(layout.channels, tile), layout.outer * width, lying.thread_rows * width);
   }
 
-  // Blocks of so many threads that run at a time, as the kernels need registers. (On GPUs with 64 KiB of shared memory,
-  // half as many of some kernels do.)
+  // How many blocks of so many threads run at a time, by the registers that the kernels need. (On GPUs with 64 KiB of
+  // shared memory, half as many blocks of some kernels run.)
   int64_t places_for(int64_t threads) const { return multiprocessors_ * kMostThreads / threads; }
 
-  static constexpr int64_t kTurns = 4;  // in which blocks run one after the other, if they are many
+  static constexpr int64_t kTurns = 4;  // many blocks run in at most so many turns
 
  private:
   const int64_t multiprocessors_;
@@ -80,6 +74,12 @@ class Cheapest {
 };
 
 }  // namespace
+
+int64_t power_of_two_for(int64_t size) {
+  int64_t power = 1;
+  while (power < size) power *= 2;
+  return power;
+}
 
 Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
                   int64_t multiprocessors) {
@@ -89,20 +89,20 @@ Launch launch_for(DType dtype, const Layout& layout, const std::vector<const voi
                                 " channels of " + std::to_string(layout.inner) + " values are too many for a GPU");
   }
   const int64_t bytes = bytes_of(dtype), pack = kPackBytes / bytes;
-  const bool alike = std::all_of(addresses.begin(), addresses.end(), [&](const void* address) {
-    return offset_of(address) == offset_of(addresses.front());
-  });
+  const uintptr_t offset = offset_of(addresses.front());
+  const bool alike = std::all_of(addresses.begin(), addresses.end(),
+                                 [&](const void* address) { return offset_of(address) == offset; });
   const bool packs_of_images = layout.channels * layout.inner % pack == 0;
-  const bool whole_packs = alike && offset_of(addresses.front()) == 0 && packs_of_images;
+  const bool whole_packs = alike && offset == 0 && packs_of_images;
   Cheapest cheapest(multiprocessors);
   if (layout.inner == 1) {
     const int64_t values = whole_packs ? pack : 1;
-    const int64_t width = power_of_two_for(divide_up(layout.channels, values), kLine / (values * bytes));
-    // All blocks may share one tile, and the last of them adds up what each has left: so these are few and large.
+    const int64_t width = std::min(power_of_two_for(divide_up(layout.channels, values)), kLine / (values * bytes));
+    // All blocks may share one tile, and the last block then adds up the sums of all: so a few large blocks are best.
     cheapest.look_at_columns(layout, whole_packs, width * values, width, width >= 8 ? kMostThreads : kUsualThreads);
     return cheapest.launch;
   }
-  // So many channels are whole packs.
+  // The smallest number of channels whose values are whole packs.
   const int64_t together = pack / std::gcd(pack, layout.inner), packs = together * layout.inner / pack;
   if (whole_packs && packs <= (together == 1 ? kUsualThreads / 2 : kUsualThreads)) {
     const int64_t all = layout.channels / together;
@@ -114,8 +114,8 @@ Launch launch_for(DType dtype, const Layout& layout, const std::vector<const voi
     }
     if (together > 1 || packs <= kUsualThreads / 4) return cheapest.launch;
   }
-  // Single values in front of the first whole pack make up for any offset that all tensors and images share. Images
-  // whose packs lie otherwise than those of the one before are rare: all their values are read singly.
+  // Threads read the values before the first whole pack singly, at any offset that all tensors and images share. Where
+  // packs lie differently in each image, which is rare, threads read all values singly.
   Launch rows{};
   rows.rows = true;
   rows.tile = 1;

@@ -1,5 +1,5 @@
-// How many threads a kernel of kernels.cu is given, and how they lie over a tensor. Plain functions of the shape and
-// the addresses: no GPU is needed to test them.
+// Chooses how many threads a kernel of kernels.cu gets, and how they lie over a tensor, from the shape and the
+// addresses alone: the tests need no GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,28 @@
 namespace gluon_syncbn {
 
 struct Launch {
-  bool rows;     // whether the kernels are those for rows or those for columns
+  bool rows;     // whether the kernels for rows are launched, or the kernels for columns
   bool aligned;  // whether packs of 16 bytes may be read and written
   int tile;      // channels of a block
-  // Columns: threads side by side, and rows of them. A block may have more threads, which then only help to add up.
+  // Columns: threads side by side, and rows of threads. More threads of a block only help to add up.
   int width, thread_rows;
   unsigned threads;       // in a block
   unsigned tiles, parts;  // blocks: `parts` of them share a tile
 
-  // What the blocks leave for each other: numbers (sums.cuh), and int32 counters.
+  // How many numbers and int32 counters the blocks leave for each other.
   int64_t partials() const {
-    constexpr int64_t kLeftTogether = 32;  // as there
+    constexpr int64_t kLeftTogether = 32;  // as in sums.cuh
     const int64_t lines = (int64_t{parts} * tile + kLeftTogether - 1) / kLeftTogether;
     return parts > 1 ? lines * kLeftTogether * 3 * tiles : 0;
   }
   int64_t counters() const { return parts > 1 ? tiles : 0; }
 };
 
-// Chooses the launch for activations of `dtype` at these addresses, on a GPU with so many multiprocessors. Throws
-// std::invalid_argument where there are more than CUDA or the kernels can count, which takes 2^31 channels, or images,
-// or values of a channel in one.
+// The smallest power of two that is not smaller than `size`.
+int64_t power_of_two_for(int64_t size);
+
+// Chooses the launch for activations of `dtype` at these addresses. Throws std::invalid_argument if CUDA or the kernels
+// cannot count the channels, the images, or the values of a channel in an image: from 2^31 on.
 Launch launch_for(DType dtype, const Layout& layout, const std::vector<const void*>& addresses,
                   int64_t multiprocessors);
 

@@ -3,21 +3,21 @@
 //   forward    moments → [message, pinned] → meet → [mean, variance, pinned] → normalize, running statistics
 //   backward   gradient sums, dγ, dβ → [message] → meet → [ΣS1, ΣS2] → input gradient
 //
-// Where the time of a direction goes, beside the two kernels' own (each step is one arrow above):
+// Beside the two kernels, the arrows take the time of a pass:
 //
-//   1. To the GPU: this thread launches the first kernel, on a stream of its own; inputs are ready when MXNet calls
-//      (scratch.h says why).
+//   1. To the GPU: this thread launches the first kernel at once, on a stream of its own (scratch.h says why).
 //   2. Back: the last block of each tile of channels writes its numbers over the bus into pinned memory, where this
 //      thread sees them.
-//   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else it is waiting for
-//      the slower device, which every synchronized layer must. The merge in float64 is some ns per channel and device.
+//   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else the faster device
+//      waits for the slower one. The merge in float64 takes some ns per channel and device.
 //   4. To the GPU again, as 1. Each block reads the numbers of its channels over the bus, while it reads the tensor.
-//   5. The end: this thread watches the stream, and returns when the second kernel has ended; MXNet's engine goes on.
+//   5. The end: this thread watches the stream, and returns to MXNet's engine when the second kernel has ended.
 //
-// All waits end with the layer's timeout, and an error that names the kernel or the devices that are missing.
+// All waits end with the layer's timeout, and an error that names the kernel or the missing devices.
 
 #include "cuda/scratch.h"
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -43,43 +43,31 @@ class GpuOperator : public Operator {
   }
 
   void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) override {
-    named("forward pass", [&] {
-      const GpuContext context(device_);
-      try {
-        is_train ? train(*arrays, requests) : predict(*arrays, requests);
-        end_forward();
-      } catch (const CudaFailure&) {
-        throw;  // nothing can be filled then
-      } catch (...) {
-        fill_nan({{data_if(requests.out, arrays->out), bytes_of(call_.dtype) * call_.layout.size()}});
-        throw;
-      }
-    });
+    const auto pass = [&] {
+      is_train ? train(*arrays, requests) : predict(*arrays, requests);
+      end_forward();
+    };
+    run("forward pass", pass, [&]() -> Memory { return {{data_if(requests.out, arrays->out), tensor_bytes()}}; });
   }
 
   void backward(std::shared_ptr<const BackwardArrays> handed, BackwardRequests requests) override {
     const BackwardArrays& arrays = *handed;
-    named("backward pass", [&] {
-      const GpuContext context(device_);
-      try {
-        send_back(arrays, requests);
-      } catch (const CudaFailure&) {
-        throw;
-      } catch (...) {
-        const int64_t values = bytes_of(call_.dtype) * call_.layout.size();
-        const int64_t vector = bytes_of(call_.group->dtype) * channels();
-        fill_nan({{data_if(requests.data, arrays.d_data), values},
-                  {data_if(requests.skip, arrays.d_skip), values},
-                  {data_if(requests.gamma, arrays.d_gamma), vector},
-                  {data_if(requests.beta, arrays.d_beta), vector}});
-        throw;
-      }
-    });
+    const int64_t vector_bytes = bytes_of(call_.group->dtype) * channels();
+    const auto gradients = [&]() -> Memory {
+      return {{data_if(requests.data, arrays.d_data), tensor_bytes()},
+              {data_if(requests.skip, arrays.d_skip), tensor_bytes()},
+              {data_if(requests.gamma, arrays.d_gamma), vector_bytes},
+              {data_if(requests.beta, arrays.d_beta), vector_bytes}};
+    };
+    run("backward pass", [&] { send_back(arrays, requests); }, gradients);
   }
 
  private:
+  using Memory = std::vector<std::pair<void*, int64_t>>;  // addresses, which may be null, and bytes
+
   KernelKind kind() const { return {call_.dtype, call_.activation.kind, call_.has.skip, call_.in_place}; }
   int64_t channels() const { return call_.layout.channels; }
+  int64_t tensor_bytes() const { return bytes_of(call_.dtype) * call_.layout.size(); }
   double timeout() const { return call_.group->timeout_seconds; }
 
   void train(const ForwardArrays& arrays, ForwardRequests requests) {
@@ -93,18 +81,14 @@ class GpuOperator : public Operator {
         find_moments(program_, launch, call_.layout, arrays.data.data(), data_if(has_renorm, arrays.running_mean),
                      data_if(has_renorm, arrays.running_var), *scratch, timeout());
     const Moments local{call_.layout.count(), vector_at(numbers, 0), vector_at(numbers, 1)};
-    std::vector<double> running_mean, running_var;
-    if (has_renorm) {
-      running_mean = vector_at(numbers, 2);
-      running_var = vector_at(numbers, 3);
-    }
     call_.group->connect();
     wait_until_done([&](Meeting::Done done) { meeting.bring_moments(local, std::move(done)); });
     const Statistics all = meeting.statistics();
     if (all.renorm.is_off()) {
       scratch->put({&all.mean, &all.variance});
     } else {
-      const RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, running_mean, running_var);
+      const RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, vector_at(numbers, 2),
+                               vector_at(numbers, 3));
       scratch->put({&all.mean, &all.variance, &made.r, &made.d});
     }
     normalize(arrays, requests, launch, *scratch, all.call, !all.renorm.is_off());
@@ -117,9 +101,12 @@ class GpuOperator : public Operator {
   }
 
   Launch launch_forward(const ForwardArrays& arrays, ForwardRequests requests) const {
-    std::vector<const void*> tensors{arrays.data.data()};
-    if (requests.out != Request::kNull) tensors.push_back(arrays.out.data());
-    if (call_.has.skip) tensors.push_back(arrays.skip.data());
+    return launch_over({arrays.data.data(), data_if(requests.out, arrays.out), data_if(call_.has.skip, arrays.skip)});
+  }
+
+  // The launch for tensors at these addresses, of which some may be null.
+  Launch launch_over(std::vector<const void*> tensors) const {
+    tensors.erase(std::remove(tensors.begin(), tensors.end(), nullptr), tensors.end());
     return launch_for(call_.dtype, call_.layout, tensors, program_.multiprocessors());
   }
 
@@ -164,11 +151,7 @@ class GpuOperator : public Operator {
     input.slope = call_.activation.slope;
     input.add = requests.data == Request::kAdd;
     void* const d_residual = data_if(requests.skip, arrays.d_skip);
-    std::vector<const void*> tensors{input.x, input.dy};
-    for (const void* tensor : {input.y, static_cast<const void*>(input.dx), static_cast<const void*>(d_residual)}) {
-      if (tensor) tensors.push_back(tensor);
-    }
-    const Launch launch = launch_for(call_.dtype, call_.layout, tensors, program_.multiprocessors());
+    const Launch launch = launch_over({input.x, input.dy, input.y, input.dx, d_residual});
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
 
     GradientSumsArguments sums{};
@@ -200,7 +183,7 @@ class GpuOperator : public Operator {
       scratch->put({&total});
     }
     if (!input.dx) return scratch->wait(timeout());
-    // The gradient of the residual is that of z, if nothing else was added to it.
+    // If it was not added to another gradient, the gradient of the residual is also the gradient of z.
     if (has_residual && (requests.skip == Request::kWrite || requests.skip == Request::kWriteInplace)) {
       input.dy = d_residual;
       input.y = nullptr;
@@ -219,36 +202,45 @@ class GpuOperator : public Operator {
     }
   }
 
-  // Number `which` of the vectors of C numbers.
+  // Copies number `which` of the vectors of C numbers.
   std::vector<double> vector_at(const double* numbers, int64_t which) const {
     return {numbers + which * channels(), numbers + (which + 1) * channels()};
   }
 
-  // Runs while another exception propagates; its own failure is ignored.
-  void fill_nan(std::initializer_list<std::pair<void*, int64_t>> arrays) const {
-    try {
-      const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout);
-      for (const auto& [values, bytes] : arrays) {
-        if (values) scratch->fill_nan(values, static_cast<size_t>(bytes));
-      }
-      scratch->wait(timeout());
-    } catch (const std::exception&) {
-    }
-  }
-
-  // Runs a pass; what CUDA or MXNet could not do is thrown with the layer's name.
-  template <typename Pass>
-  void named(const std::string& direction, const Pass& pass) const {
+  // Runs a pass in the context of the GPU. If the pass fails, fills `outputs()` with NaN, unless CUDA has failed. Adds
+  // the layer's name to errors of CUDA and MXNet.
+  template <typename Pass, typename Outputs>
+  void run(const std::string& direction, const Pass& pass, const Outputs& outputs) const {
     const auto fail = [&](const std::exception& problem) {
       throw std::runtime_error("SyncBatchNorm '" + call_.group->name + "': " + direction + " on " + call_.device +
                                ": " + problem.what());
     };
     try {
-      pass();
+      const GpuContext context(device_);
+      try {
+        pass();
+      } catch (const CudaFailure&) {
+        throw;
+      } catch (...) {
+        fill_nan(outputs());
+        throw;
+      }
     } catch (const CudaFailure& problem) {
       fail(problem);
     } catch (const MXNetFailure& problem) {
       fail(problem);
+    }
+  }
+
+  // Runs while another exception propagates, so it ignores its own failure.
+  void fill_nan(const Memory& outputs) const {
+    try {
+      const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout);
+      for (const auto& [values, bytes] : outputs) {
+        if (values) scratch->fill_nan(values, static_cast<size_t>(bytes));
+      }
+      scratch->wait(timeout());
+    } catch (const std::exception&) {
     }
   }
 

@@ -21,17 +21,6 @@ struct Programs {
     static auto* programs = new Programs;
     return *programs;
   }
-
-  const std::string& compiled(const KernelKind& kind) {
-    std::string& text = ptx[kind];
-    if (text.empty()) {
-      const std::vector<std::string> options = GpuProgram::options(kind);
-      std::vector<const char*> words;
-      for (const std::string& option : options) words.push_back(option.c_str());
-      text = compile_cuda(source, words.data(), static_cast<int>(words.size()));
-    }
-    return text;
-  }
 };
 
 }  // namespace
@@ -47,9 +36,13 @@ std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
 const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {
   Programs& programs = Programs::get();
   std::lock_guard<std::mutex> lock(programs.mutex);
-  auto& found = programs.loaded[{kind, device}];
-  if (!found) found.reset(new GpuProgram(programs.compiled(kind), device));
-  return *found;
+  auto& loaded = programs.loaded[{kind, device}];
+  if (!loaded) {
+    std::string& ptx = programs.ptx[kind];
+    if (ptx.empty()) ptx = compile_cuda(programs.source, options(kind));
+    loaded.reset(new GpuProgram(ptx, device));
+  }
+  return *loaded;
 }
 
 const char* GpuProgram::name(Kernel kernel) {
@@ -66,17 +59,19 @@ GpuProgram::GpuProgram(const std::string& ptx, int device) {
              "the CUDA kernels could not be loaded" + where);
   for (int i = 0; i < 4; ++i) {
     const std::string kernel = name(static_cast<Kernel>(i));
-    check_cuda(cuda().get_function(&functions_[i].rows, module, (kernel + "_rows").c_str()), kernel + where);
-    check_cuda(cuda().get_function(&functions_[i].columns, module, (kernel + "_columns").c_str()), kernel + where);
+    for (const bool rows : {false, true}) {
+      const std::string function = kernel + (rows ? "_rows" : "_columns");
+      check_cuda(cuda().get_function(&functions_[i][rows], module, function.c_str()), kernel + where);
+    }
   }
 }
 
 void GpuProgram::launch(Kernel kernel, const Launch& launch, const void* arguments, void* stream) const {
-  const Functions& functions = functions_[static_cast<int>(kernel)];
+  void* const function = functions_[static_cast<int>(kernel)][launch.rows];
   void* addresses[] = {const_cast<void*>(arguments)};
-  check_cuda(cuda().launch(launch.rows ? functions.rows : functions.columns, launch.tiles, launch.parts, 1,
-                           launch.threads, 1, 1, 0, stream, addresses, nullptr),
-             std::string("CUDA kernel ") + name(kernel) + " could not be launched");
+  check_cuda(
+      cuda().launch(function, launch.tiles, launch.parts, 1, launch.threads, 1, 1, 0, stream, addresses, nullptr),
+      std::string("CUDA kernel ") + name(kernel) + " could not be launched");
 }
 
 Shape shape_of(const Layout& layout, const Launch& launch) {

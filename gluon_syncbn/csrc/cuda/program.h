@@ -1,4 +1,4 @@
-// The kernels of kernels.cu, compiled for one kind of layer and loaded onto GPUs.
+// The kernels of kernels.cu, compiled for one kind of layer and loaded onto a GPU.
 #pragma once
 
 #include <string>
@@ -10,13 +10,13 @@
 
 namespace gluon_syncbn {
 
-// The structs of the kernels' arguments, with pointers to memory that the GPU can reach.
+// The structs of the kernels' arguments. Their pointers are addresses that the GPU can reach.
 using int64 = int64_t;
 using value_t = void;
 using real_t = void;
 #include "cuda/kernels/arguments.h"
 
-// What kernels.cu is compiled for.
+// A kind of layer: kernels.cu is compiled once for each.
 struct KernelKind {
   DType dtype;
   Activation::Kind activation;
@@ -33,35 +33,30 @@ enum class Kernel { kMoments, kNormalize, kGradientSums, kInputGradient };
 // The kernels on one GPU.
 class GpuProgram {
  public:
-  // Sets the text of kernels.cu.
+  // Sets the text that cuda_source.py makes of kernels.cu.
   static void set_source(const char* source);
 
-  // The options that NVRTC is given.
+  // The options for NVRTC.
   static std::vector<std::string> options(const KernelKind& kind);
 
-  // Compiles and loads at the first call, which takes some seconds, and keeps it for good. Throws CudaFailure.
+  // Compiles and loads the kernels at the first call, in some seconds, and keeps them for good. Throws CudaFailure.
   static const GpuProgram& of(const KernelKind& kind, int device);
 
   static const char* name(Kernel kernel);
 
-  // Of the GPU.
   int64_t multiprocessors() const { return multiprocessors_; }
 
-  // Launches on `stream` of the thread's current context, which must be that of this GPU. `arguments` is the kernel's
-  // struct, which is copied. Throws CudaFailure.
+  // Launches a kernel on a stream of this GPU, whose context must be the current one. Copies `arguments`, the kernel's
+  // struct. Throws CudaFailure.
   void launch(Kernel kernel, const Launch& launch, const void* arguments, void* stream) const;
 
  private:
   GpuProgram(const std::string& ptx, int device);
 
-  struct Functions {
-    void *rows, *columns;
-  };
-  Functions functions_[4];
+  void* functions_[4][2];  // of each kernel: for columns, for rows
   int64_t multiprocessors_;
 };
 
-// The shape as the kernels take it.
 Shape shape_of(const Layout& layout, const Launch& launch);
 
 }  // namespace gluon_syncbn

@@ -16,17 +16,16 @@
 namespace gluon_syncbn {
 namespace {
 
-// Kernels of this length are worth watching for; whoever waits longer sleeps between two looks, and may be so late.
+// A thread watches for the end of short kernels. After kWatch it sleeps between two looks, and may be late by kNap.
 constexpr std::chrono::microseconds kWatch{2000}, kNap{50};
 
-// So many looks at memory for one question to the driver, which takes about as long.
+// Looks at memory for each question to the driver, which takes about as long as all of them.
 constexpr int kLooks = 32;
 
 constexpr int kNotReady = 600;        // CUDA_ERROR_NOT_READY
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 
-// From MXNet, whose pool gives back to CUDA what it does not use when there is no memory left. A handle that the caller
-// frees (Array does).
+// Allocates an array of MXNet's, whose pool frees unused memory when a GPU has none left. The caller frees the handle.
 void* new_array(int device_type, int device, int dtype, int64_t size) {
   if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
   const auto shape = static_cast<unsigned>(size);
@@ -36,28 +35,24 @@ void* new_array(int device_type, int device, int dtype, int64_t size) {
 }
 
 template <typename Number>
-void* new_zeros(int device, int dtype, int64_t size) {
-  void* array = new_array(kGpu, device, dtype, size);
-  const std::vector<Number> zeros(static_cast<size_t>(size), 0);
-  check_mxnet(mxnet().array_copy_from_cpu(array, zeros.data(), zeros.size()), "zeros could not be copied to a GPU");
+void* new_copy(int device, int dtype, const std::vector<Number>& numbers) {
+  void* array = new_array(kGpu, device, dtype, static_cast<int64_t>(numbers.size()));
+  check_mxnet(mxnet().array_copy_from_cpu(array, numbers.data(), numbers.size()),
+              "numbers could not be copied to a GPU");
   return array;
 }
 
 constexpr int kFloat64 = static_cast<int>(DType::kFloat64);
 
-// Sizes are rounded up, so that layers of about the same size share.
-int64_t rounded(int64_t size) {
-  int64_t power = 64;
-  while (power < size) power *= 2;
-  return power;
-}
+// Rounds sizes up, so that layers of about the same size share memory.
+int64_t rounded(int64_t size) { return power_of_two_for(std::max<int64_t>(size, 64)); }
 
 }  // namespace
 
 struct Scratch::Pool {
   std::mutex mutex;
   std::map<Sizes, std::vector<Scratch*>> free;
-  std::vector<Scratch*> stuck;  // a wait for them has timed out
+  std::vector<Scratch*> stuck;  // waits for their kernels have timed out
 };
 
 Scratch::Pool& Scratch::pool() {
@@ -73,7 +68,7 @@ bool Scratch::Sizes::operator<(const Sizes& other) const {
 Scratch::Scratch(const Sizes& sizes)
     : sizes_(sizes),
       partials_(new_array(kGpu, sizes.device, kFloat64, sizes.partials)),
-      counters_(new_zeros<int32_t>(sizes.device, kInt32, sizes.counters)),
+      counters_(new_copy(sizes.device, kInt32, std::vector<int32_t>(static_cast<size_t>(sizes.counters)))),
       message_(new_array(kPinned, sizes.device, kFloat64, sizes.message)),
       numbers_(static_cast<double*>(message_.data())) {
   check_cuda(cuda().create_stream(&stream_, kNonBlocking), "a stream could not be created");
@@ -99,7 +94,7 @@ std::shared_ptr<Scratch> Scratch::lease(int device, const Layout& layout, const 
 }
 
 void Scratch::give_back(Scratch* scratch) {
-  constexpr double kSeconds = 1;  // for the end of a kernel whose numbers are there
+  constexpr double kSeconds = 1;  // a kernel that has left its numbers soon ends
   if (scratch->is_lost_) return;
   try {
     if (!scratch->running_.empty()) scratch->wait(kSeconds);
@@ -123,7 +118,7 @@ void Scratch::launch(const GpuProgram& program, Kernel kernel, const Launch& lau
 
 void Scratch::fill_nan(void* values, size_t bytes) {
   running_ = "filling with NaN";
-  // In every type of numbers here, all bits set are a NaN.
+  // A number whose bits are all set is a NaN in every type.
   check_cuda(cuda().fill_bytes(reinterpret_cast<unsigned long long>(values), 0xff, bytes, stream_), running_);
 }
 
@@ -188,11 +183,9 @@ const double* find_moments(const GpuProgram& program, const Launch& launch, cons
 }
 
 void check_gpu(int device) {
-  // First what MXNet is asked for: one that was built without CUDA says so.
-  const float values[] = {1, 2, 3, 6};
+  // MXNet comes first: the error of an MXNet that was built without CUDA says so.
+  const Array x(new_copy(device, static_cast<int>(DType::kFloat32), std::vector<float>{1, 2, 3, 6}));
   const Layout layout{1, 1, 4};
-  const Array x(new_array(kGpu, device, static_cast<int>(DType::kFloat32), 4));
-  check_mxnet(mxnet().array_copy_from_cpu(x.handle(), values, 4), "numbers could not be copied to a GPU");
   const GpuProgram& program = GpuProgram::of({DType::kFloat32, Activation::kNone, false, false}, device);
   const GpuContext context(device);
   const Launch launch = launch_for(DType::kFloat32, layout, {x.data()}, program.multiprocessors());
@@ -203,7 +196,7 @@ void check_gpu(int device) {
     throw CudaFailure("the moments of 1, 2, 3, 6 came out as " + std::to_string(numbers[0]) + " and " +
                       std::to_string(numbers[1]) + ", not 3 and 14");
   }
-  scratch->wait(kSeconds);  // x goes now
+  scratch->wait(kSeconds);  // x is freed now
 }
 
 }  // namespace gluon_syncbn

@@ -1,11 +1,11 @@
-// z = (x − shift)·scale + bias, then y = activation(z + residual). Shift is the mean as real_t, and bias makes up for
-// the rest.
+// z = (x − shift)·scale + bias, then y = activation(z + residual). Shift is the mean rounded to real_t, and bias makes
+// up for the rounding.
 
 constexpr int kActivation = ACTIVATION;  // 0 none, 1 ReLU, 2 leaky ReLU, as Activation::Kind
 constexpr bool kResidual = RESIDUAL;
-constexpr bool kInPlace = IN_PLACE;  // backward passes find z in y
+constexpr bool kInPlace = IN_PLACE;  // backward passes compute z from y
 
-// As least_gamma of in_place.h, which says why.
+// As least_gamma in in_place.h.
 #if VALUE_TYPE == 1
 constexpr double kLeastGamma = 1.0 / (1LL << 49);
 #elif VALUE_TYPE == 2
@@ -14,14 +14,14 @@ constexpr double kLeastGamma = 1.0 / (1 << 7);
 constexpr double kLeastGamma = 1.0 / (1 << 20);
 #endif
 
-// NaN stays. Rounded after each step, as if the activation were an operator of its own.
+// Keeps NaN. Rounds after each step, as if the activation were an operator of its own.
 __device__ inline real_t activate(real_t z, real_t slope) {
   if (kActivation == 0) return z;
   const real_t value = widen(narrow(z));
   return value <= 0 ? (kActivation == 1 ? real_t(0) : value * slope) : value;
 }
 
-// v, of which the backward passes take x̂: x as it is, or z from y.
+// v, from which the backward passes compute x̂: x itself, or z from y.
 __device__ inline real_t value_of(real_t stored, real_t slope) {
   return kInPlace && kActivation == 2 && stored <= 0 ? stored / slope : stored;
 }
@@ -49,7 +49,7 @@ struct Affine {
 
   __device__ real_t apply(int s, real_t x) const { return multiply_add(x - shift[s], scale[s], bias[s]); }
 
-  // The gradient of z, without a residual. Where z was NaN that of y is kept, which must not be lost.
+  // The gradient of z, without a residual. Where z is NaN, this is dy, which must not be lost.
   __device__ real_t passed(int s, real_t v, real_t dy, real_t slope) const {
     if (kActivation == 0) return dy;
     const bool negative = (kInPlace ? v : apply(s, v)) <= 0;
@@ -57,8 +57,8 @@ struct Affine {
   }
 };
 
-// γ and β of the whole affine map of a channel: with r and d of Batch Renormalization, and if `clamps` as in_place.h
-// has it. True if another γ was taken for that.
+// Puts r and d of Batch Renormalization into γ and β and, if `clamps`, keeps γ away from 0 as in_place.h says. Returns
+// whether that changed γ.
 __device__ inline bool effective(bool clamps, double r, double d, double& gamma, double& beta) {
   beta += gamma * d;
   gamma *= r;
@@ -69,10 +69,10 @@ __device__ inline bool effective(bool clamps, double r, double d, double& gamma,
   return true;
 }
 
-// What the backward passes know of a channel: (v − center)·xhat_scale is x̂.
+// The saved statistics of a channel, for the backward passes: x̂ = (v − center)·xhat_scale.
 struct Saved {
   double center, xhat_scale, invstd, gamma, beta, r, d;
-  bool moved;  // whether another γ was taken
+  bool moved;  // whether γ was clamped
 
   template <typename Arguments>
   __device__ Saved(const Arguments& arguments, int64 c) {

@@ -1,14 +1,14 @@
-// What each kernel takes: one struct, the same for the host, which fills it, and for the GPU. This file includes
-// nothing: NVRTC is handed one text. value_t is the type of activations, real_t that of parameters and statistics; for
-// the host both are void. An array that is null is not there, or not asked for.
+// The arguments of each kernel: one struct, for the host, which fills it, and for the GPU. This file includes nothing,
+// because NVRTC gets one text. value_t is the type of activations, and real_t the type of parameters and statistics;
+// the host has void for both. A null array is absent, or not requested.
 //
-//   saved              what the forward pass leaves for the backward pass: mean[C], invstd[C], r[C], d[C], and count,
-//                      round_id and active_set of the call
-//   message            what GPU and host leave for each other, see scratch.h
-//   partials, counters what blocks leave for each other, see sums.cuh
+//   saved              from the forward pass for the backward pass: mean[C], invstd[C], r[C], d[C], and count, round_id
+//                      and active_set of the call
+//   message            numbers that the GPU and the host leave for each other (scratch.h)
+//   partials, counters memory of blocks that share a tile (sums.cuh)
 //   ..._request        MXNet's OpReqType of a gradient: 0 nothing, 3 add, else write
 
-// A dense tensor (outer, channels, inner), and how threads take it (launch.h).
+// A dense tensor (outer, channels, inner), and how threads lie over it (launch.h).
 struct Shape {
   int64 outer, channels, inner;
   int aligned;  // whether packs of 16 bytes may be read and written
@@ -23,13 +23,13 @@ struct BlockMemory {
   double* message;
 };
 
-// The bits of a number of the message that is not there yet: a NaN, but none that arithmetic makes.
+// The bits of a number that is not in the message yet: a NaN that no arithmetic makes.
 constexpr unsigned long long kNotThere = 0xfff4c0dec0dec0deULL;
 
 struct MomentsArguments {
   Shape shape;
   const value_t* x;
-  const real_t* running_mean;  // both only for Batch Renormalization
+  const real_t* running_mean;  // these two only for Batch Renormalization
   const real_t* running_var;
   BlockMemory memory;
 };
@@ -37,7 +37,7 @@ struct MomentsArguments {
 struct NormalizeArguments {
   Shape shape;
   const value_t* x;
-  const value_t* residual;  // is added before the activation
+  const value_t* residual;  // added before the activation
   value_t* y;
   const real_t* gamma;  // null: 1
   const real_t* beta;
@@ -59,7 +59,7 @@ struct GradientSumsArguments {
   Shape shape;
   const value_t* x;  // in place y
   const value_t* dy;
-  const value_t* y;  // where there is a residual
+  const value_t* y;  // with a residual
   value_t* d_residual;
   const real_t* gamma;
   const real_t* beta;
@@ -77,7 +77,7 @@ struct InputGradientArguments {
   Shape shape;
   const value_t* x;  // in place y
   const value_t* dy;
-  const value_t* y;  // where there is a residual whose ReLU dy has yet to pass; null: it has passed it
+  const value_t* y;  // with a residual, if dy has not passed the ReLU yet; else null
   value_t* dx;
   const real_t* gamma;
   const real_t* beta;

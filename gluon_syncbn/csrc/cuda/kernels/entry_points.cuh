@@ -1,4 +1,4 @@
-// The kernels themselves. A thread may have 128 registers.
+// The kernels. A thread may have 128 registers.
 #define BOUNDS __launch_bounds__(kThreads, 1)
 
 #define KERNEL(name, Arguments)                                                                \
@@ -12,7 +12,7 @@ KERNEL(normalize, NormalizeArguments)
 KERNEL(gradient_sums, GradientSumsArguments)
 KERNEL(input_gradient, InputGradientArguments)
 
-// So that what was compiled says for what.
+// A name in the PTX tells the tests' stand-in for CUDA which kind of layer it was compiled for.
 #define COMPILED_FOR(type, activation, residual, in_place) COMPILED_FOR_(type, activation, residual, in_place)
 #define COMPILED_FOR_(type, activation, residual, in_place)                    \
   extern "C" {                                                                 \

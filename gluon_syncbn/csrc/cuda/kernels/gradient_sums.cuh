@@ -1,6 +1,5 @@
-// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. From these come
-// S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. Where there is a residual, dz is also its gradient, and y shows where the ReLU
-// let it pass.
+// Σ dz and Σ dz·(v − shift), where dz is the gradient of z. They give S1 = Σ dz = dβ and S2 = Σ dz·x̂ = dγ. With a
+// residual, dz is also the residual's gradient, and y shows where the ReLU let it pass.
 
 template <int S>
 struct GradientSumsPass : Tensors<kUnroll / 2, 2 + kResidual> {
@@ -14,7 +13,7 @@ struct GradientSumsPass : Tensors<kUnroll / 2, 2 + kResidual> {
   __device__ void take(const Loaded& loaded, const Places& at, int packs) {
     constexpr int V = Loaded::kValues;
     const Affine<S> affine(known);
-    // Each chunk is added up on its own, which keeps the sums of long channels short.
+    // A chunk has a sum of its own, so that fewer numbers are added one by one to the sum of a long channel.
     real_t sum[S], product[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) sum[s] = product[s] = 0;
@@ -84,7 +83,7 @@ __device__ inline void run(const GradientSumsArguments& arguments) {
   const SavedChannel<GradientSumsArguments> saved = {arguments};
   Prepare<Threads, 3, SavedChannel<GradientSumsArguments>> prepare(shape, saved);
   GradientSumsPass<S> pass;
-  pass.tensors[1 + kResidual] = arguments.y;  // without a residual this is the place of dy
+  pass.tensors[1 + kResidual] = arguments.y;  // without a residual, dy takes this place
   pass.tensors[0] = arguments.x;
   pass.tensors[1] = arguments.dy;
   pass.d_residual = arguments.d_residual;
@@ -96,8 +95,8 @@ __device__ inline void run(const GradientSumsArguments& arguments) {
   Whole<Threads, false>::walk(shape, arguments.x, pass, prepare);
 
   if (!add_up<Sums, Threads>(shape, arguments.memory, 0, pass.gradients, pass.products)) return;
-  // dγ and dβ, and the message: S1[C], S2[C], the three numbers that the forward pass has left in `saved` (count,
-  // round_id, active_set), and in place for each channel whether another γ was taken.
+  // dγ and dβ, and the message: S1[C], S2[C], count, round_id and active_set from `saved`, and in place for each
+  // channel whether γ was clamped.
   const int64 c = first_channel(shape) + thread_number(), channels = shape.channels;
   double* const message = arguments.memory.message;
   const Saved then(arguments, c);

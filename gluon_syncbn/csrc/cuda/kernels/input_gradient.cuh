@@ -1,5 +1,5 @@
 // dx = factor·dz + by·(v − shift) + constant, with dz as in gradient_sums.cuh. `message` holds ΣS1[C] and ΣS2[C] of all
-// devices; they count only if `saved` says that the statistics depended on x.
+// devices, which matter only if the count in `saved` says that the statistics depended on x.
 
 template <int S>
 struct InputGradientPass : Tensors<kUnroll / 2, 2 + kResidual> {
@@ -69,7 +69,7 @@ __device__ inline void run(const InputGradientArguments& arguments) {
   const InputGradientChannel channel = {arguments};
   Prepare<Threads, 5, InputGradientChannel> prepare(arguments.shape, channel);
   InputGradientPass<Threads::kColumns> pass;
-  pass.tensors[1 + kResidual] = arguments.y;  // without a residual this is the place of dy
+  pass.tensors[1 + kResidual] = arguments.y;  // without a residual, dy takes this place
   pass.tensors[0] = arguments.x;
   pass.tensors[1] = arguments.dy;
   pass.dx = arguments.dx;

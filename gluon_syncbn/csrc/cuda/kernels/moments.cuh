@@ -1,6 +1,6 @@
-// Moments: one pass over x. Every chunk in registers has its mean and centred squares taken (two passes over
-// registers), and is merged into the thread's (Chan, Golub and LeVeque, 1979). x counts from the channel's first value,
-// so that a mean that is large against the deviation costs no digits.
+// The moments of x, in one pass over memory. A thread computes mean and centred squares of each chunk by two passes
+// over registers, and merges them into its own (Chan, Golub and LeVeque, 1979). It subtracts the channel's first value
+// from all values, so that a mean that is large against the deviation costs no digits.
 
 template <typename T>
 struct Moments {
@@ -10,7 +10,7 @@ struct Moments {
   __device__ void merge(const Moments& other) {
     if (!(other.count > 0)) return;
     const T total = count + other.count, distance = other.a - a;
-    // What is merged first stays to the last bit.
+    // The first moments that are merged keep every bit.
     const T share = count > 0 ? quotient(static_cast<real_t>(other.count), static_cast<real_t>(total)) : T(1);
     a = multiply_add(distance, share, a);
     b += multiply_add(distance * count, distance * share, other.b);
@@ -41,7 +41,7 @@ struct MomentsPass : Tensors<kUnroll, 1> {
       for (int i = 0; i < V; ++i) sum[S == 1 ? 0 : i] += values[i] - origin[S == 1 ? 0 : i];
     }
 #pragma unroll
-    for (int s = 0; s < S; ++s) sum[s] *= share;  // the mean now
+    for (int s = 0; s < S; ++s) sum[s] *= share;  // now the mean
 #pragma unroll
     for (int n = 0; n < this->kAtOnce; ++n) {
       if (n >= packs) continue;
@@ -71,7 +71,7 @@ __device__ inline void run(const MomentsArguments& arguments) {
   constexpr int S = Threads::kColumns;
   const Shape& shape = arguments.shape;
   const value_t* const x = arguments.x;
-  const int64 c = first_channel(shape) + thread_number();  // which this thread may have to tell of
+  const int64 c = first_channel(shape) + thread_number();  // this thread may have to tell its moments
   const double origin = has_channel(shape, thread_number()) ? widen(x[c * shape.inner]) : 0;
   MomentsPass<S> pass;
   pass.tensors[0] = x;
@@ -86,8 +86,7 @@ __device__ inline void run(const MomentsArguments& arguments) {
   Whole<Threads, false>::walk(shape, x, pass, nothing);
 
   if (!add_up<Moments, Threads>(shape, arguments.memory, pass.count, pass.mean, pass.m2)) return;
-  // The message: mean[C] and M2[C], and if they are wanted, for Batch Renormalization, the running mean[C] and
-  // variance[C].
+  // The message: mean[C] and M2[C], and for Batch Renormalization the running mean[C] and variance[C].
   double* const message = arguments.memory.message;
   tell(message + c, origin + total(0, thread_number()));
   tell(message + shape.channels + c, total(1, thread_number()));

@@ -1,4 +1,4 @@
-// Computes y, the running statistics, and what the backward pass needs.
+// Computes y, the running statistics, and `saved` for the backward pass.
 
 template <int S>
 struct NormalizePass : Tensors<kResidual ? kUnroll / 2 : kUnroll, 1 + kResidual> {
@@ -26,11 +26,11 @@ struct NormalizePass : Tensors<kResidual ? kUnroll / 2 : kUnroll, 1 + kResidual>
   }
 };
 
-// The affine map of a channel; and once, the running statistics and `saved`. In training mode `message` holds mean[C]
-// and variance[C] of all devices, and with `renorm` r[C] and d[C].
+// Computes the affine map of a channel and, once, the running statistics and `saved`. In training mode `message` holds
+// mean[C] and variance[C] of all devices, and with `renorm` r[C] and d[C].
 //
-// Running statistics need no order among blocks: in prediction mode none writes them, and in training mode only the
-// block that writes those of a channel reads them.
+// Running statistics need no order among blocks: in prediction mode no block writes them, and in training mode only one
+// block reads and writes the statistics of a channel.
 struct NormalizeChannel {
   const NormalizeArguments& arguments;
 
@@ -72,7 +72,7 @@ __device__ inline void run(const NormalizeArguments& arguments) {
   Prepare<Threads, 3, NormalizeChannel> prepare(arguments.shape, channel);
   if (!arguments.y) return prepare();
   NormalizePass<Threads::kColumns> pass;
-  pass.tensors[kResidual] = arguments.residual;  // if there is none this is the place of x
+  pass.tensors[kResidual] = arguments.residual;  // without a residual, x takes this place
   pass.tensors[0] = arguments.x;
   pass.y = arguments.y;
   pass.slope = static_cast<real_t>(arguments.slope);

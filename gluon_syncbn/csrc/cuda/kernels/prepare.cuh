@@ -1,5 +1,5 @@
-// What a pass must know of each channel before it begins, as kVectors numbers: each block computes them for its tile, a
-// thread for each channel, from a message in the host's memory and in float64.
+// Prepares kVectors numbers for each channel, which a pass needs before it begins. Each block computes them for its
+// tile, one thread for each channel, in float64, from a message in the host's memory.
 
 // `compute(c, is_first, out)` fills out[v] for a channel; `is_first` is true in one block.
 template <typename Threads, int kVectors, typename Compute>

@@ -1,13 +1,13 @@
-// Sums over the threads of a block, and over blocks. What is added up (Moments, Sums) is a count and two numbers, a and
-// b, of type T, has merge(other), and says whether it uses the count (kCounts). A channel is added up by a group of
-// threads, always in the same order.
+// Sums over the threads of a block, and over blocks. A sum (Moments, Sums) has a count and two numbers, a and b, of
+// type T, has merge(other), and says whether it uses the count (kCounts). A group of threads adds up a channel, always
+// in the same order.
 
 constexpr int kMostChannels = 64;  // of a tile
 
-// The group of this thread: `lanes` neighbours of a warp, for one channel. There may be more groups than channels.
+// The group of this thread: `lanes` neighbours of a warp, for one channel. Groups may outnumber channels.
 struct Group {
-  int channel, lane, lanes;  // of the tile
-  bool is_used;              // there is such a channel
+  int channel, lane, lanes;  // the channel counts from the tile's first
+  bool is_used;              // the channel exists
 
   __device__ explicit Group(const Shape& shape) : lanes(32) {
     while (lanes * shape.tile > thread_count()) lanes /= 2;
@@ -16,7 +16,7 @@ struct Group {
     is_used = has_channel(shape, channel);
   }
 
-  // Called by all threads of the block.
+  // All threads of the block must call this.
   template <typename Sum>
   __device__ Sum merge(Sum sum) const {
     for (int apart = 1; apart < lanes; apart *= 2) {
@@ -27,8 +27,8 @@ struct Group {
   }
 };
 
-// After the blocks of a tile have left their sums in global memory: true on all threads of the last block of this tile.
-// Its counter is back at 0 then, for the next launch.
+// A block calls this after it has left its sums in global memory. Returns true on all threads of the last block of the
+// tile, and sets the tile's counter back to 0 for the next launch.
 __device__ inline bool is_last_of_tile(int* counters) {
   __shared__ int last;
   __syncthreads();
@@ -42,20 +42,21 @@ __device__ inline bool is_last_of_tile(int* counters) {
   return last != 0;
 }
 
-// Leaves a number for the host, which sees from its bits that it is there.
+// Leaves a number for the host, which sees its bits change.
 __device__ inline void tell(double* to, double value) {
   if (__double_as_longlong(value) == static_cast<long long>(kNotThere)) value = value + 1;  // another NaN
   *static_cast<volatile double*>(to) = value;
 }
 
-// What the threads of the block have of a channel of the tile: a[s] and b[s] of each of their columns.
+// Adds up the group's channel over some of the block's threads, from their a[s] and b[s] of each column s. The lanes of
+// the group share these threads.
 template <typename Sum, typename Threads>
 __device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_t count, const real_t* a,
                                    const real_t* b) {
   constexpr int S = Threads::kColumns, kSize = S * (kThreads + kThreads / 8);
   __shared__ real_t all_a[kSize], all_b[kSize], counts[Sum::kCounts ? kThreads : 1];
   const Block block = Threads::block(shape);
-  // One place more than threads in each row, against conflicts of banks.
+  // A row has one place more than threads, against bank conflicts.
   const auto place = [&](int row, int column) { return (row * S + column % S) * (block.width + 1) + column / S; };
   const int row = Threads::row(shape), column = Threads::column(shape);
   if (row < block.rows) {
@@ -69,7 +70,7 @@ __device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_
   __syncthreads();
   Sum sum = {0, 0, 0};
   if (!group.is_used) return sum;
-  // From this thread's lane on.
+  // A lane begins at its own number and goes on by the number of lanes.
   int from_row = group.lane / block.run, from = group.lane - from_row * block.run;
   const int rows_on = group.lanes / block.run, on = group.lanes - rows_on * block.run;
   while (from_row < block.rows) {
@@ -86,20 +87,20 @@ __device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_
   return sum;
 }
 
-// What a block leaves of a channel for the last of its tile.
+// The sum of a channel that a block leaves for the last block of its tile.
 struct Left {
   real_t count, a, b;
 };
-constexpr int kLeftTogether = 32;  // so many are whole cache lines of 128 bytes
+constexpr int kLeftTogether = 32;  // so many fill whole cache lines of 128 bytes
 
-// Of the channel with that number in the tile: a and b.
+// The total a (0) or b (1) of a channel of the tile.
 __device__ inline double& total(int which, int channel) {
-  __shared__ double totals[2][kMostChannels];  // here, so that all kernels' are the same
+  __shared__ double totals[2][kMostChannels];  // the same for all kernels
   return totals[which][channel];
 }
 
-// Adds up each channel in all blocks. True on the first threads of the last block of a tile, a thread for each channel,
-// so that neighbours write what the host reads: the thread's channel is in its totals.
+// Adds up each channel over all blocks. Returns true on the first threads of the last block of a tile, one thread for
+// each channel, whose `total` is then complete: so neighbouring threads write neighbouring numbers for the host.
 template <template <typename> class Sum, typename Threads>
 __device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, real_t count, const real_t* a,
                               const real_t* b) {
@@ -109,13 +110,13 @@ __device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, rea
   Sum<double> sum = {own.count, own.a, own.b};
   const int parts = static_cast<int>(gridDim.y);
   if (parts > 1) {
-    // A tile has cache lines of its own: no other tile's last block has brought into an L1 cache what was there before.
-    // So these are plain loads, which that cache serves.
+    // A tile has cache lines of its own, so no L1 cache holds old contents that the last block of another tile has
+    // read, and plain loads, which that cache serves, are right.
     const int64 per_tile = (static_cast<int64>(parts) * shape.tile + kLeftTogether - 1) / kLeftTogether * kLeftTogether;
     Left* const left = reinterpret_cast<Left*>(memory.partials) + blockIdx.x * per_tile + group.channel;
     if (is_first) left[blockIdx.y * shape.tile] = {own.count, own.a, own.b};
     if (!is_last_of_tile(memory.counters)) return false;
-    constexpr int kParts = 4;  // whose loads are under way together
+    constexpr int kParts = 4;  // loads under way together
     sum.count = sum.a = sum.b = 0;
     for (int part = group.lane; group.is_used && part < parts; part += kParts * group.lanes) {
       real_t found[kParts][3];

@@ -1,14 +1,14 @@
-// How threads lie over a tensor, and which of its values each of them takes.
+// How threads lie over a tensor, and which values each thread takes.
 //
-// A walk gives out up to N packs of V values at a time: `next(at)` returns how many, and at(n) is where number n
-// begins. Backwards it begins with the last image: what the kernel before has read last is in the cache then.
+// A walk gives a thread up to N packs of V values at a time: `next(at)` returns how many, and at(n) is the place of
+// pack n. A backward walk begins with the last image, which the previous kernel has read last and left in the cache.
 
 __device__ inline int thread_number() { return static_cast<int>(threadIdx.x); }
 __device__ inline int thread_count() { return static_cast<int>(blockDim.x); }
 
 __device__ inline int64 first_channel(const Shape& shape) { return static_cast<int64>(blockIdx.x) * shape.tile; }
 
-// Whether the tile has a channel of that number.
+// Whether the tile has a channel of this number.
 __device__ inline bool has_channel(const Shape& shape, int number) {
   return number < shape.tile && first_channel(shape) + number < shape.channels;
 }
@@ -24,8 +24,8 @@ struct Listed {
   __device__ int64 operator()(int n) const { return places[n]; }
 };
 
-// Where the sums of a block come from: its threads are so wide, in so many rows, and each has sums of so many
-// neighbours (kColumns of Rows and Columns); `run` neighbours are one channel.
+// The threads of a block: `rows` rows of `width` threads. Each thread has sums of kColumns neighbouring columns (of
+// Rows or Columns), and `run` neighbouring columns are one channel.
 struct Block {
   int width, rows, run;
 };
@@ -39,13 +39,12 @@ struct Rows {
     return block;
   }
 
-  // Of the first value of a thread: its column among those of the block, and the thread's row. In the tile, the channel
-  // of its column number s.
+  // The block's column of the thread's first value; the thread's row; and the tile's channel of the thread's column s.
   __device__ static int column(const Shape&) { return thread_number(); }
   __device__ static int row(const Shape&) { return 0; }
   __device__ static int channel(const Shape&, int) { return 0; }
 
-  // The packs of a channel, or its single values.
+  // Takes the packs of a channel, or its single values.
   template <int V, int N, bool kBackwards>
   class Walk {
    public:
@@ -54,7 +53,7 @@ struct Rows {
     __device__ Walk(const Shape& shape, const value_t* address)
         : stride_(shape.channels * shape.inner), last_(static_cast<int>(shape.outer) - 1), head_(0), hole_(0) {
       begin_ = blockIdx.x * shape.inner;
-      // Values before the first whole pack; all images are alike in that, or `aligned` is 0.
+      // Values before the first whole pack: the same number in each image, or `aligned` is 0.
       int head = 0, whole = 0;
       if (shape.aligned) {
         const int from_pack = static_cast<int>(reinterpret_cast<unsigned long long>(address + begin_) & 15) /
@@ -102,12 +101,12 @@ struct Rows {
     const int64 stride_;
     const int last_;
     int64 begin_;
-    int count_, head_, hole_;  // of an image; where the packs lie that have been taken
+    int count_, head_, hole_;  // items of an image; single values skip the `hole_` values of whole packs after `head_`
     int image_, item_, images_on_, items_on_;
   };
 };
 
-// Whole channels of neighbouring values, V to a thread.
+// Whole channels of neighbouring values, V_ to a thread.
 template <int V_>
 struct Columns {
   static constexpr int kColumns = V_;
@@ -154,7 +153,7 @@ struct Columns {
   };
 };
 
-// What a pass reads: kCount tensors, N packs of each at a time. The third may be null, which is then left out.
+// The kCount tensors that a pass reads, N packs of each at a time. It leaves out the third if that is null.
 template <int N, int kCount>
 struct Tensors {
   enum { kAtOnce = N };
@@ -175,7 +174,8 @@ struct Tensors {
   }
 };
 
-// Takes all that is this thread's. `prepare` is called when the first loads are under way, by all threads of the block.
+// Lets `pass` take all values of this thread. All threads of the block call `prepare`, with their first loads under
+// way.
 template <int V, bool kBackwards, typename Threads, typename Pass, typename Prepare>
 __device__ inline void walk(const Shape& shape, const value_t* address, Pass& pass, Prepare& prepare) {
   typedef typename Threads::template Walk<V, Pass::kAtOnce, kBackwards> Walk;

@@ -1,4 +1,5 @@
-// What a value is stored as (value_t) and computed in (real_t), and how 16 bytes of them are read and written at once.
+// The types in which values are stored (value_t) and computed (real_t), and how a thread reads and writes 16 bytes of
+// them at once.
 
 #if VALUE_TYPE == 1
 typedef double value_t;
@@ -17,7 +18,7 @@ constexpr int kUnroll = 8;     // packs that a thread has under way, of all tens
 constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
 
 #ifdef __CUDACC__
-// cuda_fp16.h is not there at run time.
+// There may be no cuda_fp16.h at run time.
 __device__ inline float half_to_float(unsigned short half) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
@@ -29,8 +30,7 @@ __device__ inline unsigned short float_to_half(float value) {
   return half;
 }
 
-// 16 bytes at once. In plain C++ it is left to the compiler, and NVRTC 11 makes up to four accesses of it, of 4 bytes
-// each.
+// 16 bytes at once. Of plain C++, NVRTC 11 makes up to four accesses of 4 bytes.
 __device__ inline uint4 load_pack(const void* from) {
   uint4 bits;
   asm volatile("{ .reg .u64 at; cvta.to.global.u64 at, %4; ld.global.v4.u32 {%0, %1, %2, %3}, [at]; }"
@@ -45,7 +45,7 @@ __device__ inline void store_pack(void* to, const uint4& bits) {
                : "memory");
 }
 
-// That of the thread of the warp whose number differs in the bit `apart`. Called by all threads of the block.
+// The value of the thread of the warp whose number differs in the bit `apart`. All threads of the block must call this.
 template <typename T>
 __device__ inline T from_thread(T value, int apart) {
   return __shfl_xor_sync(0xffffffff, value, apart);
@@ -68,11 +68,11 @@ __device__ inline value_t narrow(real_t value) {
 #endif
 }
 
-// To two units of rounding, without the steps that a division takes to round right.
+// Right to two units of rounding, without the steps of a division that rounds right.
 __device__ inline float quotient(float a, float b) { return __fdividef(a, b); }
 __device__ inline double quotient(double a, double b) { return a / b; }
 
-// One rounding, here and there the same: whether an output was positive must not depend on the pass that asks.
+// Rounds once, the same in every pass: all passes must agree whether an output was positive.
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ inline double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 
@@ -121,14 +121,14 @@ struct Raw<1> {
   __device__ static void store(value_t* to, const real_t* values) { *to = narrow(*values); }
 };
 
-// Up to N packs of a thread, as they are in memory: all loads are under way before the first value is unpacked.
+// Up to N packs of a thread, as they lie in memory. All loads are under way before the first value is unpacked.
 template <int V, int N>
 struct Packs {
   Raw<V> raw[N];
 
   template <typename Places>
   __device__ void load(const value_t* from, const Places& at, int packs) {
-    if (packs == N) {  // mostly; without conditions in between
+    if (packs == N) {  // the usual case has no conditions between the loads
 #pragma unroll
       for (int n = 0; n < N; ++n) raw[n].load(from + at(n));
       return;
