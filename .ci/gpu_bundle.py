@@ -111,7 +111,7 @@ def write_contents(folder: Path, python: str) -> int:
     sizes = {item: sum(f.stat().st_size for f in [item, *item.rglob("*")] if f.is_file()) for item in folder.iterdir()}
     about = {
         "run.sh": "bash run.sh [OUT] [--part 1|2|3] [--short]: does it all",
-        "steps.py": "what run.sh does, step by step",
+        "steps.py": "the steps of run.sh",
         "site.tar.xz": "MXNet's GPU build without its machine code; NumPy, pytest and psutil",
         "lib": "stubs for the libraries that MXNet loads; a forwarder to the machine's NVRTC; one GPU as two",
         "lib_last": "the runtimes of CUDA 11 and OpenMP, if the machine has none",

@@ -26,7 +26,7 @@ OPTIONS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
 }
-# What it needs where it runs; the build needs an older setuptools than the rest of this environment.
+# Its requirements where it runs; the build needs an older setuptools than the rest of this environment.
 NEEDS, BUILDS_WITH = ["cloudpickle", "psutil", "pyyaml", "cffi"], ["setuptools<70", "wheel", "packaging"]
 
 
@@ -40,7 +40,7 @@ def cache() -> Path:
 
 
 def fingerprint() -> str:
-    """What a wheel was built from and for."""
+    """The sources and the target of a wheel."""
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), "--version"]
     made_by = subprocess.run(compiler, capture_output=True, text=True, check=True).stdout
     processor = Path("/proc/cpuinfo")  # Horovod's build looks at its instructions

@@ -32,7 +32,7 @@ def interleaved(runs: Dict[str, Callable[[], float]], rounds: int, warm_up: int 
 
 
 def ratio(seconds: Dict[str, list], of: str, to: str) -> float:
-    """The throughput of ``of`` as a share of that of ``to``: the median over rounds."""
+    """The throughput of ``of`` as a share of the throughput of ``to``: the median over rounds."""
     return statistics.median(b / a for a, b in zip(seconds[of], seconds[to]))
 
 
@@ -60,7 +60,7 @@ def module_of_hosts():
 def launcher(engine: str, size: int, hosts=None, **on_hosts) -> List[str]:
     """Words to put before a command so that it runs in so many processes on this machine; 'none' is one process.
 
-    ``hosts`` are those of `module_of_hosts` to run it on instead, with further arguments of their `launcher`.
+    ``hosts`` are hosts of `module_of_hosts` to run it on instead, with further arguments of their `launcher`.
     """
     if hosts is not None:
         return hosts.launcher(engine, size, **on_hosts)

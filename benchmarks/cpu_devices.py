@@ -6,7 +6,7 @@
 The loop has its loss outside the net's graph, a Trainer, and reads the loss in every step. `nn.BatchNorm` runs in a
 process without this package, and so with MXNet's own settings. `--other` adds another checkout of this package, which
 must be compiled. Each layer has a process of its own for each mode; the processes take turns, step by step, and the
-ratio is that of each pair of steps. Memory is resident memory (VmRSS).
+ratio is the median over pairs of steps. Memory is resident memory (VmRSS).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A GPU through CuPy, with the interface that `gpu_kernels.Passes` needs: the kernels without MXNet.
 
-CuPy has the memory, the streams and the clocks. Kernels are compiled, loaded and launched by the package's own code, so
-what runs is what the operator runs.
+CuPy has the memory, the streams and the clocks. Kernels are compiled, loaded and launched by the package's own code, as
+in the operator.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ from gpu_kernels import KERNELS, KernelKind, Passes, address_of, compile_ptx, lo
 
 # CUfunction_attribute
 _ATTRIBUTES = {"shared_bytes": 1, "local_bytes": 3, "registers": 4, "ptx_version": 5, "binary_version": 6}
-_MARGIN, _PATTERN = 512, 0xA5  # bytes around an array that must not be written, and what is in them
+_MARGIN, _PATTERN = 512, 0xA5  # bytes around an array that must not be written, and their pattern
 
 
 def open_gpu() -> Optional["CupyGpu"]:
@@ -86,7 +86,7 @@ class CupyGpu:
         }
 
     def compile(self, kinds) -> None:
-        """Compile and load, several at a time. What cannot be is tried, and told, again where it is used."""
+        """Compile and load, several at a time. A failure is tried again, and its error told, at the first use."""
 
         def make(kind):
             with contextlib.suppress(RuntimeError):
@@ -109,7 +109,7 @@ class CupyGpu:
 
 
 def measure_latencies(gpu: CupyGpu, kind: KernelKind, layout, rounds: int) -> Dict[str, np.ndarray]:
-    """What a thread waits for in a forward pass of a layer, in microseconds, for each of ``rounds`` passes.
+    """The parts of a thread's wait in a forward pass of a layer, in microseconds, for each of ``rounds`` passes.
 
     y lies in pinned memory, where the host sees the first value that the second kernel writes.
     """

@@ -6,7 +6,7 @@
 As `horovodrun -np 2 python -m gluon_syncbn.run SCRIPT --horovod ...`, with the data and base weights of
 gluoncv_scripts.py. A row shows how the job ended, how many layers synchronized with the other processes, how many of
 those whose running statistics have moved have the same ones everywhere, and seconds per batch. The scripts of SSD and
-YOLOv3 make plain BatchNorm in a process with one device, whatever their options say, so they run with ``--convert``.
+YOLOv3 make plain BatchNorm in a process with one device, with any options, so they run with ``--convert``.
 (Without DALI all processes read the same images.) ``--hosts`` makes so many hosts for the processes (tests/hosts).
 """
 
@@ -49,7 +49,7 @@ SCRIPTS = {
 
 
 def play(layer: str, digests: dict, name: str, script: str, arguments: list) -> None:
-    """Run ``script`` as ``python script arguments`` would; measure what it does."""
+    """Run ``script`` as ``python script arguments`` would, and measure it."""
     if layer == "ours":
         import gluon_syncbn  # noqa: F401
     import mxnet as mx

@@ -125,7 +125,7 @@ SCRIPTS["PSPNet, --resume"] = SCRIPTS["PSPNet"]._replace(resume="**/epoch_*.para
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the scripts find in MXNET_HOME and HOME
+# The scripts' files in MXNET_HOME and HOME
 
 
 def write_data(home: Path) -> None:
@@ -236,7 +236,7 @@ def run_script(layer: str, script: str, arguments: list, options: tuple = ()) ->
 
 
 def play(layer: str, digests: dict, script: str, arguments: list) -> None:
-    """Run ``script`` as ``python script arguments`` would; measure what it does."""
+    """Run ``script`` as ``python script arguments`` would, and measure it."""
     if layer == "ours":
         import gluon_syncbn  # noqa: F401
     elif layer == "contrib":

@@ -3,12 +3,12 @@
     pip install cupy-cuda12x torch numpy   # and this package, compiled
     python tests/check_kernels.py          # whether they are right
     python benchmarks/gpu.py [--json FILE]
-    python benchmarks/gpu.py --code FOLDER # registers and memory of each kernel; what was compiled
+    python benchmarks/gpu.py --code FOLDER # registers and memory of each kernel; its PTX
     python benchmarks/gpu.py --latency     # from a launch to its last number, and so on
 
 The kernels are compiled and launched by the package's own code. The result is the number of bytes that a direction must
 move (forward reads x twice and writes y; backward reads x and dy twice and writes dx), divided by its time, as a share
-of what a device-to-device copy moves in the same run. Kernels on small tensors are judged by the time that they take
+of the rate of a device-to-device copy in the same run. Kernels on small tensors are judged by the time that they take
 beyond a kernel that does nothing and a copy's time for their bytes. PyTorch does the same work with the primitives of
 its SyncBatchNorm. All take turns. Times are medians of CUDA events; the file has all of them. Tensors take turns, too,
 so that none is found in the cache.
@@ -87,7 +87,7 @@ class Ours:
 
 
 class Torch:
-    """The same with what torch.nn.SyncBatchNorm calls."""
+    """The same with the primitives of torch.nn.SyncBatchNorm."""
 
     def __init__(self, torch, layout, x, y, dy, dx):
         self._torch = torch
@@ -133,7 +133,7 @@ def microseconds(cupy, busy, run) -> float:
 
 
 def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int, others=()) -> dict:
-    """Medians in microseconds, and what they are shares of; ``others`` are kinds of layers by name."""
+    """Medians in microseconds, and the numbers that they are shares of; ``others`` are kinds of layers by name."""
     cupy = gpu.cupy
     if layout == "NHWC":
         shape = (shape[0], *shape[2:], shape[1])
@@ -188,7 +188,7 @@ def compare(gpu, torch, shape, layout: str, dtype: str, rounds: int, others=()) 
 
 
 def beyond(result: dict, name: str, kernel: str) -> float:
-    """Microseconds of a kernel beside those of an empty one, and of its bytes at a copy's rate."""
+    """Microseconds of a kernel beside an empty one's, and of its bytes at a copy's rate."""
     took = result["microseconds"]
     return took[f"{name}, {kernel}"] - took["empty"] - KERNELS[kernel] / 2 * (took["copy"] - took["empty"])
 
@@ -227,7 +227,7 @@ def find_torch():
         torch.ones(1, device="cuda")
         print(f"PyTorch {torch.__version__}")
         return torch
-    except Exception as problem:  # whatever is wrong with it, ours can be measured
+    except Exception as problem:  # with any error of PyTorch's, ours can be measured
         print(f"No comparison with PyTorch: {problem}")
         return None
 
@@ -255,7 +255,7 @@ def compare_all(gpu, torch, arguments) -> None:
 
 
 def show_code(gpu, folder: Path) -> dict:
-    """Print what the driver says of each kernel, and keep what it was given."""
+    """Print the driver's numbers of each kernel, and keep its PTX."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     gpu.compile(KINDS)
@@ -309,7 +309,7 @@ def main(words=None) -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--shapes", type=parse_shape, nargs="+", help="N,C,H,W in place of the usual ones")
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--code", type=Path, metavar="FOLDER", help="what was compiled, instead of speed")
+    parser.add_argument("--code", type=Path, metavar="FOLDER", help="registers, memory and PTX, instead of speed")
     parser.add_argument("--latency", action="store_true", help="of launches, instead of speed")
     arguments = parser.parse_args(words)
     gpu = open_gpu()

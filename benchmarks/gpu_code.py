@@ -1,10 +1,10 @@
-"""What the kernels are as machine code: needs no GPU, but NVRTC, ptxas and nvdisasm (the toolkit's, or Triton's).
+"""The kernels as machine code: needs no GPU, but NVRTC, ptxas and nvdisasm (the toolkit's, or Triton's).
 
     python benchmarks/gpu_code.py [--bin FOLDER] [--architectures 70 80 90] [FILE.ptx ...]
 
 A line for each kernel: loads of 16 bytes under way before the first of them is used; registers, and bytes of them that
-are spilled; barriers; instructions in the loop over the tensor, for each value. Without files it compiles what a layer
-with a ReLU runs, in float32 and float16. What one reads off here is only a hint of speed; benchmarks/gpu.py measures.
+are spilled; barriers; instructions in the loop over the tensor, for each value. Without files it compiles the kernels
+of a layer with a ReLU, in float32 and float16. These numbers are only a hint of speed; benchmarks/gpu.py measures.
 """
 
 import argparse

@@ -29,7 +29,7 @@ REQUEST_NULL, REQUEST_WRITE, REQUEST_ADD = 0, 1, 3
 
 
 class KernelKind(NamedTuple):
-    """What kernels.cu is compiled for; see program.h."""
+    """A kind of layer that kernels.cu is compiled for; see program.h."""
 
     dtype: str
     activation: str = "none"
@@ -40,7 +40,7 @@ class KernelKind(NamedTuple):
         return FLAGS[self.dtype], ACTIVATIONS.index(self.activation), self.has_residual, self.in_place
 
     def mark(self) -> str:
-        """As what was compiled says for what (entry_points.cuh)."""
+        """The mark of this kind in the compiled kernels (entry_points.cuh)."""
         return "_".join(str(int(number)) for number in self.numbers())
 
 
@@ -80,7 +80,7 @@ def compile_ptx(words: Tuple[str, ...]) -> bytes:
 
 
 def load(ptx: bytes) -> ctypes.c_void_p:
-    """A module on the first GPU; RuntimeError with what the driver says."""
+    """A module on the first GPU; RuntimeError with the driver's message."""
     return ctypes.c_void_p(standalone.checked("gluon_syncbn_load", ptx, returns=ctypes.c_void_p))
 
 
@@ -98,7 +98,7 @@ class Launch(NamedTuple):
 
 
 def launch_for(dtype: str, layout: Tuple[int, int, int], *addresses: int, multiprocessors=H200) -> Launch:
-    """What the operator would choose for tensors (outer, channels, inner) at these addresses."""
+    """The launch that the operator would choose for tensors (outer, channels, inner) at these addresses."""
     numbers = (ctypes.c_int64 * 10)()
     sizes = [ctypes.c_int64(size) for size in layout]
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -124,7 +124,7 @@ class Passes:
     tensors
         x, and for the backward passes dy and dx, or other arrays that are aligned as they are.
     activation, slope, has_residual, in_place
-        What stands after the norm, and whether the backward passes are given y in place of x.
+        The activation after the norm, and whether the backward passes are given y in place of x.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Passes:
         self._run("input_gradient", x=x, dy=dy, y=y, dx=dx, gamma=gamma, beta=beta, saved=self.saved, add=add)
 
     def received(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The two vectors that a pass has left for the host, and what comes after them."""
+        """The two vectors that a pass has left for the host, and the numbers after them."""
         self.device.synchronize()
         channels = self.layout[1]
         first, second, rest = np.split(np.array(self.message), [channels, 2 * channels])

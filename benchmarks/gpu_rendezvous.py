@@ -1,4 +1,4 @@
-"""What it costs devices to synchronize inside MXNet, if one or two of them are GPUs.
+"""The cost of synchronization inside MXNet, if one or two of them are GPUs.
 
     python benchmarks/gpu_rendezvous.py [--devices cpu:0,gpu:0 gpu:0,gpu:1] [--json FILE]
 

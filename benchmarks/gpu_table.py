@@ -3,8 +3,8 @@
     python benchmarks/gpu_table.py OUT/results-*.tar.gz                        # print them
     python benchmarks/gpu_table.py OUT/results-*.tar.gz --page docs/gpu.md     # put them there
 
-`run.sh` of the folder for GPUs has filled OUT. Parts of one machine make one table; those of several machines are
-written one after the other.
+`run.sh` of the folder for GPUs has filled OUT. Parts of one machine make one table; several machines' tables
+follow each other.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def describe_steps(results: dict) -> list:
 
 
 def describe_speed(speed: dict) -> list:
-    """The kernels' table; benchmarks/gpu.py says what is counted."""
+    """The kernels' table; benchmarks/gpu.py describes the numbers."""
     names = ("copy", *KERNELS, *(f"{way} | of copy | × PyTorch" for way in DIRECTIONS))
     lines = [f"| | {' | '.join(names)} |", "|" + " --- |" * 12]
     for result in speed["results"]:

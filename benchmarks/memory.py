@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/memory.py            # --devices 2 --size 416
 
 Each variant runs in a process of its own: a static graph with random weights, one image with one box on each device,
-forward and backward. The result is the most memory that the process had in the steps (VmHWM), less what it had when the
+forward and backward. The result is the most memory that the process had in the steps (VmHWM), less its memory when the
 parameters and their gradients were allocated (VmRSS).
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--variant", variant]
         for name in ("devices", "size", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
-        # Freed memory goes back to the system, so that it does not hide what is allocated later.
+        # Freed memory goes back to the system, so that it does not hide later allocations.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         used = float(done.stdout.split()[-1])

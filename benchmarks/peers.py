@@ -1,9 +1,9 @@
-"""What synchronization costs in other frameworks: a training step against the same net with their own unsynchronized
+"""The cost of synchronization in other frameworks: a training step against the same net with their own unsynchronized
 layer, on 2 CPU devices. Needs the extra: pip install '.[peers]'.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py flax      # or keras; flax has --net resnet50, too
 
-The nets are those of step_time.py: the chain of 8 × (conv 3×3 with 64 channels, norm, relu), 8×64×56×56 on each device,
+The nets are step_time.py's: the chain of 8 × (conv 3×3 with 64 channels, norm, relu), 8×64×56×56 on each device,
 and ResNet-50 with 4×3×128×128.
 """
 

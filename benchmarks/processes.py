@@ -1,11 +1,11 @@
-"""What synchronizing over processes costs on this machine: one exchange, and a training step.
+"""The cost of synchronization over processes on this machine: one exchange, and a training step.
 
     OMP_NUM_THREADS=1 python benchmarks/processes.py [--engines mpi,horovod] [--sizes 2,4,8] [--rounds 3]
     OMP_NUM_THREADS=1 python benchmarks/processes.py --hosts 2,4 --sizes 4,8,16,32 [--lengths 513,4097]
 
-Exchanges through memory that the processes share follow one another as those of layers do. In other runs they go by
+Exchanges through memory that the processes share follow one another as layers' exchanges do. In other runs they go by
 messages, on a thread of their own, and take turns with MPI's own collectives; with Horovod, its own ``allreduce`` of
-that size is also timed, from the main thread. A step is that of ResNet-50, forward and backward, with 2 processes of
+that size is also timed, from the main thread. A step is ResNet-50's, forward and backward, with 2 processes of
 one device each, and with 2 devices in one process; the two take turns.
 
 With ``--loader`` an exchange of 4,097 numbers through MPI is timed while the main thread reads a data loader, whose 4
@@ -36,7 +36,7 @@ IMAGES = (4, 3, 128, 128)
 
 
 def launch(engine: str, size: int, *arguments, hosts=None, memory=1) -> list:
-    """What the first process measured; with ``memory=0`` processes of a host share none."""
+    """The first process's measurements; with ``memory=0`` processes of a host share none."""
     from common import launcher, path_of_launchers
 
     variables = {**os.environ, "PATH": path_of_launchers(), "GLUON_SYNCBN_HOST_MEMORY": str(memory)}
@@ -155,7 +155,7 @@ def horovods_own(size: int, length: int) -> list:
 
 
 def measure_beside_a_loader() -> dict:
-    """Milliseconds of an exchange by what runs beside it."""
+    """Milliseconds of an exchange by the work beside it."""
     import numpy as np
     from mxnet import gluon
 
@@ -194,7 +194,7 @@ def measure_beside_a_loader() -> dict:
 
 
 def in_python(image):
-    """What an augmentation in Python takes: some milliseconds, most of them in the interpreter."""
+    """The time of an augmentation in Python: some milliseconds, most of them in the interpreter."""
     total = 0
     for value in image[::2, ::2].ravel().tolist():
         total += value * value

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --net chain      # also resnet50, detector; --devices 4
     OMP_NUM_THREADS=1 python benchmarks/step_time.py --net resnet50 --update --only native "native, unguarded"
 
-With --update a step includes that of a Trainer; `native, unguarded` neither watches a step nor guards its update. In
+With --update a step includes a Trainer's update; `native, unguarded` neither watches a step nor guards its update. In
 `native, no exchange` each device normalizes with its own moments at once; the difference to `native` is the cost
 of synchronization.
 
-All nets are static hybridized and take turns step by step in one process; the ratio is that of each pair of steps.
+All nets are static hybridized and take turns step by step in one process; the ratio is the median over pairs of steps.
 `chain` is 8 × (conv 3×3 with 64 channels, norm, relu) and also runs MXNet's contrib layer, which is possible only
 because gluon_syncbn gives each CPU device temporary space of its own: by itself it hangs.
 """
@@ -38,7 +38,7 @@ def chain(norm):
     net = nn.HybridSequential()
     for _ in range(8):
         net.add(nn.Conv2D(CHANNELS, 3, padding=1), norm(), nn.Activation("relu"))
-    net.add(nn.Conv2D(16, 1))  # so that what leaves the graph is small
+    net.add(nn.Conv2D(16, 1))  # so that the graph's outputs are small
     return net
 
 

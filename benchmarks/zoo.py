@@ -128,7 +128,7 @@ def arrays_in(outputs):
 
 
 def step(net, inputs, devices, dtype, expected=None, exchanged=False):
-    """One forward and backward pass; what it computed, as NumPy arrays by name, of the same outputs as ``expected``.
+    """One forward and backward pass; its results, as NumPy arrays by name, of the same outputs as ``expected``.
 
     ``exchanged`` computes the same with the images in the opposite order.
     """
@@ -270,7 +270,7 @@ def _fixed_sample(self, F, rois, scores, gt_boxes):
 
 
 def _compute_in_float64(kind) -> None:
-    """GluonCV has hard-coded float32 in some blocks, whatever the type of their net."""
+    """GluonCV has hard-coded float32 in some blocks of nets of any type."""
     forward = kind.hybrid_forward
     kind.hybrid_forward = lambda self, F, *args, **kwargs: forward(self, _InFloat64(F), *args, **kwargs)
 
@@ -333,7 +333,7 @@ def run(name: str, seconds: float):
 
 
 def write_table(log: Path, table: Path) -> None:
-    """The table, in which the rows of the log replace those of the same networks."""
+    """The table, in which the rows of the log replace the same networks' rows."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     head, _, body = text.partition("<!-- table -->")
     rows = {line.split("|")[1].strip(): line for line in body.splitlines() if line.count("|") == 9}

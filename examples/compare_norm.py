@@ -1,10 +1,10 @@
-"""What synchronization gains: the same detector, data and steps with three normalizations, three seeds each.
+"""The gain of synchronization: the same detector, data and steps with three normalizations, three seeds each.
 
     python examples/compare_norm.py
 
 ``bn``         nn.BatchNorm on 4 devices with 1 image each: the statistics of one image.
 ``syncbn``     SyncBatchNorm on the same 4 devices: the statistics of 4 images.
-``reference``  nn.BatchNorm on one device with all 4 images: what syncbn should equal.
+``reference``  nn.BatchNorm on one device with all 4 images: syncbn should equal it.
 
 Every run is one process of train_detection.py; complete runs are not repeated. Draws the mean over seeds, with a band
 from the lowest to the highest of them, and prints the table of docs/studies.md.

@@ -1,4 +1,4 @@
-"""What Batch Renormalization gains if a step has 1 image in all: scikit-learn's digits, a small net, three seeds.
+"""The gain of Batch Renormalization if a step has 1 image in all: scikit-learn's digits, a small net, three seeds.
 
     python examples/compare_renorm.py
 

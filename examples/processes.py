@@ -1,7 +1,7 @@
-"""What training in several processes needs besides the layers: each process's images, gradients, and equal weights.
+"""Training in several processes, besides the layers: each process's images, gradients, and equal weights.
 
 ``mpirun`` or ``horovodrun`` starts one process per device. Gradients go through Horovod's own Trainer, or with MPI
-through that of gluon_syncbn.
+through gluon_syncbn's.
 """
 
 import mxnet as mx

@@ -37,7 +37,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 SHOWN_SCORE = 0.3
 MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
-# Width and height in pixels for each stride: those of gluoncv's YOLOv3. The digits fit the first two.
+# Width and height in pixels for each stride: gluoncv's YOLOv3 has the same. The digits fit the first two.
 _SMALL = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119]]
 ANCHORS = {"digits": _SMALL, "voc": [*_SMALL, [116, 90, 156, 198, 373, 326]]}
 STRIDES = [8, 16, 32]
@@ -51,7 +51,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     parser.add_argument(
         "--processes",
         choices=["horovod", "mpi"],
-        help="synchronize the processes that horovodrun or mpirun has started; --devices are then those of one of them",
+        help="synchronize the processes that horovodrun or mpirun has started; --devices are then one process's",
     )
     parser.add_argument("--data-shape", type=int, help="side of the network's input in pixels; else 96, for voc 416")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
@@ -229,7 +229,7 @@ def train(options) -> list:
     net = build_net(train_set.classes, options.norm, options.devices, options.dataset)
     train_loader, test_loader = make_loaders(net, train_set, test_set, options, job)
     trainer = make_trainer(net, options.lr, options.epochs * len(train_loader), job)
-    # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
+    # Evaluation sees the results of the saved file, through a plain net with plain BatchNorm.
     plain = make_detector(train_set.classes, options.dataset)
     plain.hybridize(static_alloc=True, static_shape=True)
 

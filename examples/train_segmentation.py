@@ -3,7 +3,7 @@
     python examples/train_segmentation.py --norm syncbn --devices cpu:4 --batch-per-device 1
 
 PSPNet has a branch that pools the whole image to one pixel and normalizes that. With one image per device,
-`nn.BatchNorm` sees one value per channel there. It returns β whatever the image is, and its running variance goes to 0,
+`nn.BatchNorm` sees one value per channel there. It returns β for every image, and its running variance goes to 0,
 so the branch explodes in evaluation. Compare ``--norm bn``. The script makes its data set (digits_voc.py). Writes to
 ``--output``: last.params, masks.png with held-out images, and history.json.
 """
@@ -121,7 +121,7 @@ def train(options) -> list:
     trainer = make_trainer(net, options.lr, options.epochs * len(train_loader))
     net.hybridize(static_alloc=True, static_shape=True)
     softmax_loss = gluon.loss.SoftmaxCrossEntropyLoss(axis=1)  # GluonCV's is slower: it cannot be hybridized
-    # Evaluation sees what a user of the saved file would get, through a plain net with plain BatchNorm.
+    # Evaluation sees the results of the saved file, through a plain net with plain BatchNorm.
     plain = PSPNet(DigitsSegmentation.NUM_CLASS)
     plain.hybridize(static_alloc=True, static_shape=True)
 

@@ -2,9 +2,9 @@
 
 Each step is a program in a process group of its own, with a time limit after which the stacks of all its threads are
 written down and the whole group is killed. If a step fails, the next ones still run. Everything ends in one archive,
-OUT/results-PART.tar.gz: the text of each step (head and tail if it is long), results.json with what was measured, what
-was compiled. It is written anew after every step, so that nothing is lost if the machine is taken away, and holds only
-whole files. The steps are in three parts, each of which ends in time where one command may take ten minutes.
+OUT/results-PART.tar.gz: the text of each step (head and tail if it is long), results.json with the measurements, the
+compiled kernels. It is written anew after every step, so that nothing is lost if the machine is taken away, and holds
+only whole files. The steps are in three parts, each of which ends in time where one command may take ten minutes.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Run:
-    """One run of all steps: where things are, and what is known so far."""
+    """One run of all steps: where things are, and the results so far."""
 
     def __init__(self, archive: Path, short: bool):
         self.archive, self.short = archive, short
@@ -373,11 +373,11 @@ STEPS = [
     Step(1, "kernels", "the kernels against the reference on random shapes, through CuPy", 90, 50, False, kernels),
     Step(1, "operator", "the operator inside MXNet, on a GPU and a CPU", 90, 50, True, operator),
     Step(1, "groups", "the operator inside MXNet, on two GPUs (or one as two)", 200, 180, True, groups),
-    Step(1, "code", "registers and memory of each kernel, and what was compiled", 80, 70, False, code),
+    Step(1, "code", "registers and memory of each kernel, and its PTX", 80, 70, False, code),
     Step(1, "speed", "the kernels beside a copy and PyTorch's", 140, 60, False, speed),
     # Why?
-    Step(2, "latency", "from a launch to what the host sees of it", 40, 20, False, latency),
-    Step(2, "meeting", "what it costs to meet", 60, 30, True, meeting),
+    Step(2, "latency", "from a launch to its numbers on the host", 40, 20, False, latency),
+    Step(2, "meeting", "the cost of a meeting", 60, 30, True, meeting),
     # Is it right for long, and in places where nobody looks?
     Step(3, "memcheck", "the kernels under compute-sanitizer", 60, 30, False, sanitizer("memcheck")),
     Step(3, "racecheck", "the kernels under compute-sanitizer", 70, 40, False, sanitizer("racecheck")),
