@@ -108,8 +108,8 @@ def _cpu_devices() -> str:
     """Say whether CPU devices can wait for each other's temporary space and random generators."""
     if not cpu_resources.shared_because():
         return "each has temporary space and random generators of its own"
-    settings = cpu_resources.settings_in_force()
-    return f"all share {settings or 'the default number'}, which takes memory and time: {cpu_resources.shared_because()}"
+    settings = cpu_resources.settings_in_force() or "the default number"
+    return f"all share {settings}, which takes memory and time: {cpu_resources.shared_because()}"
 
 
 def _back_end(devices: List[mx.Context], kind: str) -> str:

@@ -1,4 +1,4 @@
-// What a tensor of activations is: its type, and its shape as the kernels see it; and what a layer does to it at last.
+// A tensor of activations: its type, its shape as the kernels see it, and the activation function of a layer.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ struct Variable : EngineVariable {
   size_t version() override { return written; }
   std::atomic<size_t> written{0};
   std::atomic<int> owner{-1}, pending{0};
-  Step::Number step = 0;  // of its device's thread, as `call`
+  StepClock::Number step = 0;  // of its device's thread, as `call`
   uint64_t call = 0;
 };
 
@@ -59,7 +59,7 @@ int push(void (*function)(void*, void*), void* argument, void (*)(void*), const 
   return 0;
 }
 
-void use(const std::optional<Resource>& found, int device, Step::Number step, uint64_t call, bool is_crowded) {
+void use(const std::optional<Resource>& found, int device, StepClock::Number step, uint64_t call, bool is_crowded) {
   crowded += is_crowded;
   none += !found;
   if (!found) return;
@@ -69,7 +69,8 @@ void use(const std::optional<Resource>& found, int device, Step::Number step, ui
     std::printf("devices %d and %d share a buffer\n", owner, device);
     failures += 1;
   }
-  if (Step::is_open(step) && !is_crowded && variable.step == step && variable.call != call && variable.pending > 0) {
+  if (StepClock::is_open(step) && !is_crowded && variable.step == step && variable.call != call &&
+      variable.pending > 0) {
     std::printf("device %d: two calls of an open step share a buffer\n", device);
     failures += 1;
   }
@@ -82,15 +83,15 @@ void use(const std::optional<Resource>& found, int device, Step::Number step, ui
   });
 }
 
-void ask(int device, long requests, DeviceBuffers& buffers, Stock (&stocks)[2], Step& step,
-         const std::vector<std::shared_ptr<Graph>>& graphs) {
+void ask(int device, long requests, DeviceBuffers& buffers, Stock (&stocks)[2], StepClock& step,
+         const std::vector<std::shared_ptr<BufferOwner>>& graphs) {
   std::mt19937 random(static_cast<unsigned>(device));
   KeptBuffers kept(device);
   uint64_t call = 0;
   for (long request = 0; request < requests; ++request) {
     if (random() % 4 == 0) ++call;
-    if (device == 0 && random() % 40 == 0) Step::is_open(step.number()) ? step.close() : step.open();
-    const Step::Number now = step.number();
+    if (device == 0 && random() % 40 == 0) StepClock::is_open(step.number()) ? step.close() : step.open();
+    const StepClock::Number now = step.number();
     const bool is_alone = random() % 8 == 0;
     if (is_alone) ++call;
     bool is_crowded = false;
@@ -98,7 +99,7 @@ void ask(int device, long requests, DeviceBuffers& buffers, Stock (&stocks)[2], 
     use(found, device, now, call + 1, is_crowded);
     if (is_alone) ++call;
     if (random() % 16 == 0) {
-      const std::shared_ptr<Graph>& graph = graphs[random() % graphs.size()];
+      const std::shared_ptr<BufferOwner>& graph = graphs[random() % graphs.size()];
       graph->call(device, now);
       if (random() % 64 == 0) graph->is_gone = true;
       bool is_shared = false;
@@ -124,9 +125,9 @@ int main(int count, char** arguments) {
   std::vector<Variable> variables(800);
   Stock stocks[2];  // of buffers that go round, and that graphs keep
   for (size_t i = 0; i < variables.size(); ++i) stocks[i / 400].add({{}, &variables[i], 0, nullptr});
-  Step step;
-  std::vector<std::shared_ptr<Graph>> graphs(12);
-  for (auto& graph : graphs) graph = std::make_shared<Graph>();
+  StepClock step;
+  std::vector<std::shared_ptr<BufferOwner>> graphs(12);
+  for (auto& graph : graphs) graph = std::make_shared<BufferOwner>();
   std::deque<DeviceBuffers> buffers;  // for as long as the engine runs
   for (int device = 0; device < kDevices; ++device) buffers.emplace_back(device);
   std::atomic<int> running{kDevices};

@@ -14,8 +14,7 @@
 namespace gluon_syncbn {
 namespace {
 
-// What the passes know of the channels: vectors of float64, or null for what a pass does not use. In the order of
-// `Channel`.
+// The numbers of the channels: vectors of float64 in the order of `Channel`, or null where a pass does not use them.
 constexpr int kNumbers = 6;
 struct View {
   const double* of[kNumbers];
@@ -98,20 +97,13 @@ void over_channels(const Layout& layout, int threads, const Pass& pass) {
   constexpr int64_t kWorthAThread = 1 << 15;
   // Channel-last tensors are cut at whole cache lines.
   const int64_t grain = layout.inner == 1 ? 64 : 1;
-  const int64_t pieces_of_work = layout.size() / kWorthAThread;
-  const int64_t pieces_of_channels = (layout.channels + grain - 1) / grain;
-  int64_t pieces = threads;
-  if (pieces > pieces_of_work) pieces = pieces_of_work;
-  if (pieces > pieces_of_channels) pieces = pieces_of_channels;
-  if (pieces <= 1) {
-    pass(0, layout.channels);
-    return;
-  }
+  const int64_t grains = (layout.channels + grain - 1) / grain;
+  const int64_t pieces = std::min({int64_t{threads}, layout.size() / kWorthAThread, grains});
+  if (pieces <= 1) return pass(0, layout.channels);
 #pragma omp parallel for num_threads(static_cast<int>(pieces)) schedule(static, 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
-    const int64_t begin = pieces_of_channels * piece / pieces * grain;
-    const int64_t end = pieces_of_channels * (piece + 1) / pieces * grain;
-    pass(begin, end < layout.channels ? end : layout.channels);
+    const int64_t begin = grains * piece / pieces * grain, end = grains * (piece + 1) / pieces * grain;
+    pass(begin, std::min(end, layout.channels));
   }
 }
 
@@ -127,13 +119,8 @@ double rounded_to(DType dtype, double value) {
 
 Affine Affine::rounded(DType dtype, const std::vector<double>& mean, const std::vector<double>& scale,
                        const std::vector<double>& beta, Activation activation) {
-  Affine affine;
-  const size_t channels = mean.size();
-  affine.shift.resize(channels);
-  affine.scale.resize(channels);
-  affine.bias.resize(channels);
-  affine.activation = activation;
-  for (size_t c = 0; c < channels; ++c) {
+  Affine affine{mean, scale, beta, activation};
+  for (size_t c = 0; c < mean.size(); ++c) {
     affine.shift[c] = rounded_to(dtype, mean[c]);
     affine.scale[c] = rounded_to(dtype, scale[c]);
     affine.bias[c] = rounded_to(dtype, beta[c] - (mean[c] - affine.shift[c]) * scale[c]);
@@ -142,10 +129,8 @@ Affine Affine::rounded(DType dtype, const std::vector<double>& mean, const std::
 }
 
 Moments moments(DType dtype, const void* x, const Layout& layout, int threads) {
-  Moments result;
-  result.count = layout.count();
-  result.mean.resize(static_cast<size_t>(layout.channels));
-  result.m2.resize(static_cast<size_t>(layout.channels));
+  const std::vector<double> zeros(static_cast<size_t>(layout.channels));
+  Moments result{layout.count(), zeros, zeros};
   const auto pass = passes(dtype).moments;
   over_channels(layout, threads,
                 [&](int64_t begin, int64_t end) { pass(x, layout, begin, end, result.mean.data(), result.m2.data()); });
@@ -161,9 +146,8 @@ void normalize(DType dtype, const void* x, const void* residual, const Layout& l
 
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                            void* d_residual, bool add_to_residual, int threads) {
-  GradientSums sums;
-  sums.dz.resize(static_cast<size_t>(layout.channels));
-  sums.dz_centred.resize(static_cast<size_t>(layout.channels));
+  const std::vector<double> zeros(static_cast<size_t>(layout.channels));
+  GradientSums sums{zeros, zeros};
   const auto pass = passes(dtype).gradient_sums;
   over_channels(layout, threads, [&](int64_t begin, int64_t end) {
     pass(input, layout, begin, end, view(affine), d_residual, add_to_residual, sums.dz.data(), sums.dz_centred.data());
@@ -190,7 +174,7 @@ const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen(
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py): null if the environment variable has an impossible value.
+// Python calls it (base/library.py). Null if the environment variable has an impossible value.
 EXPORTED const char* gluon_syncbn_instruction_set() {
   try {
     return gluon_syncbn::instruction_set();

@@ -3,9 +3,9 @@
 // Nothing here knows of MXNet, of threads that wait, or of other devices.
 //
 // Passes over memory: forward reads x once for the moments and once to normalize; backward reads x and dy once for
-// the sums and once for dx. What follows the norm (a residual that is added, an activation) is done in the same
-// passes. Each pass is compiled for AVX-512, AVX2 and the platform's baseline, and the best that the processor has is
-// taken at run time. All round the same way: the bits of the results do not depend on the processor.
+// the sums and once for dx. The same passes add a residual and apply the activation. Each pass is compiled for AVX-512,
+// AVX2 and the platform's baseline, and the best that the processor has is taken at run time. All round the same way:
+// the bits of the results do not depend on the processor.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ Moments moments(DType dtype, const void* x, const Layout& layout, int threads);
 void normalize(DType dtype, const void* x, const void* residual, const Layout& layout, const Affine& affine, void* y,
                int threads);
 
-// What the backward passes read. They see v and dz, the gradient of z.
+// The tensors that the backward passes read. They see v and dz, the gradient of z.
 //
 //   usually    v = x. Whether z was positive, and dz = dy, is computed from x once more.
 //   residual   v = x. `out` is y, which shows whether z + residual was positive; the activation must be a ReLU.
@@ -49,8 +49,8 @@ struct BackwardInput {
   bool in_place = false;
 };
 
-// Σ dz and Σ dz·(v − shift) per channel. The gradient of a residual is dz: written to `d_residual` if it is not null,
-// or added to what is there.
+// Σ dz and Σ dz·(v − shift) per channel. The gradient of a residual is dz: written or added to `d_residual` if it is
+// not null.
 struct GradientSums {
   std::vector<double> dz;
   std::vector<double> dz_centred;
@@ -58,7 +58,7 @@ struct GradientSums {
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                            void* d_residual, bool add_to_residual, int threads);
 
-// dx = factor·dz + slope·(v − shift) + constant per channel; added to what is there if `add`.
+// dx = factor·dz + slope·(v − shift) + constant per channel; written to `dx`, or added if `add`.
 struct InputGradient {
   std::vector<double> factor;
   std::vector<double> slope;
@@ -69,9 +69,9 @@ void input_gradient(DType dtype, const BackwardInput& input, const Layout& layou
 
 void fill_nan(DType dtype, void* values, int64_t size);
 
-// Which instruction set the passes run on: "avx512", "avx2" or "baseline". The environment variable
-// GLUON_SYNCBN_MAX_CPU_ISA holds them to one that is older than the processor's best, so that one machine can try what
-// others run. Throws std::invalid_argument if it is none of the three, in either case.
+// The instruction set of the passes: "avx512", "avx2" or "baseline". The environment variable
+// GLUON_SYNCBN_MAX_CPU_ISA holds them to one that is older than the processor's best, so that one machine can try the
+// passes of others. Throws std::invalid_argument if it is none of the three, in upper or lower case.
 const char* instruction_set();
 
 }  // namespace gluon_syncbn

@@ -5,7 +5,7 @@
 // Sums run over many lanes (over as many as a short row has values) in the tensor's own precision for at most a tile of
 // values, and from tile to tile in float64. The order depends on shapes alone, never on the number of threads.
 
-// What a value is stored as (T) and computed in (A).
+// The types in which a value is stored (T) and computed (A).
 template <typename T>
 struct Storage {
   using Compute = T;
@@ -29,13 +29,13 @@ struct Storage<BFloat16> {
 
 constexpr int kLanes = 64;
 constexpr int64_t kBlock = 4096;        // values of one channel between two additions in float64
-constexpr int64_t kShort = 128;         // a row of fewer values is added up together with those of other images
+constexpr int64_t kShort = 128;         // a row of fewer values is added up together with rows of other images
 constexpr int64_t kImages = 64;         // of so many at most: each lies in another page of memory
 constexpr int64_t kFirstImages = 8;     // and at first of so many, or as many as before, if later ones may be far away
 constexpr int64_t kChannelBlock = 256;  // channel-last: channels at a time, so that their sums stay in the L1 cache
 constexpr int64_t kRowBlock = 128;      // channel-last: rows between two additions in float64
 
-// What a pass knows of a channel.
+// The numbers of a channel that a pass uses.
 template <typename A>
 struct Channel {
   A shift, scale, bias, factor, by, constant, slope;
@@ -44,7 +44,7 @@ struct Channel {
   inline A correct(A v, A dz) const { return factor * dz + (by * (v - shift) + constant); }
 };
 
-// What it knows of kSize channels that lie side by side, or of one, for all of its values: the first kUsed numbers.
+// The first kUsed numbers of kSize channels that lie side by side; or of one, for all of its values.
 template <typename A, int kUsed, int64_t kSize>
 struct Channels {
   A numbers[kNumbers][kSize], slope;
@@ -138,7 +138,7 @@ __attribute__((noinline)) void over_short_rows(Layout layout, int64_t c_begin, i
   }
 }
 
-// Calls pass(tile, channels) for all tiles of the channels [c_begin, c_end), those of a channel in order: rows where a
+// Calls pass(tile, channels) for all tiles of the channels [c_begin, c_end), in order for each channel: rows where a
 // channel has a row per image, columns where inner is 1.
 template <typename A, int kUsed, Rows kRows, typename Pass>
 inline void over_tiles(Layout layout, int64_t c_begin, int64_t c_end, const View& view, const Pass& pass) {

@@ -18,24 +18,24 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// What both passes of a call go by, per channel.
+// The affine map of both passes of a call, per channel.
 struct Parameters {
-  std::vector<double> gamma;  // of the whole affine map: with r of Batch Renormalization, and as clamp_gamma has it
+  std::vector<double> gamma;  // with r of Batch Renormalization, and as clamp_gamma returns it
   std::vector<double> beta;   // with d of Batch Renormalization
   std::vector<double> scale;  // gamma·invstd
 };
 
-// What forward leaves for backward: four vectors, and the call.
+// The forward pass leaves these four vectors, and its call, for the backward pass.
 struct Saved {
   std::vector<double> mean, invstd;
   std::vector<double> r, d;  // of Batch Renormalization
 
-  Saved() = default;
-  Saved(const double* saved, size_t channels)
-      : mean(saved, saved + channels),
-        invstd(saved + channels, saved + 2 * channels),
-        r(saved + 2 * channels, saved + 3 * channels),
-        d(saved + 3 * channels, saved + 4 * channels) {}
+  static Saved load(const double* saved, int64_t channels) {
+    const auto vector_at = [&](int64_t i) {
+      return std::vector<double>(saved + i * channels, saved + (i + 1) * channels);
+    };
+    return {vector_at(0), vector_at(1), vector_at(2), vector_at(3)};
+  }
 
   void save(double* to, const ForwardCall& call) const {
     if (!to) return;
@@ -68,8 +68,8 @@ class CpuOperator : public Operator {
   }
 
  private:
-  // What both passes of a training step have. The profile and the meeting refer to the operator's call.
-  class CpuPass : public Pass {
+  // A pass of a training step. Its meeting refers to the operator's call.
+  class CpuPass : public EnginePass {
    protected:
     CpuPass(std::shared_ptr<CpuOperator> op, bool is_forward)
         : op_(std::move(op)), call_(op_->call_), meeting_(*call_.group, call_.device, is_forward) {}
@@ -137,13 +137,13 @@ class CpuOperator : public Operator {
       const auto* saved = static_cast<const double*>(arrays_->saved.data());
       op_->begin_backward();
       forward_call_ = ForwardCall::load(*call_.group, call_.device, saved + 4 * channels);
-      then_ = Saved(saved, channels);
+      then_ = Saved::load(saved, call_.layout.channels);
       parameters_ = op_->parameters_of(arrays_->gamma, arrays_->beta, then_);
       const bool in_place = call_.in_place;
       center_ = in_place ? parameters_.beta : then_.mean;
-      xhat_scale_ = then_.invstd;
+      xhat_scale_ = in_place ? parameters_.gamma : then_.invstd;
       if (in_place) {
-        for (size_t c = 0; c < channels; ++c) xhat_scale_[c] = 1 / parameters_.gamma[c];
+        for (double& scale : xhat_scale_) scale = 1 / scale;
       }
       affine_ = Affine::rounded(call_.dtype, center_, parameters_.scale, parameters_.beta, call_.activation);
       input_ = {in_place ? arrays_->out.data() : arrays_->data.data(), arrays_->d_out.data(),
@@ -202,7 +202,7 @@ class CpuOperator : public Operator {
     const std::shared_ptr<const BackwardArrays> arrays_;
     const BackwardRequests requests_;
     ForwardCall forward_call_;
-    Saved then_;  // what the forward pass has saved
+    Saved then_;  // by the forward pass
     Parameters parameters_;
     std::vector<double> center_, xhat_scale_;  // (v − center)·xhat_scale is x̂
     Affine affine_;
@@ -213,7 +213,7 @@ class CpuOperator : public Operator {
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {
     auto* saved = static_cast<double*>(data_if(requests.saved, arrays.saved));
     plain(read(arrays.running_mean), read(arrays.running_var)).save(saved, {});
-    // Where nobody asks for `saved`, no backward pass can follow, and γ need not be one that in_place.h can undo.
+    // Where `saved` is not requested, no backward pass can follow, and in_place.h need not be able to undo γ.
     const bool in_place = call_.in_place && saved;
     if (void* y = data_if(requests.out, arrays.out)) {
       normalize(call_.dtype, arrays.data.data(), data_if(call_.has.skip, arrays.skip), call_.layout,
@@ -224,45 +224,34 @@ class CpuOperator : public Operator {
 
   // Without Batch Renormalization.
   Saved plain(std::vector<double> mean, std::vector<double> variance) const {
-    Saved now;
-    now.r.assign(mean.size(), 1);
-    now.d.assign(mean.size(), 0);
     for (double& value : variance) value = 1 / std::sqrt(value + call_.group->epsilon);
-    now.mean = std::move(mean);
-    now.invstd = std::move(variance);
-    return now;
+    const size_t channels = mean.size();
+    return {std::move(mean), std::move(variance), std::vector<double>(channels, 1), std::vector<double>(channels, 0)};
   }
 
   std::vector<double> read(const Array& vector) const {
-    const bool is_wide = call_.group->dtype == DType::kFloat64;
-    const void* from = vector.data();
-    std::vector<double> values(static_cast<size_t>(call_.layout.channels));
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = is_wide ? static_cast<const double*>(from)[i] : static_cast<const float*>(from)[i];
-    }
-    return values;
+    const auto read_from = [&](const auto* from) { return std::vector<double>(from, from + call_.layout.channels); };
+    if (call_.group->dtype == DType::kFloat64) return read_from(static_cast<const double*>(vector.data()));
+    return read_from(static_cast<const float*>(vector.data()));
+  }
+
+  template <typename T>
+  static void write_to(T* to, const std::vector<double>& values, bool add) {
+    for (size_t i = 0; i < values.size(); ++i) to[i] = static_cast<T>(add ? to[i] + values[i] : values[i]);
   }
 
   void write(const Array& vector, const std::vector<double>& values, Request request) const {
     if (request == Request::kNull) return;  // there may be no memory then
-    void* to = vector.data();
     const bool add = request == Request::kAdd;
-    for (size_t i = 0; i < values.size(); ++i) {
-      if (call_.group->dtype == DType::kFloat64) {
-        double& place = static_cast<double*>(to)[i];
-        place = add ? place + values[i] : values[i];
-      } else {
-        float& place = static_cast<float*>(to)[i];
-        place = static_cast<float>(add ? static_cast<double>(place) + values[i] : values[i]);
-      }
-    }
+    if (call_.group->dtype == DType::kFloat64) return write_to(static_cast<double*>(vector.data()), values, add);
+    write_to(static_cast<float*>(vector.data()), values, add);
   }
 
   std::vector<double> read_gamma(const Array& gamma) const {
     return call_.group->scale ? read(gamma) : std::vector<double>(static_cast<size_t>(call_.layout.channels), 1.0);
   }
 
-  // Gives the same in both passes of a call.
+  // Gives the same numbers in both passes of a call.
   Parameters parameters_of(const Array& gamma, const Array& beta, const Saved& saved) const {
     Parameters all{read_gamma(gamma), read(beta), saved.invstd};
     for (size_t c = 0; c < all.gamma.size(); ++c) {
@@ -274,7 +263,7 @@ class CpuOperator : public Operator {
     return all;
   }
 
-  // `clamp_gamma`, and the user is warned of it.
+  // `clamp_gamma`; warns the user.
   double clamped(double gamma, double beta, size_t channel) const {
     const double taken = clamp_gamma(call_.dtype, gamma, beta);
     if (taken != gamma && call_.group->is_first_warning()) {
@@ -283,7 +272,7 @@ class CpuOperator : public Operator {
     return taken;
   }
 
-  // Rounds every step of prediction mode as in MXNet's own BatchNorm, which computes in float32 here.
+  // Rounds every step of prediction mode as MXNet's own BatchNorm does, which computes in float32 here.
   Affine prediction_affine(const ForwardArrays& arrays, bool in_place) const {
     Affine affine{read(arrays.running_mean), read_gamma(arrays.gamma), read(arrays.beta), call_.activation};
     const std::vector<double> variance = read(arrays.running_var);

@@ -1,4 +1,4 @@
-// Arrays of MXNet's, as a callback is handed them; a pass keeps them until it is over.
+// MXNet's arrays, as it hands them to a callback; a pass keeps them until it is over.
 #pragma once
 
 #include <stdexcept>
@@ -8,15 +8,15 @@
 
 namespace gluon_syncbn {
 
-// What MXNet or CUDA could not do. Whoever catches it adds for which layer.
+// A failure of MXNet or CUDA. The catcher adds the name of the layer.
 class MXNetFailure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 // Throws MXNetFailure with MXNet's text if `code` is not 0.
-inline void check_mxnet(int code, const std::string& what) {
-  if (code != 0) throw MXNetFailure(what + ": " + mxnet().last_error());
+inline void check_mxnet(int code, const std::string& failure) {
+  if (code != 0) throw MXNetFailure(failure + ": " + mxnet().last_error());
 }
 
 // One of the handles that MXNet passes to a callback, which must free all of them, used or not; or none, if null.
@@ -43,74 +43,54 @@ class Array {
   void* handle_;
 };
 
-// The memory of an array that is asked for, or null.
+// The memory of an array that is wanted, or null.
 inline void* data_if(bool is_wanted, const Array& array) { return is_wanted ? array.data() : nullptr; }
 inline void* data_if(Request request, const Array& array) { return data_if(request != Request::kNull, array); }
 
-// Which inputs a graph's node has beside data, gamma and beta.
+// The inputs that a graph's node may have beside data, gamma and beta.
 struct OptionalInputs {
-  bool skip;         // the first: what is added before the activation
+  bool skip;         // the first: a tensor that is added before the activation
   bool order_token;  // the last
 };
 
-// Handles in the order in which MXNet passes them.
+// Handles in the order in which MXNet passes them; the members of a subclass take one after the other.
 class Handles {
  public:
-  explicit Handles(void** first) : next_(first) {}
+  Handles(void** first, OptionalInputs has) : next_(first), has_(has) {}
+
+ protected:
   void* next() { return *next_++; }
-  void* next_if(bool is_there) { return is_there ? next() : nullptr; }
+  void* next_skip() { return has_.skip ? next() : nullptr; }
+  void* next_order_token() { return has_.order_token ? next() : nullptr; }
 
  private:
   void** next_;
+  const OptionalInputs has_;
 };
 
-// What forward gets.
-struct ForwardArrays {
-  ForwardArrays(Handles handles, OptionalInputs has)
-      : skip(handles.next_if(has.skip)),
-        data(handles.next()),
-        gamma(handles.next()),
-        beta(handles.next()),
-        order_token(handles.next_if(has.order_token)),
-        out(handles.next()),
-        saved(handles.next()),
-        running_mean(handles.next()),
-        running_var(handles.next()) {}
+// The arrays of a forward pass: inputs, outputs, auxiliary states.
+struct ForwardArrays : private Handles {
+  using Handles::Handles;
 
-  const Array skip, data, gamma, beta, order_token;
-  const Array out, saved;
-  const Array running_mean, running_var;
+  const Array skip{next_skip()}, data{next()}, gamma{next()}, beta{next()}, order_token{next_order_token()};
+  const Array out{next()}, saved{next()};
+  const Array running_mean{next()}, running_var{next()};
 };
 
-// What backward gets: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states. Of inputs
-// and outputs only those are there on which the operator has said that it depends.
-struct BackwardArrays {
-  BackwardArrays(Handles handles, OptionalInputs has)
-      : d_out(handles.next()),
-        d_saved(handles.next()),
-        skip(handles.next_if(has.skip)),
-        data(handles.next()),
-        gamma(handles.next()),
-        beta(handles.next()),
-        order_token(handles.next_if(has.order_token)),
-        out(handles.next()),
-        saved(handles.next()),
-        d_skip(handles.next_if(has.skip)),
-        d_data(handles.next()),
-        d_gamma(handles.next()),
-        d_beta(handles.next()),
-        d_order_token(handles.next_if(has.order_token)),
-        running_mean(handles.next()),
-        running_var(handles.next()) {}
+// The arrays of a backward pass: gradients of the outputs, inputs, outputs, gradients of the inputs, auxiliary states.
+// Of the inputs and outputs only those are there on which the operator has declared that it depends.
+struct BackwardArrays : private Handles {
+  using Handles::Handles;
 
-  const Array d_out, d_saved;
-  const Array skip, data, gamma, beta, order_token;
-  const Array out, saved;
-  const Array d_skip, d_data, d_gamma, d_beta, d_order_token;  // the last is never requested
-  const Array running_mean, running_var;
+  const Array d_out{next()}, d_saved{next()};
+  const Array skip{next_skip()}, data{next()}, gamma{next()}, beta{next()}, order_token{next_order_token()};
+  const Array out{next()}, saved{next()};
+  const Array d_skip{next_skip()}, d_data{next()}, d_gamma{next()}, d_beta{next()};
+  const Array d_order_token{next_order_token()};  // never requested
+  const Array running_mean{next()}, running_var{next()};
 };
 
-// What MXNet asks of forward for each output.
+// How MXNet wants each output of a forward pass.
 struct ForwardRequests {
   explicit ForwardRequests(const int* requests)
       : out(static_cast<Request>(requests[0])), saved(static_cast<Request>(requests[1])) {}
@@ -118,7 +98,7 @@ struct ForwardRequests {
   const Request out, saved;
 };
 
-// What it asks of backward for each input.
+// How it wants the gradient of each input.
 struct BackwardRequests {
   BackwardRequests(const int* requests, OptionalInputs has)
       : skip(has.skip ? static_cast<Request>(requests[0]) : Request::kNull),

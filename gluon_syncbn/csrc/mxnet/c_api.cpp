@@ -14,7 +14,7 @@ const MXNetFunctions& mxnet() { return functions; }
 
 }  // namespace gluon_syncbn
 
-// Looks up in `libmxnet`, a handle of dlopen, what is called there; 0, or 1 if something is missing.
+// Looks up MXNet's functions in `libmxnet`, a handle of dlopen; returns 0, or 1 if one is missing.
 EXPORTED int gluon_syncbn_connect(void* libmxnet) {
   using gluon_syncbn::find_function;
   MXNetFunctions& f = gluon_syncbn::functions;

@@ -46,8 +46,8 @@ typedef int (*CustomOpRun)(int size, void** arrays, int* tags, const int* reques
 typedef int (*CustomOpPropCreator)(const char* op_type, int num_arguments, const char** keys, const char** values,
                                    MXCallbackList* ret);
 
-// What the operator calls. Each returns 0, or another number after leaving the text that last_error returns, but for
-// last_error itself.
+// MXNet's functions that the core calls. Each but last_error returns 0, or another number after leaving the text that
+// last_error returns.
 struct MXNetFunctions {
   int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
   int (*array_data)(void* array, void** data);
@@ -86,7 +86,7 @@ AnyCallback any(Function function) {
   return reinterpret_cast<AnyCallback>(reinterpret_cast<void (*)(void)>(function));
 }
 
-// Those of the MXNet that Python has connected.
+// The functions of the MXNet that Python has connected.
 const MXNetFunctions& mxnet();
 
 // Has Python warn the user, and returns after a second at most. Not with the interpreter lock.
@@ -94,7 +94,7 @@ void warn_user(const std::string& text);
 
 }  // namespace gluon_syncbn
 
-// What is here is compared with the headers of each MXNet by tests/csrc/check_c_api.cpp.
+// tests/csrc/check_c_api.cpp compares these with the headers of each MXNet.
 
 // Kinds of devices (include/mxnet/base.h, Context::DeviceType), and types of numbers that are not activations
 // (mshadow/base.h).
@@ -103,12 +103,12 @@ constexpr int kGpu = 2;
 constexpr int kPinned = 3;
 constexpr int kInt32 = 4;
 
-// FnProperty (include/mxnet/engine.h): an operation that is skipped where what it reads or writes has an error; the
-// same, run by the thread that asks for it if there is nothing to wait for; and one that runs all the same.
+// FnProperty (include/mxnet/engine.h): an operation that is skipped where an array that it reads or writes has an
+// error; the same, run by the thread that asks for it if there is nothing to wait for; and one that always runs.
 enum class EngineProperty : int { kOrdinary = 0, kOrdinaryAtOnce = 4, kNoSkip = 7 };
 
-// CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. MXNet deletes what belongs
-// to the operation while it runs.
+// CallbackOnComplete (include/mxnet/engine.h): completes an operation, once, on any thread. While it runs, MXNet
+// deletes the operation and its argument.
 struct OnComplete {
   void (*callback)(void* engine, void* operation, const void* error);
   void* engine;
@@ -121,8 +121,8 @@ struct OnComplete {
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };
 
 // The exception that MXNet expects of an operator (dmlc-core, include/dmlc/logging.h). MXNet catches it by the name of
-// its type where it runs the callbacks, and hands its text to whoever reads the output. Without it the text would be
-// that of a failed check. The two libraries do not share the type; they are the same because libstdc++ compares names
+// its type where it runs the callbacks, and hands its text to a reader of the output. Without it the text would be
+// about a failed check. The two libraries do not share the type; they are the same because libstdc++ compares names
 // of types, which needs them to be visible.
 namespace dmlc {
 struct __attribute__((visibility("default"))) Error : public std::runtime_error {

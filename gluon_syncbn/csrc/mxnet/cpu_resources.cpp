@@ -5,21 +5,21 @@
 // manager in the table of its class, once, for all threads of the process:
 //
 //   Request     A CPU device that asks for temporary space gets a buffer of its own. AttachOpResources asks for the
-//               operators of a graph, which keeps the buffer; all others ask for one operator. The return address
-//               tells. A CPU device that asks for a random generator gets its own. That of cpu(0) is MXNet's, so a seed
-//               gives the same numbers there as without this package.
+//               operators of a graph, which keeps the buffer; every other function asks for one operator. The return
+//               address tells them apart. A CPU device that asks for a random generator gets its own. The generator of
+//               cpu(0) is MXNet's, so a seed gives the same numbers there as without this package.
 //   SeedRandom  of all devices, and of one device: seeds the generators of cpu(1), cpu(2), ... too.
 //
 // Buffers and generators come from managers that MXNet makes: it makes one for each thread that asks. So a thread that
 // lives for a moment gets one more manager. The first has the buffers of the process, MXNET_CPU_TEMP_COPY of them; and
-// each has generators, for one device of one thread. Threads that end leave what they have to later ones.
+// each has generators, for one device of one thread. A thread that ends leaves its devices to later threads.
 //
 // There is no lock here: before a fork MXNet waits for threads of its own that come by, one of which would wait for a
-// lock of the thread that forks. What a thread of the parent has stays its own in the child, where that thread is not.
+// lock of the thread that forks. The devices of a thread stay its own in the child, where that thread is not.
 //
-// MXNet is retired, so what this file relies upon does not change any more. Every function is looked up by its mangled
-// name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is replaced, and
-// Python says why.
+// MXNet is retired, so the internals on which this file relies do not change any more. Every function is looked up by
+// its mangled name, which has its signature, and must stand in its table where it is expected. Otherwise nothing is
+// replaced, and Python says why.
 
 #include <dlfcn.h>
 #include <link.h>
@@ -69,22 +69,7 @@ struct Symbol {
   size_t size = 0;
 };
 
-// What MXNet has.
-struct {
-  ResourceManager* (*manager)() = nullptr;  // of the thread that asks
-  RequestResource request = nullptr;
-  SeedAll seed_all = nullptr;
-  SeedDevice seed_device = nullptr;
-  Symbol attach_op_resources;
-} mxnets;
-
-ResourceManager* make_manager() {
-  ResourceManager* made = nullptr;
-  std::thread([&made] { made = mxnets.manager(); }).join();
-  return made;
-}
-
-// What a thread has for a device. It is never destroyed: MXNet computes while the process ends, too.
+// The resources of a thread on a device.
 struct OwnDevice {
   explicit OwnDevice(int id) : device(id), buffers(id), kept(id) {}
 
@@ -94,24 +79,54 @@ struct OwnDevice {
   ResourceManager* generators = nullptr;  // the manager that has them, but for cpu(0)
 
   std::atomic<bool> is_taken{true};  // by a thread
-  OwnDevice* next = nullptr;         // in `all_devices`
+  OwnDevice* next = nullptr;         // in `devices`
 };
 
-Stock& stock = *new Stock;  // never destroyed either
-Step current_step;
-std::atomic<uint64_t> num_calls{0};
-std::atomic<bool> has_warned{false};
-std::atomic<OwnDevice*> all_devices{nullptr};
+// Never destroyed, nor are the devices: MXNet computes while the process ends, too.
+struct Resources {
+  // MXNet's functions.
+  ResourceManager* (*manager)() = nullptr;  // of the thread that asks
+  RequestResource request = nullptr;
+  SeedAll seed_all = nullptr;
+  SeedDevice seed_device = nullptr;
+  Symbol attach_op_resources;
 
-OwnDevice* add_device(int device) {
-  auto* added = new OwnDevice(device);
-  added->next = all_devices;
-  while (!all_devices.compare_exchange_weak(added->next, added)) {
+  Stock stock;
+  StepClock steps;
+  std::atomic<uint64_t> num_calls{0};
+  std::atomic<bool> has_warned{false};
+  std::atomic<OwnDevice*> devices{nullptr};
+
+  ResourceManager* make_manager() const {
+    ResourceManager* made = nullptr;
+    std::thread([&] { made = manager(); }).join();
+    return made;
   }
-  return added;
-}
 
-// What a thread has of its own. When it ends, others get that. Its operators may still wait for other devices, so it
+  OwnDevice* add_device(int device) {
+    auto* added = new OwnDevice(device);
+    added->next = devices;
+    while (!devices.compare_exchange_weak(added->next, added)) {
+    }
+    return added;
+  }
+
+  OwnDevice* take_device(int device) {
+    for (OwnDevice* found = devices; found != nullptr; found = found->next) {
+      if (found->device == device && !found->is_taken.exchange(true)) return found;
+    }
+    return add_device(device);
+  }
+};
+Resources& all = *new Resources;
+
+// A call of a graph, or a backward pass (with no graph), that is under way.
+struct CallUnderWay {
+  uint64_t number = 0;
+  std::shared_ptr<BufferOwner> graph;
+};
+
+// The devices of a thread. When it ends, others get them. Its operators may still wait for other devices, so a buffer
 // stays with its device.
 class Own {
  public:
@@ -125,10 +140,7 @@ class Own {
   OwnDevice& at(int device) {
     OwnDevice*& found = devices_[device];
     if (found == nullptr) {
-      for (found = all_devices; found != nullptr; found = found->next) {
-        if (found->device == device && !found->is_taken.exchange(true)) break;
-      }
-      if (found == nullptr) found = add_device(device);
+      found = all.take_device(device);
       seed_one(*found);
     }
     return *found;
@@ -138,7 +150,7 @@ class Own {
   ResourceManager* generators(int device) {
     OwnDevice& its = at(device);
     if (its.generators == nullptr) {
-      its.generators = make_manager();
+      its.generators = all.make_manager();
       seed_one(its);
     }
     return its.generators;
@@ -149,16 +161,7 @@ class Own {
     for (const auto& [device, its] : devices_) seed_one(*its);
   }
 
-  // The innermost call that the thread is in.
-  const Call& call() const { return calls_.back(); }
-
-  // Returns how many calls the thread was in.
-  size_t begin_call(const Call& call) {
-    calls_.push_back(call);
-    return calls_.size() - 1;
-  }
-
-  void end_calls_but(size_t num_left) { calls_.resize(std::clamp<size_t>(num_left, 1, calls_.size())); }
+  std::vector<CallUnderWay> calls{CallUnderWay{}};  // the innermost is the last; the first is none
 
  private:
   Own() = default;
@@ -170,26 +173,23 @@ class Own {
   // Far from the seeds of other devices: MXNet takes a seed and the 1,023 numbers after it.
   void seed_one(const OwnDevice& its) const {
     if (its.generators == nullptr) return;
-    mxnets.seed_all(its.generators, seed_ + static_cast<uint32_t>(its.device) * 2654435769);
+    all.seed_all(its.generators, seed_ + static_cast<uint32_t>(its.device) * 2654435769);
   }
 
   static thread_local bool has_ended;
   std::map<int, OwnDevice*> devices_;
-  std::vector<Call> calls_{Call{}};  // the first is none
   uint32_t seed_ = 0;
 };
 
 thread_local bool Own::has_ended = false;
 
-// Temporary space
-
 void warn_once(int device) {
-  if (has_warned.exchange(true)) return;
+  if (all.has_warned.exchange(true)) return;
   warn_user("cpu(" + std::to_string(device) + ") needs more temporary buffers in a step than it can have of " +
-            std::to_string(stock.size()) +
+            std::to_string(all.stock.size()) +
             ", so some operators wait for others. If devices wait until the timeout, set "
             "MXNET_CPU_TEMP_COPY=" +
-            std::to_string(std::max<size_t>(1024, 2 * stock.size())) +
+            std::to_string(std::max<size_t>(1024, 2 * all.stock.size())) +
             " before the program starts. If you update weights without a gluon.Trainer, use gluon_syncbn.guard_update. "
             "Shown once.");
 }
@@ -198,46 +198,44 @@ std::optional<Resource> temporary_space(int device, bool is_for_graph) {
   Own* own = Own::get();
   if (own == nullptr) return std::nullopt;
   OwnDevice& its = own->at(device);
-  const Step::Number step = current_step.number();
+  const CallUnderWay& call = own->calls.back();
+  const StepClock::Number step = all.steps.number();
   bool is_crowded = false;
-  const std::optional<Resource> found = is_for_graph ? its.kept.next(stock, step, own->call().graph, is_crowded)
-                                                     : its.buffers.next(stock, step, own->call().number, is_crowded);
+  const std::optional<Resource> found = is_for_graph ? its.kept.next(all.stock, step, call.graph, is_crowded)
+                                                     : its.buffers.next(all.stock, step, call.number, is_crowded);
   if (!found || is_crowded) warn_once(device);
   return found;
 }
 
-// Random generators
-
-// The manager that has the generators of a device; `thread` is that of this thread.
+// The manager that has the generators of a device; `thread` is the manager of this thread.
 ResourceManager* generators_of(ResourceManager* thread, int device) {
   Own* own = Own::get();
   return device == 0 || own == nullptr ? thread : own->generators(device);
 }
 
-// The methods that replace MXNet's
+// The functions that replace MXNet's methods
 
-__attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContext device, const ResourceRequest& what) {
-  const bool is_for_graph = mxnets.attach_op_resources.contains(__builtin_return_address(0));
-  if (device.type != kCpu) return mxnets.request(thread, device, what);
-  if (what.kind != ResourceRequest::kTemporarySpace) {
-    return mxnets.request(generators_of(thread, device.id), device, what);
+__attribute__((noinline)) Resource request(ResourceManager* thread, DeviceContext device,
+                                           const ResourceRequest& wanted) {
+  const bool is_for_graph = all.attach_op_resources.contains(__builtin_return_address(0));
+  if (device.type != kCpu) return all.request(thread, device, wanted);
+  if (wanted.kind != ResourceRequest::kTemporarySpace) {
+    return all.request(generators_of(thread, device.id), device, wanted);
   }
   const std::optional<Resource> found = temporary_space(device.id, is_for_graph);
-  return found ? *found : mxnets.request(thread, device, what);
+  return found ? *found : all.request(thread, device, wanted);
 }
 
 void seed_all(ResourceManager* thread, uint32_t seed) {
-  mxnets.seed_all(thread, seed);
+  all.seed_all(thread, seed);
   if (Own* own = Own::get()) own->seed(seed);
 }
 
 void seed_device(ResourceManager* thread, DeviceContext device, uint32_t seed) {
-  mxnets.seed_device(device.type == kCpu ? generators_of(thread, device.id) : thread, device, seed);
+  all.seed_device(device.type == kCpu ? generators_of(thread, device.id) : thread, device, seed);
 }
 
-// Replacing them
-
-// The functions in the table of a class, which must be these.
+// The table of a class, which must begin with these functions.
 void** table_of(void* libmxnet, const char* name, std::initializer_list<const char*> functions) {
   void** const table = static_cast<void**>(Symbol(libmxnet, name).address) + 2;  // two words come before them
   void** entry = table;
@@ -253,7 +251,7 @@ template <typename Function>
 void replace(void** entry, Function ours, Function& mxnets_own) {
   const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t begin = reinterpret_cast<uintptr_t>(entry) / page * page;
-  // The loader has made it read-only. It stays writable, since the page may have other data that are.
+  // The loader has made it read-only. It stays writable, since the page may have other data that must be.
   if (mprotect(reinterpret_cast<void*>(begin), page, PROT_READ | PROT_WRITE) != 0) {
     throw std::runtime_error(std::string("MXNet's table cannot be written: ") + std::strerror(errno));
   }
@@ -268,62 +266,59 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
                 "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj"});
   table_of(libmxnet, "_ZTVN5mxnet6engine11ThreadedVarE", {"_ZN5mxnet6engine11ThreadedVar7versionEv"});
-  mxnets.attach_op_resources = {
+  all.attach_op_resources = {
       libmxnet,
       "_ZN5mxnet4exec17AttachOpResourcesERKN4nnvm5GraphERKSt6vectorISt10shared_ptrINS0_10OpExecutorEESaIS8_EEmm"};
-  mxnets.manager =
-      reinterpret_cast<ResourceManager* (*)()>(Symbol(libmxnet, "_ZN5mxnet15ResourceManager3GetEv").address);
-  mxnets.request = reinterpret_cast<RequestResource>(methods[0]);
+  all.manager = reinterpret_cast<ResourceManager* (*)()>(Symbol(libmxnet, "_ZN5mxnet15ResourceManager3GetEv").address);
+  all.request = reinterpret_cast<RequestResource>(methods[0]);
 
   // It hands its buffers out in turn.
-  ResourceManager* const manager = make_manager();
+  ResourceManager* const manager = all.make_manager();
   for (int i = 1; i <= num_buffers; ++i) {
-    const Resource buffer = mxnets.request(manager, {kCpu, 0}, {ResourceRequest::kTemporarySpace});
+    const Resource buffer = all.request(manager, {kCpu, 0}, {ResourceRequest::kTemporarySpace});
     if (buffer.id != i % num_buffers) throw std::runtime_error("this MXNet does not hand its buffers out in turn");
-    stock.add(buffer);
+    all.stock.add(buffer);
   }
-  OwnDevice* const first = add_device(1);
+  OwnDevice* const first = all.add_device(1);
   first->generators = manager;
   first->is_taken = false;
 
-  replace(&methods[1], seed_all, mxnets.seed_all);
-  replace(&methods[2], seed_device, mxnets.seed_device);
-  replace(&methods[0], request, mxnets.request);
+  replace(&methods[1], seed_all, all.seed_all);
+  replace(&methods[2], seed_device, all.seed_device);
+  replace(&methods[0], request, all.request);
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
+// Functions that Python calls (base/library.py)
 
 using namespace gluon_syncbn;
 
-// Before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null. A second call does
-// nothing.
+// Called once, before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null.
 EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_buffers) {
-  static std::string problem;
-  static bool is_done = false;
-  try {
-    if (!is_done) separate_cpu_devices(libmxnet, num_buffers);
-    is_done = true;
-    return nullptr;
-  } catch (const std::exception& error) {
-    problem = error.what();
-    return problem.c_str();
-  }
+  static const std::string problem = [&]() -> std::string {
+    try {
+      separate_cpu_devices(libmxnet, num_buffers);
+      return "";
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  }();
+  return problem.empty() ? nullptr : problem.c_str();
 }
 
 // From now on operators wait for no pending operators of other calls, until `gluon_syncbn_close_step`.
-EXPORTED void gluon_syncbn_open_step() { current_step.open(); }
+EXPORTED void gluon_syncbn_open_step() { all.steps.open(); }
 
-// All that was pushed can finish by itself.
-EXPORTED void gluon_syncbn_close_step() { current_step.close(); }
+// All operators that were pushed can finish by themselves.
+EXPORTED void gluon_syncbn_close_step() { all.steps.close(); }
 
-// For a graph that Python makes, and drops when that is gone.
-EXPORTED void* gluon_syncbn_new_graph() { return new std::shared_ptr<Graph>(std::make_shared<Graph>()); }
+// Python makes one for each graph, and drops it when the graph is gone.
+EXPORTED void* gluon_syncbn_new_graph() { return new std::shared_ptr<BufferOwner>(std::make_shared<BufferOwner>()); }
 
 EXPORTED void gluon_syncbn_drop_graph(void* graph) {
-  auto* const dropped = static_cast<std::shared_ptr<Graph>*>(graph);
+  auto* const dropped = static_cast<std::shared_ptr<BufferOwner>*>(graph);
   (*dropped)->is_gone = true;
   delete dropped;
 }
@@ -333,14 +328,15 @@ EXPORTED void gluon_syncbn_drop_graph(void* graph) {
 EXPORTED uint64_t gluon_syncbn_begin_call(void* graph, int device) {
   Own* own = Own::get();
   if (own == nullptr) return 0;
-  Call call{++num_calls, nullptr};
+  CallUnderWay call{++all.num_calls, nullptr};
   if (graph != nullptr) {
-    call.graph = *static_cast<std::shared_ptr<Graph>*>(graph);
-    if (device >= 0) call.graph->call(device, current_step.number());
+    call.graph = *static_cast<std::shared_ptr<BufferOwner>*>(graph);
+    if (device >= 0) call.graph->call(device, all.steps.number());
   }
-  return own->begin_call(call);
+  own->calls.push_back(std::move(call));
+  return own->calls.size() - 1;
 }
 
 EXPORTED void gluon_syncbn_end_call(uint64_t before) {
-  if (Own* own = Own::get()) own->end_calls_but(before);
+  if (Own* own = Own::get()) own->calls.resize(std::clamp<size_t>(before, 1, own->calls.size()));
 }

@@ -1,9 +1,9 @@
 // The groups that graphs name, as Python makes them and connects them with other processes (backends/native.py).
 //
-// A graph names its group in one of two ways. A net's own graph gives the id of one that Python has made for the
+// A graph names its group in one of two ways. A net's own graph gives the id of a group that Python has made for the
 // layer, with its devices. A graph that outlives its process, or that no layer owns (symbol.py), carries a description:
 // the operator has Python make a group of it, which belongs to this node of the graph. That group is open: it knows how
-// many devices there are, and takes in those that come.
+// many devices there are, and takes in the first that come.
 
 #include <mutex>
 #include <set>
@@ -20,22 +20,24 @@
 namespace gluon_syncbn {
 namespace {
 
-// Python's functions that make a group of a description, and connect groups with other processes. Those that return a
-// number leave the text of an error if it is -1.
+// Python's functions that make a group of a description, and connect groups with other processes. Functions that return
+// a number leave the text of an error if it is -1.
 using MakeGroup = int64_t (*)(const char* description);  // the group's id
-// The number of processes, that of this one's first device, the seconds that processes wait for each other, and their
-// id (processes/all.cpp).
+// Fills in the number of processes, the number of this process's first device, the seconds that processes wait for each
+// other, and their id (processes/all.cpp).
 using Connect = int (*)(int64_t group, double* facts);
-// The key of a channel, its members, and how many these are.
+// Fills in the key of a channel and its members, and returns how many members there are.
 using Prepare = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key,
                         int* members);
 using Drop = void (*)(int64_t group);
-MakeGroup make_described_group = nullptr;
-Connect connect_group = nullptr;
-Prepare prepare_channel = nullptr;
-Drop drop_link = nullptr;
+struct {
+  MakeGroup make_group;
+  Connect connect;
+  Prepare prepare;
+  Drop drop;
+} python;
 
-// What Python returns, or the error that it leaves. Nothing is asked any more when it has ended.
+// Asks Python for a number; throws the error that it leaves. Nothing is asked any more when Python has ended.
 int asked(const std::function<int()>& ask) {
   int found = -1;
   std::string error = "the process ends";
@@ -49,14 +51,13 @@ int asked(const std::function<int()>& ask) {
 
 Link connect(int64_t id) {
   double facts[4];
-  asked([&] { return connect_group(id, facts); });
+  asked([&] { return python.connect(id, facts); });
   if (facts[0] == 1) return {};
   const std::shared_ptr<Processes> processes = find_processes(static_cast<int64_t>(facts[3]));
   const auto prepare = [id, size = processes->size](bool is_forward, int64_t subgroup, int64_t active_set) {
     int64_t key = 0;
     std::vector<int> members(static_cast<size_t>(size));
-    const int count =
-        asked([&] { return prepare_channel(id, is_forward, subgroup, active_set, &key, members.data()); });
+    const int count = asked([&] { return python.prepare(id, is_forward, subgroup, active_set, &key, members.data()); });
     members.resize(static_cast<size_t>(count));
     return std::make_pair(key, std::move(members));
   };
@@ -69,7 +70,7 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
   if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
   int64_t id = -1;
   call_off_main_thread([&] {
-    id = make_described_group(reference.c_str());
+    id = python.make_group(reference.c_str());
     if (id < 0) throw std::invalid_argument(take_error());
     return 1;
   });
@@ -80,15 +81,12 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
+// Functions that Python calls (base/library.py)
 
-// Hands over what is called there.
+// Hands over Python's own functions.
 EXPORTED void gluon_syncbn_use_groups(gluon_syncbn::MakeGroup make, gluon_syncbn::Connect connect,
                                       gluon_syncbn::Prepare prepare, gluon_syncbn::Drop drop) {
-  gluon_syncbn::make_described_group = make;
-  gluon_syncbn::connect_group = connect;
-  gluon_syncbn::prepare_channel = prepare;
-  gluon_syncbn::drop_link = drop;
+  gluon_syncbn::python = {make, connect, prepare, drop};
 }
 
 // Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
@@ -96,7 +94,7 @@ EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec*
                                       const char* advice) {
   const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
   const auto connect = [id] { return gluon_syncbn::connect(id); };
-  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::drop_link(id); }); };
+  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::python.drop(id); }); };
   gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, connect, drop));
 }
 

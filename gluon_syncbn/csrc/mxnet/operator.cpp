@@ -1,16 +1,15 @@
 // The compiled operator as MXNet sees it: a custom operator whose callbacks are C functions, so that no Python runs in
 // a training step. This file knows MXNet's C interface, and groups.cpp the groups that Python has made;
-// cpu/operator.cpp and cuda/operator.cpp have the order of things:
+// cpu/operator.cpp and cuda/operator.cpp have the order of a pass:
 //
 //   forward    moments of x → meet → statistics of the whole mini-batch → y, running statistics
 //   backward   sums of dy and dy·x̂ → meet → dx, dγ, dβ
 //
 // Inputs: data, gamma, beta; in some graphs, before them, a skip, which is added before the activation, and after them
-// an order token, the `saved` of the call that must come before this one (block.py says why); auxiliary states:
-// running_mean, running_var; outputs: out, and for the backward pass `saved` (operator.h). The arrays are dense:
-// backends/native.py keeps oneDNN's layouts away from the operator.
-//
-// The text of graphs calls the order token `after`; the attribute `follows` says whether there is one.
+// an order token, the `saved` of the call that must come before this one (block.py says why; graphs call this input
+// `after`, and the attribute `follows` says that it is there). Auxiliary states: running_mean, running_var. Outputs:
+// out, and for the backward pass `saved` (operator.h). The arrays are dense: backends/native.py keeps oneDNN's layouts
+// away from the operator.
 //
 // Threads: MXNet runs forward and backward on threads that it adds on demand, one per callback that has not returned.
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
@@ -45,28 +44,43 @@ namespace {
 
 constexpr const char* kOperator = "gluon_syncbn_native";
 
-// Python's function that warns.
 using Warn = void (*)(const char* text);
-Warn warn = nullptr;
+Warn warn = nullptr;  // Python's
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Its properties: what a graph knows before shapes are known
+// Its properties: the part of a graph's node that is known before shapes are
+
+std::string prefix(const Group& group) { return "SyncBatchNorm '" + group.name + "': "; }
 
 struct Property {
-  std::shared_ptr<Group> group;
-  int axis;
-  Activation activation;
-  bool in_place;
-  OptionalInputs has;
-  void* contexts[kPropertyCallbacks];
+  const std::shared_ptr<Group> group;
+  const int axis;
+  const Activation activation;
+  const bool in_place;
+  const OptionalInputs has;
+  std::vector<void*> contexts = std::vector<void*>(kPropertyCallbacks, this);
 
-  int data() const { return has.skip; }
-  int inputs() const { return 3 + has.skip + has.order_token; }
+  // Where MXNet has arrays, shapes and types: inputs, outputs, auxiliary states. The skip is at 0.
+  const int data = has.skip, gamma = data + 1, beta = data + 2, order_token = data + 3;
+  const int out = order_token + has.order_token, saved = out + 1;
+
+  Layout layout_of(const std::vector<int64_t>& shape) const {
+    const int ndim = static_cast<int>(shape.size());
+    const int real_axis = axis < 0 ? axis + ndim : axis;
+    if (ndim < 2 || real_axis < 0 || real_axis >= ndim) {
+      throw std::invalid_argument(prefix(*group) + "axis=" + std::to_string(axis) + " does not fit an input of " +
+                                  std::to_string(ndim) + " axes; it takes 2 or more axes.");
+    }
+    Layout layout{1, shape[static_cast<size_t>(real_axis)], 1};
+    for (int i = 0; i < ndim; ++i) {
+      if (i < real_axis) layout.outer *= shape[static_cast<size_t>(i)];
+      if (i > real_axis) layout.inner *= shape[static_cast<size_t>(i)];
+    }
+    return layout;
+  }
 };
 
-constexpr int kOutputs = 2;
-
-// Runs a callback's body; whatever it throws reaches the user as the text of an MXNetError.
+// Runs a callback's body; an exception reaches the user as the text of an MXNetError.
 template <typename Body>
 int or_error(const Body& body) {
   try {
@@ -96,55 +110,32 @@ int list_states(char*** names, void*) {
   return list_names(names, list);
 }
 
-Layout layout_of(const std::vector<int64_t>& shape, int axis, const std::string& name) {
-  const int ndim = static_cast<int>(shape.size());
-  const int real_axis = axis < 0 ? axis + ndim : axis;
-  if (ndim < 2 || real_axis < 0 || real_axis >= ndim) {
-    throw std::invalid_argument("SyncBatchNorm '" + name + "': axis=" + std::to_string(axis) +
-                                " does not fit an input of " + std::to_string(ndim) +
-                                " axes; it takes 2 or more axes.");
-  }
-  Layout layout{1, shape[static_cast<size_t>(real_axis)], 1};
-  for (int i = 0; i < ndim; ++i) {
-    if (i < real_axis) layout.outer *= shape[static_cast<size_t>(i)];
-    if (i > real_axis) layout.inner *= shape[static_cast<size_t>(i)];
-  }
-  return layout;
-}
-
 int infer_shape(int num, int* ndims, int** shapes, void* state) {
   return or_error([&] {
-    const auto* property = static_cast<Property*>(state);
-    const int data = property->data(), inputs = property->inputs();
-    // MXNet copies the shapes before this thread calls again.
-    thread_local int channels[1], saved[1];
-    if (ndims[data] <= 0) {  // it also asks before it knows the input
-      for (int i = inputs; i < inputs + kOutputs; ++i) ndims[i] = 0;
+    const auto& at = *static_cast<const Property*>(state);
+    thread_local int channels, saved;  // MXNet copies the shapes before this thread calls again
+    if (ndims[at.data] <= 0) {         // it also asks before it knows the input
+      ndims[at.out] = ndims[at.saved] = 0;
       return;
     }
-    const std::vector<int64_t> shape(shapes[data], shapes[data] + ndims[data]);
-    const Layout layout = layout_of(shape, property->axis, property->group->name);
-    channels[0] = static_cast<int>(layout.channels);
-    saved[0] = channels[0] < 0 ? -1 : static_cast<int>(saved_size(channels[0]));  // -1 is not known yet
-    const char* names[] = {"gamma", "beta"};
-    for (int i = 0; i < 2; ++i) {
-      const int at = data + 1 + i;
-      if (ndims[at] == 1 && shapes[at][0] > 0 && shapes[at][0] != channels[0]) {
-        throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input has " +
-                                    std::to_string(channels[0]) + " channels, " + names[i] + " has " +
-                                    std::to_string(shapes[at][0]) + ".");
+    channels = static_cast<int>(at.layout_of({shapes[at.data], shapes[at.data] + ndims[at.data]}).channels);
+    saved = channels < 0 ? -1 : static_cast<int>(saved_size(channels));  // -1 is not known yet
+    for (int i : {at.gamma, at.beta}) {
+      if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels) {
+        throw std::invalid_argument(prefix(*at.group) + "the input has " + std::to_string(channels) + " channels, " +
+                                    (i == at.gamma ? "gamma" : "beta") + " has " + std::to_string(shapes[i][0]) + ".");
       }
     }
-    for (int i = data + 1; i < num; ++i) {
+    for (int i = at.gamma; i < num; ++i) {
       ndims[i] = 1;
-      shapes[i] = channels;
+      shapes[i] = &channels;
     }
-    for (int i : {0, inputs}) {  // a skip, and the output
-      ndims[i] = ndims[data];
-      shapes[i] = shapes[data];
+    for (int i : {0, at.out}) {  // a skip, and the output
+      ndims[i] = ndims[at.data];
+      shapes[i] = shapes[at.data];
     }
-    shapes[inputs + 1] = saved;
-    if (property->has.order_token) shapes[inputs - 1] = saved;
+    shapes[at.saved] = &saved;
+    if (at.has.order_token) shapes[at.order_token] = &saved;
   });
 }
 
@@ -157,35 +148,29 @@ const char* dtype_name(int flag) {
 
 int infer_type(int num, int* dtypes, void* state) {
   return or_error([&] {
-    const auto* property = static_cast<Property*>(state);
-    const Group& group = *property->group;
-    const int data = property->data(), inputs = property->inputs();
-    const int parameters = static_cast<int>(group.dtype);
-    int& type = dtypes[data];
-    if (type < 0) type = dtypes[inputs];
+    const auto& at = *static_cast<const Property*>(state);
+    const int parameters = static_cast<int>(at.group->dtype), wide = static_cast<int>(DType::kFloat64);
+    const int type = dtypes[at.data] < 0 ? dtypes[at.out] : dtypes[at.data];
     const bool half = type == static_cast<int>(DType::kFloat16) || type == static_cast<int>(DType::kBFloat16);
-    if (type >= 0 && type != parameters && !(half && group.dtype == DType::kFloat32)) {
-      throw std::invalid_argument("SyncBatchNorm '" + group.name + "': the input is " + dtype_name(type) +
+    if (type >= 0 && type != parameters && !(half && at.group->dtype == DType::kFloat32)) {
+      throw std::invalid_argument(prefix(*at.group) + "the input is " + dtype_name(type) +
                                   ", parameters and statistics are " + dtype_name(parameters) +
                                   "; call cast() on the net.");
     }
-    dtypes[0] = dtypes[inputs] = type;
-    dtypes[inputs + 1] = static_cast<int>(DType::kFloat64);
-    if (property->has.order_token) dtypes[inputs - 1] = static_cast<int>(DType::kFloat64);
-    dtypes[data + 1] = dtypes[data + 2] = parameters;
-    for (int i = inputs + kOutputs; i < num; ++i) dtypes[i] = parameters;
+    for (int i = at.gamma; i < num; ++i) dtypes[i] = parameters;
+    dtypes[0] = dtypes[at.data] = dtypes[at.out] = type;
+    dtypes[at.saved] = wide;
+    if (at.has.order_token) dtypes[at.order_token] = wide;
   });
 }
 
 int declare_backward_dependency(const int* out_grad, const int* in_data, const int* out_data, int* num_deps, int** deps,
                                 void* state) {
-  const auto* property = static_cast<const Property*>(state);
-  const int data = property->data();
-  const bool needs_out = property->in_place || property->has.skip;
+  const auto& at = *static_cast<const Property*>(state);
   thread_local std::vector<int> list;
-  list = {out_grad[0], in_data[data + 1], in_data[data + 2], out_data[1]};
-  if (needs_out) list.push_back(out_data[0]);
-  if (!property->in_place) list.push_back(in_data[data]);  // else MXNet need not keep it
+  list = {out_grad[0], in_data[at.gamma], in_data[at.beta], out_data[1]};
+  if (at.in_place || at.has.skip) list.push_back(out_data[0]);
+  if (!at.in_place) list.push_back(in_data[at.data]);  // else MXNet need not keep it
   *num_deps = static_cast<int>(list.size());
   *deps = list.data();
   return 1;
@@ -196,9 +181,9 @@ int delete_operator(void* state) {
   return 1;
 }
 
-// Runs a pass of an operator. What it throws is not returned to MXNet, which keeps the failures of custom operators in
-// one slot per process, and can lose one of two that come in the same instant. It is given to `array` instead, one of
-// those that MXNet has handed over: MXNet looks at all of them when the call is complete. In training the step fails.
+// Runs a pass of an operator. Its error is not returned to MXNet, which keeps the failures of custom operators in one
+// slot per process, and can lose one of two that come in the same instant. Instead `array`, an array of the call, gets
+// the error: MXNet looks at all arrays of a call when it is complete. In training the step fails.
 template <typename Pass>
 int or_poison(const Array& array, bool is_train, const Pass& pass) {
   return or_error([&] {
@@ -213,7 +198,7 @@ int or_poison(const Array& array, bool is_train, const Pass& pass) {
 
 int run_forward(int, void** handles, int*, const int* requests, int is_train, void* state) {
   auto* self = static_cast<Operator*>(state);
-  const auto arrays = std::make_shared<const ForwardArrays>(Handles(handles), self->call().has);
+  const auto arrays = std::make_shared<const ForwardArrays>(handles, self->call().has);
   self->forward_generation = 0;
   return or_poison(arrays->out, is_train != 0,
                    [&] { self->forward(arrays, ForwardRequests(requests), is_train != 0); });
@@ -222,7 +207,7 @@ int run_forward(int, void** handles, int*, const int* requests, int is_train, vo
 int run_backward(int, void** handles, int*, const int* requests, int, void* state) {
   auto* self = static_cast<Operator*>(state);
   const OptionalInputs has = self->call().has;
-  const auto arrays = std::make_shared<const BackwardArrays>(Handles(handles), has);
+  const auto arrays = std::make_shared<const BackwardArrays>(handles, has);
   return or_poison(arrays->d_out, true, [&] { self->backward(arrays, BackwardRequests(requests, has)); });
 }
 
@@ -235,19 +220,17 @@ double slope_as(DType dtype, double slope) {
 int create_operator(const char* device, int, unsigned** shapes, const int* ndims, const int* dtypes,
                     MXCallbackList* ret, void* state) {
   return or_error([&] {
-    const auto* property = static_cast<Property*>(state);
-    const int data = property->data();
-    const std::vector<int64_t> shape(shapes[data], shapes[data] + ndims[data]);
-    const Layout layout = layout_of(shape, property->axis, property->group->name);
+    const auto& at = *static_cast<const Property*>(state);
+    const Layout layout = at.layout_of({shapes[at.data], shapes[at.data] + ndims[at.data]});
     if (layout.size() == 0) {
-      throw std::invalid_argument("SyncBatchNorm '" + property->group->name + "': the input on " + device +
+      throw std::invalid_argument(prefix(*at.group) + "the input on " + device +
                                   " is empty. A device without images cannot take part; leave it out with "
                                   "gluon_syncbn.devices(...).");
     }
-    const DType dtype = dtype_of(dtypes[data]);
-    Activation activation = property->activation;
+    const DType dtype = dtype_of(dtypes[at.data]);
+    Activation activation = at.activation;
     activation.slope = slope_as(dtype, activation.slope);
-    Call call{property->group, device, layout, dtype, activation, property->in_place, property->has};
+    Call call{at.group, device, layout, dtype, activation, at.in_place, at.has};
     const bool on_gpu = call.device.compare(0, 3, "gpu") == 0;
     const auto created = on_gpu ? make_gpu_operator(std::move(call)) : make_cpu_operator(std::move(call));
     created->keep();
@@ -285,17 +268,14 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
     std::map<std::string, std::string> arguments;
     for (int i = 0; i < num_arguments; ++i) arguments[keys[i]] = values[i];
     const Activation activation = activation_of(arguments);
-    // The input cannot be recovered from what a ReLU leaves of it.
+    // The input cannot be recovered from the output of a ReLU.
     const bool in_place = arguments["in_place"] == "1" && activation.kind != Activation::kReLU;
     const OptionalInputs has{arguments["skip"] == "1", arguments["follows"] == "1"};
     const auto group = group_of(arguments["group"]);
     if (has.skip && activation.kind != Activation::kReLU) {
-      throw std::invalid_argument("SyncBatchNorm '" + group->name +
-                                  "': its graph asks for what cannot be computed in one pass.");
+      throw std::invalid_argument(prefix(*group) + "its graph asks for what cannot be computed in one pass.");
     }
-    auto* property = new Property{group, std::stoi(arguments["axis"]), activation, in_place, has, {}};
-    for (void*& context : property->contexts) context = property;
-    ret->contexts = property->contexts;
+    ret->contexts = (new Property{group, std::stoi(arguments["axis"]), activation, in_place, has})->contexts.data();
   });
 }
 
@@ -303,7 +283,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 void Operator::begin_forward() const {
   if (!step().has_failed()) return;
-  throw std::runtime_error("SyncBatchNorm '" + call_.group->name + "': the forward pass on " + call_.device +
+  throw std::runtime_error(prefix(*call_.group) + "the forward pass on " + call_.device +
                            " was not run, because the step had failed: " + step().failure());
 }
 
@@ -312,24 +292,22 @@ void Operator::end_forward() { forward_generation = step().generation(); }
 void Operator::begin_backward() const {
   const bool has_failed = step().has_failed();
   if (!has_failed && forward_generation == step().generation()) return;
-  const std::string where = "SyncBatchNorm '" + call_.group->name + "': the backward pass on " + call_.device;
-  if (has_failed) throw std::runtime_error(where + " was not run, because the step had failed: " + step().failure());
-  throw std::runtime_error(where +
+  const std::string pass = prefix(*call_.group) + "the backward pass on " + call_.device;
+  if (has_failed) throw std::runtime_error(pass + " was not run, because the step had failed: " + step().failure());
+  throw std::runtime_error(pass +
                            " cannot be run: its forward pass never ran, because an operator before it had "
                            "failed, or its step was abandoned.");
 }
 
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used) {
-  const std::string text = "SyncBatchNorm '" + group.name +
-                           "': in_place=True cannot recover the input where |gamma| is this small; channel " +
-                           std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
-                           " instead. Shown once per layer.";
-  warn_user(text);
+  warn_user(prefix(group) + "in_place=True cannot recover the input where |gamma| is this small; channel " +
+            std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
+            " instead. Shown once per layer.");
 }
 
 void warn_user(const std::string& text) {
-  // A user's hook for warnings may wait for what this thread is to do. So it is given a second, in which all others are
-  // done.
+  // A user's hook for warnings may wait for this thread's work. So this thread waits for it no longer than a second, in
+  // which every other hook ends.
   const auto said = std::make_shared<std::promise<void>>();
   run_on_a_thread([text, said] {
     while_python_lives([&] { warn(text.c_str()); });
@@ -341,7 +319,7 @@ void warn_user(const std::string& text) {
 }  // namespace gluon_syncbn
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What Python calls (base/library.py)
+// Functions that Python calls (base/library.py)
 
 // Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
 EXPORTED int gluon_syncbn_register(gluon_syncbn::Warn warn, const char* kernels) {

@@ -1,5 +1,5 @@
-// One layer's call on one device, with shapes known: what MXNet's callbacks run, or begin. A CPU and a GPU each have
-// their own.
+// The operator of one layer's call on one device, with shapes known. MXNet's callbacks run or begin its passes. A CPU
+// and a GPU have different ones.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace gluon_syncbn {
 
-// What a graph's node knows of its call.
+// The facts that a graph's node knows of its call.
 struct Call {
   std::shared_ptr<Group> group;
   std::string device;  // as MXNet prints it: "gpu(0)"
@@ -34,7 +34,7 @@ inline int number_of(const std::string& device) { return std::stoi(device.substr
 // Warns the user that a layer which works in place has taken another γ than its own (in_place.h).
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used);
 
-// MXNet owns it from `keep` until `let_go`; so does a pass that is under way.
+// MXNet owns it from `keep` until `let_go`, and so does each pass that is under way.
 class Operator : public std::enable_shared_from_this<Operator> {
  public:
   explicit Operator(Call call) : call_(std::move(call)) {}
@@ -42,7 +42,7 @@ class Operator : public std::enable_shared_from_this<Operator> {
   Operator(const Operator&) = delete;
   Operator& operator=(const Operator&) = delete;
 
-  // What they throw fails the step, if it is in training, and is the error that the user sees. Where they return, the
+  // Their exceptions fail the step, if it is in training, and are the errors that the user sees. When they return, the
   // pass may still be under way.
   virtual void forward(std::shared_ptr<const ForwardArrays> arrays, ForwardRequests requests, bool is_train) = 0;
   virtual void backward(std::shared_ptr<const BackwardArrays> arrays, BackwardRequests requests) = 0;
@@ -81,8 +81,8 @@ std::shared_ptr<Group> group_of(const std::string& reference);
 
 std::shared_ptr<Operator> make_cpu_operator(Call call);
 
-// Compiles and loads what all GPUs of the group run, at the first call of this kind of layer. Throws
-// std::invalid_argument for what kernels.cu does not take, std::runtime_error where it cannot be compiled.
+// Compiles and loads the kernels for all GPUs of the group, at the first call of this kind of layer. Throws
+// std::invalid_argument for types that kernels.cu does not take, std::runtime_error where it cannot be compiled.
 std::shared_ptr<Operator> make_gpu_operator(Call call);
 
 }  // namespace gluon_syncbn

@@ -11,7 +11,7 @@ struct DeviceContext {
   int32_t id;
 };
 
-// ResourceRequest: what an operator asks for.
+// ResourceRequest: an operator asks for such a kind.
 struct ResourceRequest {
   enum Kind : int32_t { kRandom, kTemporarySpace, kParallelRandom } kind;
 };
@@ -25,7 +25,7 @@ struct EngineVariable {
   ~EngineVariable() = default;  // MXNet's own
 };
 
-// Resource: what an operator gets. The operator writes the variable.
+// Resource: MXNet's answer. The operator writes the variable.
 struct Resource {
   ResourceRequest request;
   EngineVariable* variable;

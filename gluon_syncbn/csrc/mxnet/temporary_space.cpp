@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "mxnet/array.h"
-#include "mxnet/c_api.h"
+#include "mxnet/engine.h"
 
 namespace gluon_syncbn {
 
@@ -17,18 +16,16 @@ std::optional<Resource> Stock::take(size_t taken) {
   return buffers_[now];
 }
 
-std::optional<Resource> DeviceBuffers::next(Stock& stock, Step::Number step, uint64_t call, bool& is_crowded) {
-  const bool is_open = Step::is_open(step), is_new = step_ != step;
+std::optional<Resource> DeviceBuffers::next(Stock& stock, StepClock::Number step, uint64_t call, bool& is_crowded) {
+  const bool is_open = StepClock::is_open(step);
   if (!is_open) call = kClosed;
-  if (is_new) {
-    step_ = step;
-    turn_ = 0;
-  }
-  if (is_new || call != call_ || call == kAlone) {
-    call_ = call;
+  if (step_ != step) turn_ = 0;
+  if (step_ != step || call_ != call || call == kAlone) {
     used_by_call_.clear();
     turn_in_call_ = 0;
   }
+  step_ = step;
+  call_ = call;
   ++requests_;
   if (used_by_call_.size() < kFew) {
     std::optional<size_t> found;
@@ -64,9 +61,8 @@ bool DeviceBuffers::is_idle(Buffer& buffer) {
     };
     const DeviceContext context = {kCpu, device_};
     const EngineProperty property = EngineProperty::kNoSkip;
-    const int priority = 1;  // keeps it out of bundles, which would wait for more
     check_mxnet(mxnet().engine_push_variables(count, &buffer, nullptr, &context, nullptr, 0, &buffer.resource.variable,
-                                              1, &property, priority, "temporary space"),
+                                              1, &property, kPriority, "temporary space"),
                 "MXNet's engine took no operation");
   }
   return false;
@@ -92,10 +88,10 @@ size_t DeviceBuffers::in_turn() {
   return turn_++;
 }
 
-std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph,
-                                          bool& is_crowded) {
+std::optional<Resource> KeptBuffers::next(Stock& stock, StepClock::Number step,
+                                          const std::shared_ptr<BufferOwner>& owner, bool& is_crowded) {
   ++requests_;
-  const bool has_many_states = graph != nullptr && graph->has_many_states;
+  const bool has_many_states = owner != nullptr && owner->has_many_states;
   size_t num_own = 0, num_new = 0;
   Kept *idle = nullptr, *oldest = nullptr;
   for (Kept& kept : buffers_) {
@@ -105,13 +101,13 @@ std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const
       kept.step = step;
       kept.request = requests_;
     }
-    const bool is_own = kept.graph == graph;
+    const bool is_own = kept.owner == owner;
     const bool is_idle =
-        step - kept.step >= kIdle || (!Step::is_open(step) && requests_ - kept.request >= kIdleRequests);
+        step - kept.step >= kIdle || (!StepClock::is_open(step) && requests_ - kept.request >= kIdleRequests);
     if (is_own) ++num_own;
-    if (is_own && Step::is_open(step) && kept.given == step) ++num_new;
+    if (is_own && StepClock::is_open(step) && kept.given == step) ++num_new;
     if (is_own && (oldest == nullptr || kept.request < oldest->request)) oldest = &kept;
-    const bool is_gone = kept.graph != nullptr && kept.graph->is_gone && !kept.graph->was_called(device_, step);
+    const bool is_gone = kept.owner != nullptr && kept.owner->is_gone && !kept.owner->was_called(device_, step);
     if (is_idle && (is_gone || (is_own && !has_many_states))) idle = &kept;
   }
   const size_t most = num_new == num_own || has_many_states ? kMostNew : kMost;
@@ -122,12 +118,12 @@ std::optional<Resource> KeptBuffers::next(Stock& stock, Step::Number step, const
       found->resource = *more;
       found->version = more->variable->version();
     } else {
-      is_crowded = Step::is_open(step);
+      is_crowded = StepClock::is_open(step);
     }
   }
   if (found == nullptr) found = oldest;
   if (found == nullptr) return std::nullopt;
-  found->graph = graph;
+  found->owner = owner;
   found->given = found->step = step;
   found->request = requests_;
   return found->resource;

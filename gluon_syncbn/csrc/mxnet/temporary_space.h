@@ -14,31 +14,31 @@
 // 2. Operators of one device may. They wait in the order in which the device calls the layers, and that is the same on
 //    all devices, so all devices come to every layer.
 // 3. But cpu(0) may also compute something for cpu(1) in the middle of a step, such as its shard of the batch. That
-//    must not wait for what cpu(0) has yet to do in the step. So while a step is open, an operator shares no buffer
-//    with pending operators of other calls. A call is a call of a net's graph, a backward pass, or one operator alone.
+//    must not wait for the rest of the step on cpu(0). So while a step is open, an operator shares no buffer with
+//    pending operators of other calls. A call is a call of a net's graph, a backward pass, or one operator alone.
 //    (Once autograd has recorded a copy from one device to another, a backward pass is many operators alone.)
 //
 // A step is
-//   closed  when every pending operator can finish without what Python has yet to push. The operators of a device use
-//           kFew buffers in turn, as if all of them were one call.
+//   closed  when every pending operator can finish without operators that Python has yet to push. The operators of a
+//           device use kFew buffers in turn, as if all of them were one call.
 //   open    from the first pass of a synchronized layer, forward or backward, until Python says that all devices have
 //           begun the same passes: when weights are updated, or at the next record(). The operators of a call use kFew
 //           buffers in turn. The first call gets the first buffers of its device, the second call the next ones, and so
-//           on; what used them before is of an earlier step, and can finish. So each buffer serves the same operators
-//           in every step and keeps its size. Behind the last buffer the first one is next that is found (of kTries)
-//           whose operators have run. If there is none, the device gets one more buffer. So a device needs about as
-//           many buffers as calls are pending in a step.
+//           on; the operators that used them before are of an earlier step, and can finish. So each buffer serves the
+//           same operators in every step and keeps its size. Behind the last buffer the first one is next that is found
+//           (of kTries) whose operators have run. If there is none, the device gets one more buffer. So a device needs
+//           about as many buffers as calls are pending in a step.
 //
-// Whether the operators of a buffer have run, the engine is asked with an operation that writes the buffer's variable
-// after them, and counts. (The variable's own count would not tell: operators that the engine runs as one count once.)
+// To find out whether the operators of a buffer have run, an operation of the engine writes the buffer's variable after
+// them, and counts. (The variable's own count would not tell: operators that the engine runs as one count once.)
 //
 // An executor of a symbol, and a net that is hybridized with static_alloc and static_shape, ask once for a buffer for
-// all their operators on a device, and keep it. Python says whose graph asks, and when that is gone. A net asks anew
-// when its shapes change, or when it trains after a prediction. Which of its buffers are then of no use, nobody knows;
-// nor, for its backward pass, which net asks. But the version of a buffer's variable tells whether a graph was at work.
-// So one that was idle for some steps is given anew: to its owner, or to anyone if its owner is gone; backward passes
-// are one owner. A net that is called several times in a step on a device is given none anew: one of them is perhaps
-// in use. An owner that has many gets the one that was longest without work.
+// all their operators on a device, and keep it: they are its owner. Python says which graph asks, and when the graph is
+// gone. A net asks anew when its shapes change, or when it trains after a prediction. Nothing tells which of its
+// buffers are then of no use; nor, for its backward pass, which net asks. But the version of a buffer's variable tells
+// whether a graph was at work. So a buffer that was idle for some steps is given anew: to its owner, or to anyone if
+// its owner is gone; backward passes are one owner. A net that is called several times in a step on a device is given
+// none anew: one of them is perhaps in use. An owner that has many gets the one that was longest without work.
 #pragma once
 
 #include <atomic>
@@ -53,14 +53,14 @@
 
 namespace gluon_syncbn {
 
-// The buffers of the process, which are given to devices one by one, for good.
+// The buffers of the process. Devices get them one by one, for good.
 class Stock {
  public:
   // Before there are devices.
   void add(const Resource& buffer) { buffers_.push_back(buffer); }
 
-  // One for a device that has got `taken` of them on its thread; none if that are too many. The first half is for all;
-  // of the second half, a device gets at most a sixteenth.
+  // A buffer for a device that has got `taken` of them on its thread; none if it has too many. The first half is for
+  // all; of the second half, a device gets at most a sixteenth.
   std::optional<Resource> take(size_t taken);
 
   size_t size() const { return buffers_.size(); }
@@ -70,8 +70,8 @@ class Stock {
   std::atomic<size_t> num_taken_{0};
 };
 
-// Whether a step is open, and which: one number that grows when it opens and when it closes.
-class Step {
+// Which step is open or closed: a number that grows when a step opens and when it closes.
+class StepClock {
  public:
   using Number = uint64_t;
   static bool is_open(Number number) { return number % 2 == 1; }
@@ -97,7 +97,7 @@ class DeviceBuffers {
 
   // The buffer for the operator that is pushed next, in the call of this number, or alone (0); none if the device can
   // have none. Sets `is_crowded` if pending operators of another call of the open step use it, too.
-  std::optional<Resource> next(Stock& stock, Step::Number step, uint64_t call, bool& is_crowded);
+  std::optional<Resource> next(Stock& stock, StepClock::Number step, uint64_t call, bool& is_crowded);
 
  private:
   static constexpr size_t kFew = 2;       // so operators keep roughly to the order of the program, as they do in MXNet
@@ -107,7 +107,7 @@ class DeviceBuffers {
 
   struct Buffer {
     Resource resource;
-    Step::Number step = 0;            // in which the last operator has got it
+    StepClock::Number step = 0;       // in which the last operator has got it
     size_t uses = 0;                  // how many operators have got it
     size_t last_request = 0;          // of the last of them
     size_t asked = 0;                 // how many of them the engine was asked about last
@@ -125,61 +125,57 @@ class DeviceBuffers {
   std::deque<Buffer> buffers_;
   size_t requests_ = 0;
   size_t turn_ = 0;
-  Step::Number step_ = 0;  // that `turn_` is of
+  StepClock::Number step_ = 0;  // that `turn_` is of
 
   uint64_t call_ = 0;                 // the last one
   std::vector<size_t> used_by_call_;  // positions of its buffers
   size_t turn_in_call_ = 0;
 };
 
-// A graph that Python has.
-class Graph {
+// A graph that Python has, and that keeps buffers.
+class BufferOwner {
  public:
-  // It is called on this device.
-  void call(int device, Step::Number step) {
-    if (last_call(device).exchange(step) == step && Step::is_open(step)) has_many_states = true;
+  // The graph is called on this device.
+  void call(int device, StepClock::Number step) {
+    if (last_call(device).exchange(step) == step && StepClock::is_open(step)) has_many_states = true;
   }
 
-  bool was_called(int device, Step::Number step) { return last_call(device) == step; }
+  bool was_called(int device, StepClock::Number step) { return last_call(device) == step; }
 
   std::atomic<bool> is_gone{false};
-  // In a step it was called on a device again, while what the first call needs may be in use: MXNet then has several
+  // In a step it was called on a device again, while the buffer of the first call may be in use: MXNet then has several
   // states of it, each with a buffer.
   std::atomic<bool> has_many_states{false};
 
  private:
-  std::atomic<Step::Number>& last_call(int device) { return last_calls_[static_cast<size_t>(device) % kDevices]; }
+  std::atomic<StepClock::Number>& last_call(int device) { return last_calls_[static_cast<size_t>(device) % kDevices]; }
 
   static constexpr size_t kDevices = 32;
-  std::atomic<Step::Number> last_calls_[kDevices] = {};
+  std::atomic<StepClock::Number> last_calls_[kDevices] = {};
 };
 
-// A call of a graph, or a backward pass (with no graph), that is under way.
-struct Call {
-  uint64_t number = 0;
-  std::shared_ptr<Graph> graph;
-};
-
-// The buffers of one device that graphs keep, which were made on one thread.
+// The buffers of one device that graphs keep which were made on one thread.
 class KeptBuffers {
  public:
   explicit KeptBuffers(int device) : device_(device) {}
 
-  // The buffer for the graph that asks; none if there is none. Sets `is_crowded` if another graph may keep it, too.
-  std::optional<Resource> next(Stock& stock, Step::Number step, const std::shared_ptr<Graph>& graph, bool& is_crowded);
+  // The buffer for the graph that asks, or for a backward pass (null); none if there is none. Sets `is_crowded` if
+  // another graph may keep it, too.
+  std::optional<Resource> next(Stock& stock, StepClock::Number step, const std::shared_ptr<BufferOwner>& owner,
+                               bool& is_crowded);
 
  private:
-  static constexpr Step::Number kIdle = 4;           // how long an idle buffer was so: two steps open and close
+  static constexpr StepClock::Number kIdle = 4;      // how long an idle buffer was so: two steps open and close
   static constexpr size_t kIdleRequests = 32;        // or so many requests, between steps
-  static constexpr size_t kMost = 8, kMostNew = 64;  // of an owner; of one that had all in this open step
+  static constexpr size_t kMost = 8, kMostNew = 64;  // of an owner; of one that got all in this open step
 
   struct Kept {
     Resource resource;
-    std::shared_ptr<Graph> graph;
-    Step::Number given = 0;  // the step in which it was given to the graph
-    size_t version = 0;      // when it was last looked at
-    Step::Number step = 0;   // in which it had another version, or was given
-    size_t request = 0;      // the same, in requests
+    std::shared_ptr<BufferOwner> owner;
+    StepClock::Number given = 0;  // the step in which it was given to the owner
+    size_t version = 0;           // when it was last looked at
+    StepClock::Number step = 0;   // in which it had another version, or was given
+    size_t request = 0;           // the same, in requests
   };
 
   const int device_;

@@ -7,7 +7,7 @@ enum class Source : int {
   kInput,           // v = x, or y in place, no activation
   kInputReLU,       // v = x
   kInputLeakyReLU,  // v = x
-  kInputAndOutput,  // v = x, and y shows what the ReLU after a residual did
+  kInputAndOutput,  // v = x, and y shows where the ReLU after a residual was 0
   kOutputLeakyReLU  // v = z, from y
 };
 
@@ -49,7 +49,7 @@ struct Reader {
   }
 };
 
-// Writes a gradient, or adds it to what is there.
+// Writes a gradient, or adds it to the stored one.
 template <typename T, bool kAdd>
 inline void store_gradient(T* to, typename Storage<T>::Compute gradient) {
   *to = Storage<T>::store(kAdd ? Storage<T>::load(*to) + gradient : gradient);

@@ -2,7 +2,7 @@
 
 // Moments of one channel so far: sums about a shift that follows the mean.
 struct Running {
-  double count = 0, mean = 0, m2 = 0;  // of what has been settled
+  double count = 0, mean = 0, m2 = 0;  // settled
   double shift = 0, pending = 0, sum = 0, squares = 0;
   int64_t tiles = 0;
 
@@ -52,7 +52,7 @@ void moments_of(const void* x, Layout layout, int64_t c_begin, int64_t c_end, do
         for (int64_t c = 0; c < tile.channels(); ++c) {
           Running& r = running[c];
           if (r.tiles == 0) r.shift = first_shift(from + c, tile);
-          // The shift is rounded to what the tile subtracts, or the sums would be about another value.
+          // The shift is rounded to the tile's precision, or the sums would be about another value.
           shift[c] = static_cast<A>(r.shift);
           r.shift = static_cast<double>(shift[c]);
         }
