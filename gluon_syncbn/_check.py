@@ -165,7 +165,7 @@ def check(net: Block, *inputs: Any) -> Check:
         if any(map(is_deferred, _parameters_of(blocks))):
             _find_shapes(net, arrays)
         with _without_dropout(blocks), keeping_graphs(blocks):
-            result = _compare(_Passes(net, blocks, norms, arrays, group), blocks)
+            result = _compare(_TrialPasses(net, blocks, norms, arrays, group), blocks)
     except BaseException as problem:
         if group is not None:
             group.fail(f"{_NAME}: {problem!r}")  # so that the others do not wait
@@ -266,7 +266,7 @@ class _Numbers(NamedTuple):
     statistics: List[_Statistics]  # of each layer that learns them
 
 
-class _Passes:
+class _TrialPasses:
     """Training passes of a net on copies of its parameters."""
 
     def __init__(self, net: Block, blocks: List[Block], norms: List[nn.BatchNorm], inputs: List[mx.nd.NDArray], group):
@@ -390,7 +390,7 @@ class _Passes:
         ]
 
 
-def _compare(passes: _Passes, blocks: List[Block]) -> Check:
+def _compare(passes: _TrialPasses, blocks: List[Block]) -> Check:
     groups = passes.groups()
     alone = [passes.on_one_device(groups, is_changed) for is_changed in (False, True)] if groups else []
     before, found = passes.on_all_devices()

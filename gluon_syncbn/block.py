@@ -155,6 +155,7 @@ class SyncBatchNorm(nn.BatchNorm):
         fuse: bool = True,
         **kwargs,
     ):
+        # The arguments, before there are other variables.
         given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
         check_option_names(kwargs, [*given, "prefix", "params"], type(self).__name__)
         check_axis(axis, type(self).__name__)

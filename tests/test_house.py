@@ -4,8 +4,10 @@ Imports have no circle, MXNet's private parts are in one module; names, help and
 """
 
 import ast
+import io
 import pydoc
 import re
+import tokenize
 from pathlib import Path
 
 import mxnet as mx
@@ -132,3 +134,80 @@ def test_the_error_of_a_layer_arrives_as_ours_and_one_of_mxnets_own_stays_what_i
         READS[read](mx.nd.linalg.potrf(-mx.nd.ones((2, 2))))
     assert not isinstance(caught.value, SyncBatchNormError)
     gluon_syncbn.abandon_step()
+
+
+# Words
+
+
+CODE = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")]
+PAGES = [Path(ROOT) / "README.md", *sorted((Path(ROOT) / "docs").glob("*.md"))]
+CPP_CLASS = r"^ *(?:template <.*> *)?(?:struct|class) (?:\w+\(.*?\)\) )?(\w+)(?: final)?(?: : [^{;]*)? \{"
+
+
+def classes_of(path):
+    """The names of the classes that a file defines, without an underscore."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return {node.name.lstrip("_") for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)}
+    return set(re.findall(CPP_CLASS, text, re.MULTILINE))
+
+
+# One thing each, which both languages, or CPU and GPU, compute or call.
+SHARED = {"ActiveSets", "Affine", "Link", "Moments", "Saved"}
+SHARED |= {"Group", "Message", "Processes", "Rendezvous", "Round", "State", "Task", "Waited"}
+
+
+def test_no_class_name_stands_for_two_things():
+    """Of one language a name may stand twice nowhere, and of two languages only for the same thing."""
+    places = {}
+    for path in CODE:
+        for name in classes_of(path):
+            places.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in SHARED} == {}
+    for name, found in twice.items():
+        assert sum(file.endswith(".py") for file in found) <= 1, (name, found)
+    assert set(twice) == SHARED, "a name that stands once needs no leave to stand twice"
+
+
+def glossary():
+    """The terms of docs/development.md, and the words that are retired."""
+    text = (Path(ROOT) / "docs" / "development.md").read_text(encoding="utf-8")
+    terms, retired = text.split("\n## Words\n")[1].split("\n## ")[0].split("\nRetired words")
+    return re.findall(r"^\| (.+?) \|", terms, re.MULTILINE)[2:], re.findall(r'"(.+?)"', retired)
+
+
+def test_the_glossary_is_short_and_retired_words_do_not_come_back():
+    terms, retired = glossary()
+    assert 20 < len(terms) <= 40 and terms == sorted(terms) and "gave up" in retired
+    one_of = "|".join(word.replace(" ", r"[\s_]") for word in retired)
+    retired = re.compile(rf"(?<![a-z])({one_of})(?![a-z])", re.IGNORECASE)
+    assert retired.findall("_gave_up_ given\nup, and chaotic") == ["gave_up", "given\nup"]
+    for path in [*CODE, *PAGES]:
+        text = re.sub(r"\nRetired words.*?\n\n.*?\n\n", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert retired.findall(text) == [], path
+
+
+# Clauses without a noun: "what it reads", "whoever waits", "those of the layer". Name the thing.
+HEADLESS = re.compile(
+    r"\b(?:what(?:ever)?|whoever|whichever)\b|\b(?:that|those) of\b"
+    r"|(?:^|[.,;:(] *|\b(?:of|for|to|by|and|or|is|says?|tells?|asks?|knows?|names?|sees?|shows?) )who\b",
+    re.IGNORECASE,
+)
+
+
+def english_in(path):
+    """The docstrings, comments and strings of a file, or the whole page, without blocks of code."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return re.sub(r"^ *```.*?^ *```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return "\n".join(token.string for token in tokens if token.type in (tokenize.STRING, tokenize.COMMENT))
+    return "\n".join(re.findall(r'//.*|"(?:[^"\\]|\\.)*"', text))
+
+
+def test_clauses_have_nouns():
+    assert len(HEADLESS.findall("What it reads, those of layers, and who waits; the device that waits")) == 3
+    found = {path.name: HEADLESS.findall(english_in(path)) for path in [*CODE, *PAGES]}
+    assert sum(map(len, found.values())) <= 30, {name: words for name, words in found.items() if words}

@@ -57,7 +57,7 @@ from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, synchronization_of
 
 _making = threading.RLock()
-_graphs: "weakref.WeakKeyDictionary[Block, _Graph]" = weakref.WeakKeyDictionary()
+_graphs: "weakref.WeakKeyDictionary[Block, _NetGraph]" = weakref.WeakKeyDictionary()
 _latest_change = object()
 
 
@@ -67,7 +67,7 @@ def note_changes() -> None:
     _latest_change = object()
 
 
-class _Graph:
+class _NetGraph:
     """The state of a net's layers when its lowered copy was made.
 
     MXNet keeps the graph that a partitioner has made, ``partitioned``; ``plain`` is the graph that was taken apart.
@@ -166,7 +166,7 @@ def _device_of(inputs) -> Optional[mx.Context]:
     return next((device_of(item) for item in given if isinstance(item, mx.nd.NDArray)), None)
 
 
-def _make(net: Block, args) -> Optional[_Graph]:
+def _make(net: Block, args) -> Optional[_NetGraph]:
     """Make the lowered copy, one thread at a time: threads of several devices may call the net for the first time
     together, and MXNet, which keeps the names of new arrays and symbols in the blocks, does not expect that."""
     with _making:
@@ -242,7 +242,7 @@ def lowering_what_runs(build):
                 lowering = Lowering(plain, layers_of(self), dtypes, kind)
                 say(self.name, lowering.fused)
                 set_graph(self, (inputs, lowering.symbol))
-            made = _Graph(self, is_lowered)
+            made = _NetGraph(self, is_lowered)
             try:
                 build(self, *args)
                 if is_partitioned:

@@ -32,7 +32,7 @@ _SECONDS_TO_FAIL = 0.05
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
 
 
-class _State:
+class _Failure:
     """The state of the step in Python. Error, time and generation are the compiled library's, where there is one."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _State:
         self.turn_to_fail = threading.Lock()  # where nothing is compiled
 
 
-_state = _State()
+_state = _Failure()
 
 
 def begin_use() -> None:

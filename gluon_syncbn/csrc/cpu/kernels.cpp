@@ -14,7 +14,8 @@
 namespace gluon_syncbn {
 namespace {
 
-// The numbers of the channels: vectors of float64 in the order of `Channel`, or null where a pass does not use them.
+// The numbers of the channels: vectors of float64 in the order of `ChannelTerms`, or null where a pass does not use
+// them.
 constexpr int kNumbers = 6;
 struct View {
   const double* of[kNumbers];
@@ -27,7 +28,7 @@ struct Constant {
 };
 
 // The passes of one dtype on one instruction set, each over a range of channels.
-struct Passes {
+struct KernelTable {
   void (*moments)(const void*, Layout, int64_t, int64_t, double*, double*);
   void (*normalize)(const void*, const void*, Layout, int64_t, int64_t, const View&, void*);
   void (*gradient_sums)(const BackwardInput&, Layout, int64_t, int64_t, const View&, void*, bool, double*, double*);
@@ -83,7 +84,7 @@ InstructionSet chosen() {
   return set;
 }
 
-Passes passes(DType dtype) {
+KernelTable passes(DType dtype) {
 #ifdef GLUON_SYNCBN_X86
   if (chosen() == InstructionSet::kAvx512) return avx512::passes(dtype);
   if (chosen() == InstructionSet::kAvx2) return avx2::passes(dtype);

@@ -37,7 +37,7 @@ constexpr int64_t kRowBlock = 128;      // channel-last: rows between two additi
 
 // The numbers of a channel that a pass uses.
 template <typename A>
-struct Channel {
+struct ChannelTerms {
   A shift, scale, bias, factor, by, constant, slope;
 
   inline A normalize(A x) const { return (x - shift) * scale + bias; }
@@ -55,7 +55,7 @@ struct Channels {
     }
   }
 
-  inline Channel<A> operator[](int64_t i) const {
+  inline ChannelTerms<A> operator[](int64_t i) const {
     const int64_t c = kSize == 1 ? 0 : i;
     return {numbers[0][c], numbers[1][c], numbers[2][c], numbers[3][c], numbers[4][c], numbers[5][c], slope};
   }

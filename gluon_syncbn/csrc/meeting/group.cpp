@@ -104,12 +104,12 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
 };
 
 // Never destroyed, because operators may still run while the process exits.
-struct Groups {
+struct GroupTable {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Group>> by_id;
 };
-Groups& groups() {
-  static auto* all = new Groups;
+GroupTable& groups() {
+  static auto* all = new GroupTable;
   return *all;
 }
 

@@ -144,12 +144,12 @@ OpenWaits Rendezvous::end_overdue() {
 }
 
 void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
-  struct Held {  // its members go in reverse order
+  struct Exchanging {  // its members go in reverse order
     CountedExchange counted;
     std::shared_ptr<Rendezvous> place;
     RoundPtr round;
   };
-  const auto held = std::make_shared<Held>();
+  const auto held = std::make_shared<Exchanging>();
   held->place = shared_from_this();
   held->round = round;
   try {

@@ -14,7 +14,7 @@
 namespace gluon_syncbn {
 namespace {
 
-struct Entry {
+struct Registration {
   std::shared_ptr<Outside> outside;
   std::shared_ptr<Processes> processes;
   std::unique_ptr<HostMemory::Offer> offer;
@@ -25,15 +25,15 @@ struct Entry {
 // Nothing is ever taken out, since messages may still come while the process exits. There are no locks, since a fork
 // may come at any time.
 constexpr size_t kMost = 1024;
-std::array<std::atomic<Entry*>, kMost> entries{};
+std::array<std::atomic<Registration*>, kMost> entries{};
 std::atomic<size_t> num_entries{0};
 
-Entry& entry(int64_t id) { return *entries.at(static_cast<size_t>(id)).load(); }
+Registration& entry(int64_t id) { return *entries.at(static_cast<size_t>(id)).load(); }
 
 // In a child that was forked, which is not of the job: its open files would keep its parent's locks.
 void forget_in_child() {
-  for (const std::atomic<Entry*>& item : entries) {
-    const Entry* const found = item;
+  for (const std::atomic<Registration*>& item : entries) {
+    const Registration* const found = item;
     if (found && found->memory) found->memory->forget();
   }
 }
@@ -81,7 +81,7 @@ EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* adv
                                              int must_be_asked) {
   static const int is_watched = pthread_atfork(nullptr, nullptr, forget_in_child);
   static_cast<void>(is_watched);
-  auto made = std::make_unique<Entry>();
+  auto made = std::make_unique<Registration>();
   made->outside = std::make_shared<Outside>(must_be_asked != 0);
   made->processes = std::make_shared<Processes>(rank, size, advice, made->outside, can_resume != 0);
   const size_t id = num_entries++;
@@ -102,7 +102,7 @@ struct OutsideTask {
 // Waits for the next task of the thread that carries messages: for so many seconds at most while the thread is busy or
 // needed all the time.
 EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, OutsideTask* found) {
-  Entry& mine = entry(id);
+  Registration& mine = entry(id);
   mine.task =
       mine.outside->next(seconds, [&] { return is_busy ? Outside::kAllTheTime : mine.processes->need_of_carrier(); });
   const Outside::Task& task = mine.task;
@@ -201,7 +201,7 @@ EXPORTED const char* gluon_syncbn_resume(int64_t id, const char* what, double se
 
 // Tells the others that this process ends, for so many seconds at most.
 EXPORTED void gluon_syncbn_leave(int64_t id, double most) {
-  Entry& mine = entry(id);
+  Registration& mine = entry(id);
   mine.processes->leave();
   mine.outside->end();
   if (mine.memory) mine.memory->flush(most);
@@ -215,7 +215,7 @@ EXPORTED void gluon_syncbn_name_processes(int64_t id, const char* const* names, 
 
 // Makes memory for so many processes. Returns where they find it; or an empty text, and the problem.
 EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, int size, const char** problem) {
-  Entry& mine = entry(id);
+  Registration& mine = entry(id);
   mine.offer = nullptr;
   *problem = error_of([&] { mine.offer = std::make_unique<HostMemory::Offer>(size); });
   return mine.offer ? mine.offer->where.c_str() : "";
@@ -224,7 +224,7 @@ EXPORTED const char* gluon_syncbn_offer_memory(int64_t id, int size, const char*
 // Joins these ranks there, and listens; or returns the problem.
 EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where, const int* ranks, int count) {
   return error_of([&] {
-    Entry& mine = entry(id);
+    Registration& mine = entry(id);
     Processes& processes = *mine.processes;
     auto memory = std::make_shared<HostMemory>(
         where, processes.rank, std::vector<int>{ranks, ranks + count},
@@ -236,7 +236,7 @@ EXPORTED const char* gluon_syncbn_join_memory(int64_t id, const char* where, con
 
 // Sends messages there from now on, if all have joined; or drops the memory.
 EXPORTED void gluon_syncbn_use_memory(int64_t id, int all_have_joined) {
-  Entry& mine = entry(id);
+  Registration& mine = entry(id);
   mine.offer = nullptr;
   if (all_have_joined) return mine.processes->agree_on_memory();
   mine.processes->share(nullptr);

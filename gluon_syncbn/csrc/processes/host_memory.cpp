@@ -163,7 +163,7 @@ void HostMemory::ring_bell(int place) const {
 }
 
 void HostMemory::send(const Message& message, const std::vector<int>& ranks) {
-  const Head head{message.kind, message.key, message.round, static_cast<int64_t>(message.numbers.size())};
+  const Header head{message.kind, message.key, message.round, static_cast<int64_t>(message.numbers.size())};
   const auto bytes = std::make_shared<std::vector<char>>(sizeof head + message.numbers.size() * sizeof(double));
   std::memcpy(bytes->data(), &head, sizeof head);
   if (head.numbers > 0) {
@@ -248,10 +248,10 @@ void HostMemory::take_in(int from) {
   for (;;) {
     const auto ready = static_cast<size_t>(way.written.load(std::memory_order_acquire) - read);
     if (ready == 0) return;
-    const bool is_head = coming.come < sizeof(Head);
+    const bool is_head = coming.come < sizeof(Header);
     char* const into = is_head ? reinterpret_cast<char*>(&coming.head) + coming.come
-                               : reinterpret_cast<char*>(coming.numbers.data()) + coming.come - sizeof(Head);
-    const size_t end = sizeof(Head) + (is_head ? 0 : coming.numbers.size() * sizeof(double));
+                               : reinterpret_cast<char*>(coming.numbers.data()) + coming.come - sizeof(Header);
+    const size_t end = sizeof(Header) + (is_head ? 0 : coming.numbers.size() * sizeof(double));
     const size_t at = static_cast<size_t>(read % room);
     const size_t part = std::min({ready, room - at, end - coming.come});
     std::memcpy(into, way.bytes + at, part);

@@ -81,7 +81,7 @@ class HostMemory : public Transport {
   struct Segment;
   struct Bell;
   struct Ring;
-  struct Head {  // of a message; its numbers follow
+  struct Header {  // of a message; its numbers follow
     int64_t kind, key, round, numbers;
   };
   // The messages on their way to one process.
@@ -92,7 +92,7 @@ class HostMemory : public Transport {
   };
   // The message that comes from one process.
   struct Incoming {
-    Head head{};
+    Header head{};
     std::vector<double> numbers;
     size_t come = 0;  // bytes of both
   };

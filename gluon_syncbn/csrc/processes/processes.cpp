@@ -176,7 +176,7 @@ bool Processes::is_over_for(const Waiting& waiting, int other) {
   return has_come(waiting, other) && (!hands_on || have_come(waiting, hosts_.far(members)));
 }
 
-void Processes::tell_hosts(Waiting& first, Place& place) {
+void Processes::tell_hosts(Waiting& first, OpenRound& place) {
   const std::vector<int>& members = first.channel.members;
   if (!first.has_leaders || first.is_told || hosts_.leader(members, rank) != rank) return;
   const std::vector<int> near = hosts_.near(members);
@@ -201,7 +201,7 @@ void Processes::receive(int from, Message message) {
       if (message.kind == Message::kLeft) {
         const auto who = static_cast<int>(message.numbers[0]);
         has_lost_some_ = has_lost_some_ || who != from;
-        left_.emplace(who, Left{Clock::now(), static_cast<int>(message.numbers[1])});
+        left_.emplace(who, Departure{Clock::now(), static_cast<int>(message.numbers[1])});
       } else if (message.key >= resumes_) {
         abandoned_[message.key].emplace(from, std::move(message));
         end_resume();
@@ -229,7 +229,7 @@ void Processes::receive(int from, Message message) {
 }
 
 void Processes::end_complete(const Address& address) {
-  Place& place = places_[address];
+  OpenRound& place = places_[address];
   while (!place.waiting.empty()) {
     Waiting& first = place.waiting.front();
     tell_hosts(first, place);
@@ -442,7 +442,7 @@ OpenWaits Processes::end_overdue() {
   locked([&] {
     has_lost_some_ = has_lost_some_ || !lost.empty();
     for (int other : has_taken_in ? lost : std::vector<int>()) {
-      const bool is_new = left_.emplace(other, Left{Clock::now(), other}).second;
+      const bool is_new = left_.emplace(other, Departure{Clock::now(), other}).second;
       if (is_new && can_resume_) send(outside_, has_ended(other), hosts_.far(everyone()));
     }
     end_waiting([&](Waiting& waiting) {

@@ -164,7 +164,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
     std::optional<Waited> waited = std::nullopt;  // in vain: the transport has been asked which ranks came
     Clock::time_point asked = {};
   };
-  struct Place {  // of one key and round
+  struct OpenRound {  // of one key and round
     // A rank may be in a round again before it is over here: two backward passes of one forward pass.
     std::map<int, std::deque<std::vector<double>>> arrived;
     std::deque<Waiting> waiting;
@@ -191,7 +191,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   bool have_come(const Waiting& waiting, const std::vector<int>& others);
   bool has_left(const Waiting& waiting, int other) const;
   bool is_over_for(const Waiting& waiting, int other);  // whether `other` is needed no more
-  void tell_hosts(Waiting& first, Place& place);
+  void tell_hosts(Waiting& first, OpenRound& place);
   void note(Waiting& waiting);
   void end_complete(const Address& address);
   void end_resume();
@@ -229,15 +229,15 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   int64_t floor_ = 1;    // no round has a number below it any more
   int64_t highest_abandoned_ = 0;
   std::map<int64_t, int64_t> last_;  // round by key
-  std::map<Address, Place> places_;
+  std::map<Address, OpenRound> places_;
   std::map<Address, std::set<int>> noted_;               // ranks that have sent kCame
   std::deque<Waiting> resume_;                           // those that wait for it
   std::map<int64_t, std::map<int, Message>> abandoned_;  // by the number of the resume, then by rank
-  struct Left {
+  struct Departure {
     Clock::time_point heard;
     int because_of;  // itself, or another that had ended before
   };
-  std::map<int, Left> left_;
+  std::map<int, Departure> left_;
   std::optional<int> because_of_;  // the process whose end made the step fail
   bool has_lost_some_ = false;
   std::atomic<size_t> waiting_{0};

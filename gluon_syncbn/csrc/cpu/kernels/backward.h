@@ -32,14 +32,14 @@ struct Reader {
         out(static_cast<const T*>(input.out ? input.out : input.values) + start),
         d_out(static_cast<const T*>(input.d_out) + start) {}
 
-  inline A value(const Channel<A>& channel, int64_t at) const {
+  inline A value(const ChannelTerms<A>& channel, int64_t at) const {
     A v = Storage<T>::load(values[at]);
     if constexpr (kSource == Source::kOutputLeakyReLU) v = v <= 0 ? v / channel.slope : v;
     return v;
   }
 
   // Gradients where z was NaN are kept: they must not be lost.
-  inline A gradient(const Channel<A>& channel, A v, int64_t at) const {
+  inline A gradient(const ChannelTerms<A>& channel, A v, int64_t at) const {
     const A dy = Storage<T>::load(d_out[at]);
     if constexpr (kSource == Source::kInputReLU) return channel.normalize(v) <= 0 ? A(0) : dy;
     if constexpr (kSource == Source::kInputLeakyReLU) return channel.normalize(v) <= 0 ? channel.slope * dy : dy;
@@ -66,7 +66,7 @@ void gradient_sums_as(const BackwardInput& input, Layout layout, int64_t c_begin
         T* to = kResidual ? static_cast<T*>(d_residual) + tile.start : nullptr;
         tile.template sum<A>(
             [&](int64_t at, int64_t i, A & sum, A & product) __attribute__((always_inline)) {
-              const Channel<A> channel = channels[i];
+              const ChannelTerms<A> channel = channels[i];
               const A value = read.value(channel, at), gradient = read.gradient(channel, value, at);
               if constexpr (kResidual) store_gradient<T, kAdd>(to + at, gradient);
               sum += gradient;
@@ -103,7 +103,7 @@ void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begi
         const Reader<T, kSource> read(input, tile.start);
         T* to = static_cast<T*>(dx) + tile.start;
         tile.for_each([&](int64_t at, int64_t i) __attribute__((always_inline)) {
-          const Channel<A> channel = channels[i];
+          const ChannelTerms<A> channel = channels[i];
           const A value = read.value(channel, at);
           store_gradient<T, kAdd>(to + at, channel.correct(value, read.gradient(channel, value, at)));
         });

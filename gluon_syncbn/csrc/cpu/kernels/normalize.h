@@ -1,7 +1,7 @@
 // y = activation((x − shift)·scale + bias + residual), each step rounded to T.
 
 template <typename T, Activation::Kind kKind, bool kResidual>
-inline T normalized(const Channel<typename Storage<T>::Compute>& channel, T x, T residual) {
+inline T normalized(const ChannelTerms<typename Storage<T>::Compute>& channel, T x, T residual) {
   using A = typename Storage<T>::Compute;
   A value = channel.normalize(Storage<T>::load(x));
   if constexpr (kResidual) value = Storage<T>::load(Storage<T>::store(value)) + Storage<T>::load(residual);

@@ -5,11 +5,11 @@
 constexpr int kMostChannels = 64;  // of a tile
 
 // The group of this thread: `lanes` neighbours of a warp, for one channel. Groups may outnumber channels.
-struct Group {
+struct LaneGroup {
   int channel, lane, lanes;  // the channel counts from the tile's first
   bool is_used;              // the channel exists
 
-  __device__ explicit Group(const Shape& shape) : lanes(32) {
+  __device__ explicit LaneGroup(const Shape& shape) : lanes(32) {
     while (lanes * shape.tile > thread_count()) lanes /= 2;
     channel = thread_number() / lanes;
     lane = thread_number() - channel * lanes;
@@ -51,7 +51,7 @@ __device__ inline void tell(double* to, double value) {
 // Adds up the group's channel over some of the block's threads, from their a[s] and b[s] of each column s. The lanes of
 // the group share these threads.
 template <typename Sum, typename Threads>
-__device__ inline Sum sum_of_block(const Shape& shape, const Group& group, real_t count, const real_t* a,
+__device__ inline Sum sum_of_block(const Shape& shape, const LaneGroup& group, real_t count, const real_t* a,
                                    const real_t* b) {
   constexpr int S = Threads::kColumns, kSize = S * (kThreads + kThreads / 8);
   __shared__ real_t all_a[kSize], all_b[kSize], counts[Sum::kCounts ? kThreads : 1];
@@ -104,7 +104,7 @@ __device__ inline double& total(int which, int channel) {
 template <template <typename> class Sum, typename Threads>
 __device__ inline bool add_up(const Shape& shape, const BlockMemory& memory, real_t count, const real_t* a,
                               const real_t* b) {
-  const Group group(shape);
+  const LaneGroup group(shape);
   const Sum<real_t> own = group.merge(sum_of_block<Sum<real_t>, Threads>(shape, group, count, a, b));
   const bool is_first = group.is_used && group.lane == 0;
   Sum<double> sum = {own.count, own.a, own.b};
