@@ -174,11 +174,11 @@ inline void over_tiles(Layout layout, int64_t c_begin, int64_t c_end, const View
 #include "cpu/kernels/backward.h"
 
 template <typename T>
-constexpr Passes passes_for() {
+constexpr KernelTable passes_for() {
   return {moments_of<T>, normalize_of<T>, gradient_sums_of<T>, input_gradient_of<T>};
 }
 
-inline Passes passes(DType dtype) {
+inline KernelTable passes(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
       return passes_for<double>();
