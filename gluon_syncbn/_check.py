@@ -290,7 +290,12 @@ class _TrialPasses:
         """Return the arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
-        rows = processes_of(self._group).gather_each(_NAME, _NAME, array.ravel(), seconds_for_processes(None))
+        vectors = np.array(array.shape[1:], dtype=np.float64), array.ravel()
+        processes, seconds = processes_of(self._group), seconds_for_processes(None)
+        sizes, rows = (processes.gather_each(_NAME, _NAME, vector, seconds) for vector in vectors)
+        if any(not np.array_equal(size, sizes[0]) for size in sizes):
+            given = ", ".join(str(tuple(map(int, size))) for size in sizes)
+            raise ValueError(f"{_NAME}: all processes must give images of one size, not {given}.")
         return [row.astype(array.dtype).reshape(-1, *array.shape[1:]) for row in rows]
 
     def have_same_weights(self) -> bool:

@@ -88,12 +88,14 @@ def update_statistics(
         raise ValueError(f"{_NAME}: '{net.name}' is not initialized.")
     if count is not None and count < 1:
         raise ValueError(f"{_NAME}: count must be at least 1, not {count!r}.")
+    if count is not None and count != int(count):
+        raise ValueError(f"{_NAME}: count must be a whole number, not {count!r}.")
     statistics = [parameter for layer in layers for parameter in (layer.running_mean, layer.running_var)]
     before = [(array, array.asnumpy()) for parameter in statistics for array in arrays_of(parameter)]
     group = processes_of_layers(layers, _NAME) or find(None, _NAME)  # the layers' own processes, or the default
     try:
         with contextlib.nullcontext() if contexts == own else devices(contexts):
-            seen = _observe(net, blocks, layers, batches, contexts, count)
+            seen = _observe(net, blocks, layers, batches, contexts, None if count is None else int(count))
         mx.nd.waitall()  # the last layer may have failed
         for layer, moments in _over_processes(group, seen).items():
             for parameter, vector in ((layer.running_mean, moments.mean), (layer.running_var, moments.var)):

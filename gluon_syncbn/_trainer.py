@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
+from gluon_syncbn.backends.bfloat16 import dtype_name
 from gluon_syncbn.base.mxnet_private import is_sparse
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
@@ -147,7 +148,7 @@ class DistributedTrainer(gluon.Trainer):
         if not numbered:
             return
         learning = [parameter for _, parameter in numbered]
-        facts = [(i, parameter.shape, str(parameter.dtype)) for i, parameter in numbered]
+        facts = [(i, parameter.shape, dtype_name(parameter.dtype)) for i, parameter in numbered]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until the update has ended well
         ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])

@@ -445,3 +445,41 @@ def test_layers_that_meet_at_the_same_time_share_a_store():
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(train, range(4), timeout=testing.HANG))
+
+
+# Threads and the portable back end
+
+TURNS = """
+import sys, threading
+from testing import *
+
+sys.setswitchinterval(1e-6)
+net = initialized(sequential(*(SyncBatchNorm(in_channels=5, backend='portable') for _ in range(4))), 2)
+net.hybridize()
+together, errors = threading.Barrier(2), []
+
+def work(device):
+    try:
+        for turn in range(300):
+            together.wait()
+            x = mx.nd.ones((4 + turn % 7, 5, 2), ctx=device)
+            with mx.autograd.record():
+                y = net(x)
+            y.backward()
+            y.wait_to_read()
+    except Exception as error:
+        errors.append(error)
+        together.abort()
+
+threads = [threading.Thread(target=work, args=(device,)) for device in cpus(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(errors)
+"""
+
+
+def test_threads_may_ask_for_shapes_of_one_graph_at_a_time():
+    """MXNet's Python keeps the shapes that it has returned only until it is asked again."""
+    assert testing.run_python(TURNS).stdout == "[]\n"

@@ -234,37 +234,3 @@ def test_a_hook_in_which_the_operator_calls_python_keeps_no_process(forks, secon
     """A child that was forked meanwhile has no such call; a hook that never returns is waited for for ten seconds."""
     done = run_python(HOOK.format(seconds=seconds, forks=forks, limit=AT_MOST), status=3)
     assert ("THE CHILD HAS ENDED" in done.stdout) == forks
-
-
-REMEMBERED = """
-from testing import *
-
-class Double(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        self.assign(out_data[0], req[0], 2 * in_data[0])
-
-    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        self.assign(in_grad[0], req[0], 2 * out_grad[0])
-
-@mx.operator.register("double")
-class DoubleProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Double()
-
-net = initialized(sequential(SyncBatchNorm(in_channels=3)), 2)
-net.hybridize({hybridized})
-arrays = [mx.nd.ones((2, 3, 4, 4), ctx=device) for device in cpus(2)]
-with mx.autograd.record():
-    outputs = [mx.nd.Custom(net(array), op_type="double") for array in arrays]
-mx.autograd.backward(outputs)
-symbol = mx.sym.Custom(mx.sym.var("x"), op_type="double")
-mx.nd.NDArray.remembered = [net, outputs, symbol]  # in a cycle, until the interpreter shuts down
-print("RIGHT")
-"""
-
-
-@pytest.mark.parametrize("hybridized", [False, True])
-def test_a_process_whose_last_arrays_remember_python_operators_ends_well(hybridized, backend):
-    """MXNet drops such operators after the interpreter has let go of their callbacks: a segmentation fault."""
-    done = run_python(REMEMBERED.format(hybridized=hybridized))
-    assert done.stdout == "RIGHT\n" and done.stderr == ""

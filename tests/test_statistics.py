@@ -57,7 +57,7 @@ def test_one_layer(norm, count, dtype, mode):
         layer.running_mean.set_data(mx.nd.ones(3))
         assert update_statistics(layer, some) is layer
         check(layer, moments(batches))
-    update_statistics(layer, given, count=2)
+    update_statistics(layer, given, count=2.0)
     check(layer, moments(batches[:2]))
     update_statistics(layer, given, ctx=cpus(count)[-1])
     check(layer, moments(batches))
@@ -146,6 +146,7 @@ BAD = [
     (lambda: SyncBatchNorm(**LAYER), [draw()[0][:1]], {}, ValueError, "a batch has 1 images for 2 devices"),
     (lambda: SyncBatchNorm(**LAYER), [None], {}, TypeError, "a batch must be an array"),
     (lambda: SyncBatchNorm(**LAYER), draw(), {"count": 0}, ValueError, "count must be at least 1, not 0"),
+    (lambda: SyncBatchNorm(**LAYER), draw(), {"count": 1.5}, ValueError, "count must be a whole number, not 1.5"),
     (lambda: nn.BatchNorm(use_global_stats=True, **LAYER), draw(), {}, ValueError, "all BatchNorms of '.*' are frozen"),
     (lambda: nn.Dense(2, in_units=60), draw(), {}, ValueError, "no BatchNorm"),
     (lambda: sequential(Breaks(), nn.BatchNorm(**LAYER)), draw(), {"ctx": cpus(1)}, ValueError, "a bad batch"),

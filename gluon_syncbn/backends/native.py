@@ -73,8 +73,9 @@ _connecting = threading.Lock()
 
 
 def _failed(problem: BaseException) -> int:
-    """Leave its text for the core. ctypes would take SystemExit or KeyboardInterrupt for the result 0."""
-    library.set_last_error(str(problem) if isinstance(problem, Exception) else repr(problem))
+    """Leave its text, never an empty one, for the core. ctypes would take SystemExit or KeyboardInterrupt for 0."""
+    text = str(problem) if isinstance(problem, Exception) else ""
+    library.set_last_error(text or repr(problem))
     return -1
 
 

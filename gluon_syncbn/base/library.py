@@ -91,6 +91,7 @@ _PROTOTYPES = {
     "step_failed_at": (c_double, []),
     "step_generation": (c_int64, []),
     "reset_step": (None, []),
+    "wrap_python_operator": (c_int, [c_char_p, c_char_p, c_void_p]),
     "leave_error": (None, [c_char_p]),
     "stop_calling_python": (None, []),
     "set_waiting_times": (None, [c_double, c_double]),

@@ -356,19 +356,10 @@ def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
 # Custom operators and KVStores
 
 
-def stop_deleting_operators() -> None:
-    """Let MXNet drop operators that are written in Python without calling Python. The process ends, and nothing runs.
-
-    MXNet drops the last of them while the interpreter shuts down, or later, when their callbacks are gone: a
-    segmentation fault. So a function of the C library that does nothing replaces the callbacks that delete, and the
-    table that holds all callbacks stays.
-    """
-    nothing = ctypes.CFUNCTYPE(ctypes.c_int)(("getpid", ctypes.CDLL(None)))
-    table = mx.operator._registry
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
-    for operator in list(table.ref_holder.values()):
-        for callbacks in getattr(operator, "_ref_holder", ()):
-            callbacks[0].callbacks[0] = nothing  # the first callback of an operator, and of its properties, deletes
+def last_registered_operator() -> ctypes.c_void_p:
+    """The creator of the custom operator that Python has registered last. MXNet's table keeps it alive."""
+    creators = mx.operator._registry.ref_holder
+    return ctypes.cast(creators[max(creators)], ctypes.c_void_p)
 
 
 def has_optimizer(store: mx.kv.KVStore) -> bool:

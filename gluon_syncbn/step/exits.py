@@ -15,22 +15,20 @@ MXNet counts an operator as done before it has dropped it, and to drop an operat
 interpreter lock. The thread that forks holds that lock while MXNet waits for its threads: a hang. And a thread that
 comes for the lock while the interpreter shuts down ends the process with ``terminate called``. So operators are dropped
 before: when a device's thread runs the next operator, it has dropped the one before. That is certain with one thread
-per device, MXNet's default; a moment is left to others. At exit,
-MXNet then drops operators without Python (`stop_deleting_operators`).
+per device, MXNet's default; a moment is left to others. At exit, the package's operators are then dropped without
+Python (csrc/mxnet/python_operator.cpp).
 """
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import time
 
 import mxnet as mx
 
-from gluon_syncbn.base import library
+from gluon_syncbn.base import forks, library
 from gluon_syncbn.base.errors import text_of
-from gluon_syncbn.base.mxnet_private import stop_deleting_operators
 from gluon_syncbn.distributed.default import leave_processes
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
@@ -87,8 +85,7 @@ def _at_exit() -> None:
         leave_processes()
     finally:
         failures.end_use()
-        stop_deleting_operators()
-        if library.core is not None:
+        if library.core is not None:  # MXNet's threads are not to call wrapped operators any more
             library.core.gluon_syncbn_stop_calling_python()
 
 
@@ -103,10 +100,12 @@ def end_before_communicators() -> None:
 
 def watch_exits_and_forks() -> None:
     """Wait for pending work before them from now on."""
+    atexit.register(forks.handlers.clear)  # they lead to MXNet; runs after handlers that are registered later
     atexit.register(_at_exit)
+    forks.handlers.append((_before_fork, _after_fork))
     if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         os.register_at_fork(
-            before=_before_fork,
-            after_in_parent=functools.partial(_after_fork, False),
-            after_in_child=functools.partial(_after_fork, True),
+            before=forks.before_fork,
+            after_in_parent=forks.after_fork_in_parent,
+            after_in_child=forks.after_fork_in_child,
         )

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Protocol, Set
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.meeting.positions import Nets
@@ -82,8 +83,9 @@ class SynchronizedLayers:
         return list(self.in_use().values())
 
     def devices_in_use(self) -> Set[mx.Context]:
-        """The devices of the layers; no GPUs in a process forked by one that had used them, where CUDA fails."""
-        devices = {device for layer in self.blocks() for device in layer.running_mean.list_ctx()}
+        """The devices of all layers; no GPUs in a process forked by one that had used them, where CUDA fails."""
+        layers = [layer for layer in (sync.layer_or_none for sync in self.made()) if layer is not None]
+        devices = {device for layer in layers for device in contexts_of(layer.running_mean)}
         gpus = {device for device in devices if device.device_type == "gpu"}
         self._used_gpus = bool(gpus)
         return devices - gpus if self._lost_gpus else devices

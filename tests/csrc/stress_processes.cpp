@@ -84,11 +84,14 @@ class ByCarrier : public Transport {
   const int rank_;
 };
 
+bool is_on_one_host = false;  // changes between jobs
+
 enum Kind { kNormal, kAbandons, kMissing, kOtherLength, kKinds };
 
+// Once on one host a vector is larger than a ring. ThreadSanitizer maps its shadow anew each time, which is slow.
 size_t length_of(int step, int key) {
-  const size_t lengths[] = {1, 33, 513, 1025, 140000};  // the last is larger than a ring
-  return lengths[(key + step) % 5 == 4 && step % 40 ? 2 : (key + step) % 5];
+  const size_t lengths[] = {1, 33, 513, 1025};
+  return step == 0 && key == 4 && is_on_one_host ? 140000 : lengths[(key + step) % 4];
 }
 
 double value_of(int rank, int key, int step) { return rank * 1e6 + key * 1e3 + step; }
@@ -146,6 +149,7 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
 enum Way { kOneHost, kTwoHosts, kCarried };
 
 void run_job(int steps, Way way) {
+  is_on_one_host = way == kOneHost;
   Carrier carrier;
   std::vector<std::shared_ptr<Processes>> all;
   for (int rank = 0; rank < kProcesses; ++rank) {

@@ -31,6 +31,7 @@ oneDNN's layout dies before the callback reads it); vectors are always plain. `s
 mean is large against the deviation.
 """
 
+import contextlib
 from typing import Optional
 
 import mxnet as mx
@@ -39,7 +40,10 @@ import numpy as np
 from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, mxnet_takes_bfloat16
 from gluon_syncbn.backends.interface import Backend
 from gluon_syncbn.backends.portable.group import Group, find_group
+from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.base.library import check_call
+from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.graphs.graph import Names, inserted
 from gluon_syncbn.meeting.active_set import active_sets
@@ -146,9 +150,8 @@ def _centre(F, rows, is_on_gpu: bool):
 
 
 class _AllReduce(mx.operator.CustomOp):
-    def __init__(self, group: Optional[Group], problem: Optional[Exception], device: mx.Context):
+    def __init__(self, group: Group, device: mx.Context):
         super().__init__()
-        self._problem = problem
         self._group = group
         self._device = device
         self._forward_generation = 0  # of the step in which the last forward pass was completed
@@ -156,8 +159,6 @@ class _AllReduce(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
         self._forward_generation = 0
         try:
-            if self._problem is not None:
-                raise self._problem
             self._train(in_data, out_data, aux) if is_train else self._predict(in_data, out_data)
             self._forward_generation = failures.generation()
         except Exception as problem:
@@ -251,18 +252,30 @@ def _fail(problem: Exception, to_poison: mx.nd.NDArray, outputs) -> None:
     failures.poison(to_poison, str(problem))
 
 
+@contextlib.contextmanager
+def _reporting_errors():
+    """Let the text of an error reach the user, where MXNet asks for names or shapes and would only print it."""
+    try:
+        yield
+    except Exception as problem:
+        library.set_last_error(str(problem) or repr(problem))
+        raise
+
+
 class _AllReduceProp(mx.operator.CustomOpProp):
     def __init__(self, group, follows, **_):  # MXNet hands over a node's hidden attributes too
         super().__init__(need_top_grad=True)
-        self._group: Optional[Group] = None
         self._problem: Optional[Exception] = None
         try:
             self._group = find_group(group)
-        except Exception as problem:  # the operator raises it: here MXNet would drop its text
+        except Exception as problem:  # an error that left this method would end in a segmentation fault of MXNet's
             self._problem = problem
         self._has_order_token = follows == "1"
 
+    @_reporting_errors()
     def list_arguments(self):
+        if self._problem is not None:
+            raise self._problem
         return ["sums", "size", "gamma", "beta"] + ["after"] * self._has_order_token
 
     def list_auxiliary_states(self):
@@ -271,21 +284,25 @@ class _AllReduceProp(mx.operator.CustomOpProp):
     def list_outputs(self):
         return ["affine", "saved"]
 
+    @_reporting_errors()
     def infer_shape(self, in_shape):
         if not in_shape[0]:  # MXNet asks before it knows the input, too
             return in_shape, [[]] * 2, [[]] * 2
         channels = in_shape[0][1]
+        for name, shape in zip(("gamma", "beta"), in_shape[2:]):
+            if len(shape) == 1 and shape[0] not in (0, -1, channels):
+                raise ValueError(f"{self._group.spec.where}: the input has {channels} channels, {name} has {shape[0]}.")
         vector, saved = [channels], [_saved_size(channels)]
         inputs = [[3, channels], [1], vector, vector] + [saved] * self._has_order_token
         return inputs, [[2, channels], saved], [vector] * 2
 
     def infer_type(self, in_type):
-        dtype = in_type[0]
+        dtype = np.dtype(self._group.spec.dtype).type
         inputs = [dtype, np.int64, dtype, dtype] + [np.float64] * self._has_order_token
         return inputs, [dtype, np.float64], [dtype] * 2
 
     def create_operator(self, ctx, in_shapes, in_dtypes):
-        return _AllReduce(self._group, self._problem, ctx)
+        return _AllReduce(self._group, ctx)
 
 
 def _saved_size(channels: int) -> int:
@@ -296,4 +313,15 @@ def _saved_size(channels: int) -> int:
     return 3 * channels + 4 if channels >= 0 else -1
 
 
-mx.operator.register(_OPERATOR)(_AllReduceProp)
+def _register() -> None:
+    """Make the operator known to MXNet; wrapped where there is a compiled core (csrc/mxnet/python_operator.cpp)."""
+    if library.core is None:
+        mx.operator.register(_OPERATOR)(_AllReduceProp)
+        return
+    inner = f"{_OPERATOR}_inside"
+    mx.operator.register(inner)(_AllReduceProp)
+    creator = last_registered_operator()
+    check_call(library.core.gluon_syncbn_wrap_python_operator(_OPERATOR.encode(), inner.encode(), creator))
+
+
+_register()

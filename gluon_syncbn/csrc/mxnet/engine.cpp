@@ -143,8 +143,8 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
                                 int thread, const char* error) {
   return or_code([&] {
     const auto present = std::make_shared<std::atomic<int>>(0);
-    // Shared by all that look.
-    const auto look = [present, num_arrays, text = std::make_shared<const std::string>(error)] {
+    const auto text = std::make_shared<const std::string>(error);  // for all that look
+    const auto look = [present, num_arrays, text] {
       if (*present != num_arrays) step().fail(*text);
     };
     // One array alone needs no token: the look writes it, and so comes after the count, which reads it.
@@ -159,9 +159,10 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
       push(look, EngineProperty::kNoSkip, thread, tokens, writes);
     }
     if (num_statistics == 0) return;
-    const auto protect = [look] {
+    const auto protect = [look, text] {
       look();
       if (!step().has_failed()) return;
+      step().fail(*text);  // it is known now that the failure has stopped something of a layer
       wait_for_turn(kTimeToThrow);
       throw dmlc::Error("These running statistics were not updated, because the step had failed: " + step().failure());
     };

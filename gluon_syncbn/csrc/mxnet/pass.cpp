@@ -85,12 +85,14 @@ EXPORTED int gluon_syncbn_try_engine() {
   try {
     auto promise = std::make_shared<std::promise<OnComplete>>();
     std::future<OnComplete> future = promise->get_future();
-    const auto hand_on = [promise = std::move(promise)](OnComplete done) {
-      // The error completes the operation.
-      if (!is_in_libmxnet(reinterpret_cast<const void*>(done.callback))) throw dmlc::Error("no OnComplete");
-      promise->set_value(done);
-    };
-    push_async(hand_on, 0, token.handle());
+    // The engine has the only promise, and breaks it where it drops the operation.
+    push_async(
+        [promise = std::move(promise)](OnComplete done) {
+          // The error completes the operation.
+          if (!is_in_libmxnet(reinterpret_cast<const void*>(done.callback))) throw dmlc::Error("no OnComplete");
+          promise->set_value(done);
+        },
+        0, token.handle());
     future.get()();  // or the promise was broken
     check_mxnet(mxnet().array_wait(token.handle()), "the operation failed");
     engine_completes = true;

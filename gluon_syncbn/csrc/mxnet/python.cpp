@@ -23,12 +23,12 @@ thread_local std::string left_behind;
 std::atomic<bool> python_is_gone{false};
 std::atomic<int> calls{0};  // of Python, that are under way
 
+}  // namespace
+
 bool holds_interpreter_lock() {
   static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
   return check && check();
 }
-
-}  // namespace
 
 int call_off_main_thread(const std::function<int()>& call) {
   // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through

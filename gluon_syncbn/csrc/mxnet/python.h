@@ -16,13 +16,17 @@
 
 namespace gluon_syncbn {
 
+// Whether this thread has Python's interpreter lock.
+bool holds_interpreter_lock();
+
 // Returns or throws as `call` does; on another thread if this is Python's main thread.
 int call_off_main_thread(const std::function<int()>& call);
 
 // Runs `call`, which is Python's, unless the interpreter has ended or is about to.
 void while_python_lives(const std::function<void()>& call);
 
-// The text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to throw.
+// Takes the text that Python left behind, with gluon_syncbn_leave_error on this thread, for an error that C++ is to
+// throw; empty if there is none.
 std::string take_error();
 
 }  // namespace gluon_syncbn

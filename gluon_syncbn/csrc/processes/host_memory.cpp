@@ -48,8 +48,8 @@ std::string random_number() {
 
 std::string name_of(const std::string& number) { return "gluon_syncbn." + number; }
 
-// The file that an offer tells of. Its name is read before it is opened: to open some other file of another process
-// could do something to it.
+// The file that an offer names. Its name is read before it is opened: to open another file of another process could do
+// something to it. The offer, and so the name, lives until all processes have answered.
 int opened(const std::string& where) {
   std::istringstream words(where);
   std::string process, file, number;

@@ -427,11 +427,13 @@ Outside::Need Processes::need_of_carrier() const {
 
 OpenWaits Processes::end_overdue() {
   OpenWaits open;
-  if (waiting_ == 0 || is_forked()) return open;
+  if (is_forked()) return open;
   std::shared_ptr<Transport> memory;
   std::vector<int> lost;
   {
+    // Under the lock: a thread that has called `watch` opens its wait before it lets go of the lock.
     std::lock_guard<std::mutex> lock(mutex_);
+    if (waiting_ == 0) return open;
     if (uses_memory_) memory = memory_;  // otherwise some processes may not have joined it yet
     lost = without_me(hosts_.near(everyone()));
   }
