@@ -232,3 +232,34 @@ def test_clauses_have_nouns():
     assert len(HEADLESS.findall("What it reads, those of layers, and who waits; the device that waits")) == 3
     found = {path.name: HEADLESS.findall(english_in(path)) for path in [*CODE, *PAGES]}
     assert sum(map(len, found.values())) <= 30, {name: words for name, words in found.items() if words}
+
+
+def state_of(path):
+    """The module globals of a file that change: containers, objects that are made there, and names declared global."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if not isinstance(target, ast.Name) or target.id.strip("_").isupper() or target.id == "__all__":
+                continue
+            function = getattr(node.value, "func", None)
+            made = getattr(function, "attr", getattr(function, "id", None))
+            is_kept = isinstance(node.value, (ast.Dict, ast.List, ast.Set)) or made not in (
+                None,
+                "getLogger",
+                "getattr",
+            )
+            found |= {target.id} if is_kept or target.id in changed else set()
+    return found
+
+
+def test_all_state_of_modules_is_listed():
+    text = (
+        (Path(ROOT) / "docs" / "development.md").read_text(encoding="utf-8").split("\n## State\n")[1].split("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `.+?` \| (`.+?`) \|", text, re.MULTILINE)
+    listed = set(re.findall(r"`(.+?)`", " ".join(rows)))
+    found = {path.name: state_of(path) for path in FILES}
+    assert set().union(*found.values()) == listed, found
