@@ -382,7 +382,7 @@ for count, direction in [(3, "forward"), (4, "backward")] * 4:
 
 @pytest.mark.parametrize("case, mode", [*((case, "hybridize") for case in CASES), *(("N C", mode) for mode in MODES)])
 def test_what_portable_does_on_gpus_is_right_too(case, mode, monkeypatch):
-    """Its operators differ in how they sum."""
+    """Its operators differ in how they sum; vectors go through NDArray's interface instead of its memory."""
     testing.play_gpus(monkeypatch)
     layer, norm = make(*CASES[case], mode=mode, backend="portable")
     layer.gamma.grad_req = layer.beta.grad_req = "add"

@@ -311,9 +311,8 @@ def guarded(read):
 
 
 def play_gpus(monkeypatch) -> None:
-    """The portable back end takes the operators that it takes on GPUs; none needs one."""
-    centre = portable._centre
-    monkeypatch.setattr(portable, "_centre", lambda F, rows, is_on_gpu: centre(F, rows, is_on_gpu=True))
+    """The portable back end takes the operators, and the way for vectors, that it takes on GPUs; none needs one."""
+    monkeypatch.setattr(portable, "_is_gpu", lambda device: True)
 
 
 def note_what_runs(monkeypatch) -> list:
