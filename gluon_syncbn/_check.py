@@ -276,6 +276,10 @@ class _TrialPasses:
         self.contexts = _contexts_of(net)
         called = [norm for norm in norms if arrays_of(norm.running_mean)]  # the others have no shape
         self.learning = [norm for norm in called if not operator_options(norm)["use_global_stats"]]
+        sizes = self._of_all(np.array([size for item in inputs for size in item.shape[1:]], dtype=np.float64))
+        if any(not np.array_equal(size, sizes[0]) for size in sizes):
+            given = ", ".join(str(tuple(map(int, size))) for size in sizes)
+            raise ValueError(f"{_NAME}: all processes must give images of one size, not {given}.")
         parts = [self._of_all(_in_numpy(item)) for item in inputs]
         self._batch = [np.concatenate(some) for some in parts]
         first = 0 if group is None else sum(map(len, parts[0][: group.rank]))
@@ -290,12 +294,7 @@ class _TrialPasses:
         """Return the arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
-        vectors = np.array(array.shape[1:], dtype=np.float64), array.ravel()
-        processes, seconds = processes_of(self._group), seconds_for_processes(None)
-        sizes, rows = (processes.gather_each(_NAME, _NAME, vector, seconds) for vector in vectors)
-        if any(not np.array_equal(size, sizes[0]) for size in sizes):
-            given = ", ".join(str(tuple(map(int, size))) for size in sizes)
-            raise ValueError(f"{_NAME}: all processes must give images of one size, not {given}.")
+        rows = processes_of(self._group).gather_each(_NAME, _NAME, array.ravel(), seconds_for_processes(None))
         return [row.astype(array.dtype).reshape(-1, *array.shape[1:]) for row in rows]
 
     def have_same_weights(self) -> bool:
