@@ -13,6 +13,8 @@ SPREAD := -n $(WORKERS) --dist worksteal
 
 # No rules of Make's own: it would make the folder csrc/cpu/kernels of kernels.cpp.
 .SUFFIXES:
+# It compiles while it downloads.
+MAKEFLAGS += -j2
 
 .PHONY: train train-processes test processes long hosts check older-cpus docs lint wheels gpu rehearsal
 train: .venv/training .venv/library
@@ -86,12 +88,16 @@ rehearsal: gpu
 	$(BIN)/python .ci/gpu.py --bundle build/gpu/folder --quick --rehearse build/gpu/folder build/gpu/results \
 	--short --steps $(STEPS) || test $$? = 3 -a -z "$$CI_NEEDS_ALL"
 
-# What training needs, without the library: once, and again when setup.py asks for other packages.
-.venv/training: setup.py
+# Once, and again when setup.py asks for other packages.
+.venv/tools: setup.py
 	@test -n "$(PYTHON)" || { echo "This needs Python 3.8, 3.9, 3.10 or 3.11 with venv; none was found." >&2; exit 1; }
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=70.1'
+	touch $@
+
+# What training needs, without the library.
+.venv/training: .venv/tools
 	GLUON_SYNCBN_NO_LIBRARY=1 $(BIN)/python -m pip install --quiet -e '.[cpu,examples]'
 	touch $@
 
@@ -105,7 +111,7 @@ rehearsal: gpu
 
 # The compiled core, of the files that have changed. If that fails there is no library, rather than an old one, and the
 # portable back end computes.
-.venv/library: .venv/training $(shell find gluon_syncbn/csrc)
+.venv/library: .venv/tools $(shell find gluon_syncbn/csrc)
 	rm -f gluon_syncbn/*.so && $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 

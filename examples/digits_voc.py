@@ -40,7 +40,7 @@ class DigitsSegmentation(VOCSegmentation):
     NUM_CLASS = len(CLASSES)
 
 
-def write_digits_voc(root: Path, train: int = 1800, test: int = 200, seed: int = 0) -> Path:
+def write_digits_voc(root: Path, train: int = 1500, test: int = 200, seed: int = 0) -> Path:
     """Write the set below ``root`` unless it is there already; return ``root``.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Train a GluonCV detector (YOLOv3 on ResNet-18) on several devices of one host, or in several processes.
+"""Train a GluonCV detector (YOLOv3 on a ResNet) on several devices of one host, or in several processes.
 
     python examples/train_detection.py --norm syncbn --devices cpu:4 --batch-per-device 1
     mpirun -np 4 python examples/train_detection.py --devices cpu:1 --processes mpi
@@ -41,13 +41,19 @@ MOST_OBJECTS = {"digits": 8, "voc": 64}  # in one image
 _SMALL = [[10, 13, 16, 30, 33, 23], [30, 61, 62, 45, 59, 119]]
 ANCHORS = {"digits": _SMALL, "voc": [*_SMALL, [116, 90, 156, 198, 373, 326]]}
 STRIDES = [8, 16, 32]
+# The ResNet's blocks per stage and channels, and those of YOLOv3's outputs. For voc it is ResNet-18.
+BLOCKS = {"digits": [1, 1, 1], "voc": [2, 2, 2, 2]}
+CHANNELS = {"digits": [32, 32, 64, 128], "voc": [64, 64, 128, 256, 512]}
+FILTERS = {"digits": [64, 32], "voc": [256, 128, 64]}
+LEARNING_RATES = {"digits": 3e-3, "voc": 1e-3}
 ANCHORS_PER_CELL, OBJECTNESS = 3, 4  # the layout of gluoncv's YOLOv3 output: x, y, w, h, objectness, classes
 
 
 def parse_arguments(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.set_defaults(lr=None)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument(
         "--processes",
         choices=["horovod", "mpi"],
@@ -56,13 +62,14 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     parser.add_argument("--data-shape", type=int, help="side of the network's input in pixels; else 96, for voc 416")
     parser.add_argument("--dataset", choices=["digits", "voc"], default="digits")
     parser.add_argument("--root", type=Path, help="Pascal VOC tree to read, or where to write the digits")
-    parser.add_argument("--images", type=int, help="number of training images to write; else 1,800")
+    parser.add_argument("--images", type=int, help="number of training images to write; else 1,500")
     parser.add_argument("--output", type=Path, default=Path("runs/detection"))
     parser.add_argument("--resume", action="store_true", help="go on from --output after an interruption")
     options = parser.parse_args(arguments)
     if options.dataset == "voc" and options.root is None:
         parser.error("--dataset voc needs --root, the folder that holds VOC2007")
     options.data_shape = options.data_shape or {"digits": 96, "voc": 416}[options.dataset]
+    options.lr = options.lr or LEARNING_RATES[options.dataset]
     return options
 
 
@@ -129,15 +136,14 @@ def make_loaders(net, train, test, options, job):
 
 
 def make_detector(classes, dataset: str = "digits"):
-    """gluoncv's YOLOv3 on a ResNet-18, which learns from scratch in far fewer steps than a small MobileNet.
+    """gluoncv's YOLOv3 on a ResNet, which learns from scratch in far fewer steps than a small MobileNet.
 
-    For digits without the last stage, whose boxes are larger.
+    For digits the ResNet is small, and has no last stage, whose boxes are larger.
     """
     anchors = ANCHORS[dataset]
-    layers = ResNetV1(BasicBlockV1, [2, 2, 2, 2], [64, 64, 128, 256, 512]).features
+    layers = ResNetV1(BasicBlockV1, BLOCKS[dataset], CHANNELS[dataset]).features
     stages = [layers[:6], layers[6], layers[7]][: len(anchors)]
-    filters = [256, 128, 64][-len(anchors) :]
-    return get_yolov3("resnet18", stages, filters, anchors, STRIDES[: len(anchors)], classes, dataset="")
+    return get_yolov3("resnet", stages, FILTERS[dataset], anchors, STRIDES[: len(anchors)], classes, dataset="")
 
 
 def build_net(classes, norm: str, devices, dataset: str = "digits"):

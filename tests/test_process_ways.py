@@ -11,24 +11,25 @@ from launching import run_job, run_ways
 TURNS = "by_environment two_nets without_backward dropped_net training"
 AROUND = "portable limits module loader expander alone_in_the_middle trainers_that_step_alone resnet18"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
+OF_FOUR = "groups last_batch values branches two_nets nets_in_turns"
 BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
     ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew is_checked", {}),
-    ("mpi", 3, "one_set_of_weights", NO_MEMORY),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
-    ("mpi", 4, "groups own_groups branches", {}),
-    ("mpi", 4, "groups last_batch values branches two_nets nets_in_turns is_checked", {"JOB_HOSTS": "0 1 0 0"}),
+    ("mpi", 4, f"{OF_FOUR} own_groups is_checked", {"JOB_HOSTS": "0 1 0 0"}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
     ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew is_checked", {}),
     # As over several hosts.
-    ("mpi", 3, "by_environment groups last_batch values branches nets_in_turns", {**BY_ITSELF, **NO_MEMORY}),
-    ("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY}),
+    ("mpi", 3, "groups last_batch values branches nets_in_turns one_set_of_weights", NO_MEMORY),
+    ("horovod", 2, "by_environment training groups last_batch branches", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 4, "last_batch own_groups", {**SETS, **NO_MEMORY}),
 ]
 LONG = [("horovod", 3, OF_THREE, {**SETS, **NO_MEMORY}), ("horovod", 4, "groups training", {**SETS, **NO_MEMORY})]
 LONG += [("mpi", size, "groups branches training", {}) for size in (6, 9)]
+LONG += [("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY})]
+LONG += [("mpi", 4, "groups own_groups branches", {})]
 LONG += [("mpi", size, f"{TURNS} groups branches", {**BY_ITSELF, **NO_MEMORY}) for size in (2, 4, 7)]
 JOBS += [pytest.param(*job, marks=pytest.mark.long) for job in LONG]
 

@@ -9,7 +9,7 @@ import standalone
 from testing import HANG
 
 TESTS, CSRC = standalone.HERE / "csrc", standalone.CSRC
-COMMON = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-pthread"]
+COMMON = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-pthread"]
 # For addresses nothing is optimized, which compiles in a sixth of the time. OpenMP's runtime library the sanitizer of
 # threads cannot see into.
 SANITIZERS = {
@@ -17,6 +17,7 @@ SANITIZERS = {
     "threads": ["-O1", "-fsanitize=thread", "-Wno-unknown-pragmas"],
 }
 MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "waiting", "watchdog")]
+KERNELS = ["cpu/kernels.cpp", *(f"cpu/kernels/{name}.cpp" for name in ("baseline", "avx2", "avx512"))]
 PROCESSES = ["meeting/statistics.cpp", *(f"processes/{name}.cpp" for name in ("processes", "hosts", "host_memory"))]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {
@@ -36,7 +37,7 @@ PROGRAMS = {
     "stress_space": (["mxnet/temporary_space.cpp"], {"all": "20000"}, r"60000 requests, .* 0 failures\n"),
     # As many devices at once.
     "exercise_kernels": (
-        ["cpu/kernels.cpp", "meeting/statistics.cpp"],
+        [*KERNELS, "meeting/statistics.cpp"],
         {"addresses": "1", "threads": "2"},
         r".*: (240|480) cases\n",
     ),

@@ -8,52 +8,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpu/float16.h"
+#include "cpu/kernels/passes.h"
 #include "exported.h"
 
 namespace gluon_syncbn {
 namespace {
-
-// The numbers of the channels: vectors of float64 in the order of `ChannelTerms`, or null where a pass does not use
-// them.
-constexpr int kNumbers = 6;
-struct View {
-  const double* of[kNumbers];
-  Activation activation;
-};
-
-template <typename T, T kValue>
-struct Constant {
-  static constexpr T value = kValue;
-};
-
-// The passes of one dtype on one instruction set, each over a range of channels.
-struct KernelTable {
-  void (*moments)(const void*, Layout, int64_t, int64_t, double*, double*);
-  void (*normalize)(const void*, const void*, Layout, int64_t, int64_t, const View&, void*);
-  void (*gradient_sums)(const BackwardInput&, Layout, int64_t, int64_t, const View&, void*, bool, double*, double*);
-  void (*input_gradient)(const BackwardInput&, Layout, int64_t, int64_t, const View&, void*, bool);
-};
-
-namespace baseline {
-#include "cpu/kernels_body.h"
-}
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define GLUON_SYNCBN_X86 1
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-namespace avx2 {
-#include "cpu/kernels_body.h"
-}
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
-namespace avx512 {
-#include "cpu/kernels_body.h"
-}
-#pragma GCC pop_options
-#endif
 
 constexpr const char* kMaxCpuIsa = "GLUON_SYNCBN_MAX_CPU_ISA";
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };

@@ -11,6 +11,11 @@ enum class Source : int {
   kOutputLeakyReLU  // v = z, from y
 };
 
+template <typename T, T kValue>
+struct Constant {
+  static constexpr T value = kValue;
+};
+
 // Calls `pass` with the source as a constant.
 template <typename Pass>
 inline void with_source(const BackwardInput& input, Activation::Kind kind, const Pass& pass) {

@@ -1,9 +1,11 @@
-// The passes themselves, for one instruction set: kernels.cpp includes this file once per set, inside a namespace and
-// with the compiler's target switched. No standard templates are used here, since an instance that was compiled for a
-// newer processor could be linked into code that runs on an older one.
+// The passes themselves, for one instruction set: the file of each set includes this one inside a namespace, with the
+// compiler's target switched. No standard templates are used here, since an instance that was compiled for a newer
+// processor could be linked into code that runs on an older one.
 //
 // Sums run over many lanes (over as many as a short row has values) in the tensor's own precision for at most a tile of
 // values, and from tile to tile in float64. The order depends on shapes alone, never on the number of threads.
+
+namespace {
 
 // The types in which a value is stored (T) and computed (A).
 template <typename T>
@@ -178,7 +180,9 @@ constexpr KernelTable passes_for() {
   return {moments_of<T>, normalize_of<T>, gradient_sums_of<T>, input_gradient_of<T>};
 }
 
-inline KernelTable passes(DType dtype) {
+}  // namespace
+
+KernelTable passes(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
       return passes_for<double>();
