@@ -13,11 +13,10 @@ SPREAD := -n $(WORKERS) --dist worksteal
 
 # No rules of Make's own: it would make the folder csrc/cpu/kernels of kernels.cpp.
 .SUFFIXES:
-# It compiles while it downloads.
-MAKEFLAGS += -j2
 
 .PHONY: train train-processes test processes long hosts check older-cpus docs lint wheels gpu rehearsal
-train: .venv/training .venv/library
+train:
+	@$(MAKE) -j 2 .venv/training .venv/library  # it compiles while it downloads
 	$(BIN)/python examples/train_detection.py --devices cpu:4 --batch-per-device 1
 
 # The same in 4 processes with a device each, on this machine; ENGINE=horovod connects them with Horovod.

@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--output", type=Path, default=Path("runs/compare_norm"))
     options = parser.parse_args()
     histories = {name: [] for name in RUNS}
     for seed in range(options.seeds):

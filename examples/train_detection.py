@@ -69,7 +69,7 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     if options.dataset == "voc" and options.root is None:
         parser.error("--dataset voc needs --root, the folder that holds VOC2007")
     options.data_shape = options.data_shape or {"digits": 96, "voc": 416}[options.dataset]
-    options.lr = options.lr or LEARNING_RATES[options.dataset]
+    options.lr = LEARNING_RATES[options.dataset] if options.lr is None else options.lr
     return options
 
 

@@ -2,8 +2,10 @@
 
 import functools
 import hashlib
+import subprocess
 
 import pytest
+import standalone
 from kernel_cases import FLAGS, Cpu, dealt, run_two_devices
 from stand_in import Fenced
 from testing import run_python
@@ -37,6 +39,16 @@ def test_the_same_bits_on_an_older_instruction_set(limit, seed):
     done = run_python("import sys; sys.path.append('benchmarks')\n" + code, **{VARIABLE: limit})
     expected = min(limit.lower() or newest(), newest(), key=SETS.index)
     assert done.stdout.split("ON ")[1].split() == [expected, digest(seed)]
+
+
+@pytest.mark.parametrize("name", SETS[1:])
+def test_code_for_a_newer_processor_is_shared_with_nobody(name):
+    """The linker may take any file's copy of a shared function, also for what an older processor runs."""
+    source = standalone.CSRC / "cpu" / "kernels" / f"{name}.cpp"
+    made = standalone.compiled(f"{name}.o", [source], ["-std=c++17", "-O1", "-fopenmp", f"-I{standalone.CSRC}", "-c"])
+    done = subprocess.run(["nm", "-C", "--defined-only", made], stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    visible = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if line.split()[1] not in "tr"]
+    assert visible == [f"gluon_syncbn::{name}::passes(gluon_syncbn::DType)"]
 
 
 def test_another_value_is_an_error_at_the_first_step():

@@ -22,7 +22,7 @@ JOBS = [
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
     ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew is_checked", {}),
     # As over several hosts.
-    ("mpi", 3, "groups last_batch values branches nets_in_turns one_set_of_weights", NO_MEMORY),
+    ("mpi", 3, f"by_environment {OF_FOUR} one_set_of_weights", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 2, "by_environment training groups last_batch branches", {**BY_ITSELF, **NO_MEMORY}),
     ("horovod", 4, "last_batch own_groups", {**SETS, **NO_MEMORY}),
 ]
