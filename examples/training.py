@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--lr",
         type=float,
         default=1e-3,
-        help="peak learning rate of Adam; else 0.001, for the detector of digits 0.003",
+        help="peak learning rate of Adam; 0.003 for digits",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
 

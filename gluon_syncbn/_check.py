@@ -379,7 +379,7 @@ class _TrialPasses:
         return made
 
     def _loss(self, outputs: List[mx.nd.NDArray], images: np.ndarray) -> mx.nd.NDArray:
-        """Return a loss for any net: the sum of √(1 + (y/s)²) of all outputs y of size s, each with a weight of its own.
+        """Return a loss for any net: the sum of √(1 + (y/s)²) of outputs y of size s, each with a weight of its own.
 
         Its gradient is small where y is: behind a ReLU, the gradient does not jump where rounding decides on which
         side of 0 a number is.
