@@ -382,7 +382,7 @@ class Copy:
         files = [f"tests/test_{name}.py" for name in dict.fromkeys([Path(fault.path).stem.strip("_"), *tests])]
         files = [file for file in files if (self.root / file).exists()]
         options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
-        options += ["--seed", "0", f"--timeout={ONE}", f"--session-timeout={ALL}"]
+        options += ["--seed", str(fault.line), f"--timeout={ONE}", f"--session-timeout={ALL}"]
         code, text = self.run([sys.executable, "-m", "pytest", *options, *files], LIMIT)
         if code in (3, 4, 5):  # of pytest: it has run no test
             raise RuntimeError(text)

@@ -203,7 +203,10 @@ class Progress:
     # Updates
 
     def begin_update(self) -> None:
-        """Note that weights are about to be updated: the backward passes of all devices have begun."""
+        """Note that weights are about to be updated: the backward passes of all devices have begun.
+
+        The step ends for `cpu_resources`, if all passes that have begun can end.
+        """
         with self._lock:
             self._heads = Counter(dict.fromkeys(self._heads, 0))
         self.close_if_balanced()

@@ -815,6 +815,8 @@ def is_checked():
     error = ValueError if RANK == 0 else gluon_syncbn.SyncBatchNormError
     with pytest.raises(error, match="too few images" if RANK == 0 else "process 0 abandoned the step"):
         gluon_syncbn.check(grouped, images[: 1 if RANK == 0 else 2])
+    with pytest.raises(ValueError, match="images of one size, not"):
+        gluon_syncbn.check(grouped, mx.nd.array(random_shards([(2, 3, 6 + RANK, 5)])[0]))
     layer, norm = make(cpus(2))
     for seed in range(2):
         job.check_step(layer, norm, *draw(seed, 2 * SIZE), cpus(2))
