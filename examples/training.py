@@ -23,12 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-per-device", type=int, default=1, help="images per device and step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--lr",
-        type=float,
-        default=1e-3,
-        help="peak learning rate of Adam; 0.003 for digits",
-    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of Adam; 0.003 to detect digits")
     parser.add_argument("--workers", type=int, default=1, help="processes that prepare training images")
 
 
