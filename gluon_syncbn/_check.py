@@ -286,7 +286,7 @@ class _TrialPasses:
         own = np.array_split(np.arange(first, first + len(inputs[0])), len(self.contexts))
         self._shards: _Shards = dict(zip(self.contexts, own))
         self._kept: Optional[List[int]] = None  # the numbers of the outputs that are compared
-        self._sizes: List[float] = []  # of these outputs: the root of their mean square, or 1
+        self._scales: List[float] = []  # of these outputs: the root of their mean square, or 1
         self.unit = 0.0  # of rounding of these outputs
         where = ", ".join(map(str, self.contexts)) + (f" of {group.size} processes" if group is not None else "")
         self.title = f"{net.name}: {len(self._batch[0])} images on {where}"
@@ -350,7 +350,7 @@ class _TrialPasses:
                     raise ValueError(f"{_NAME}: '{self._net.name}' returns no floats whose first axis is the batch.")
                 self.unit = max(_UNIT[dtypes[i]] for i in self._kept)
                 squares = [np.mean(_in_numpy(outputs[0][i]).astype(np.float64) ** 2) for i in self._kept]
-                self._sizes = [float(np.sqrt(square)) or 1.0 for square in squares]
+                self._scales = [float(np.sqrt(square)) or 1.0 for square in squares]
             outputs = [[items[i] for i in self._kept] for items in outputs]
             losses = [self._loss(items, images) for items, images in zip(outputs, shards.values())]
         autograd.backward(losses)
@@ -379,14 +379,14 @@ class _TrialPasses:
         return made
 
     def _loss(self, outputs: List[mx.nd.NDArray], images: np.ndarray) -> mx.nd.NDArray:
-        """Return a loss for any net: the sum of √(1 + (y/s)²) of outputs y of size s, each with a weight of its own.
+        """Return a loss for any net: the sum of √(1 + (y/s)²) of outputs y of scale s, each with a weight of its own.
 
         Its gradient is small where y is: behind a ReLU, the gradient does not jump where rounding decides on which
         side of 0 a number is.
         """
         sums = []
         for seed, out in enumerate(outputs):
-            out = out.as_nd_ndarray().astype("float32") / self._sizes[seed]
+            out = out.as_nd_ndarray().astype("float32") / self._scales[seed]
             weights = np.random.RandomState(seed).standard_normal((len(self._batch[0]), *out.shape[1:]))
             sums.append(((1 + out * out).sqrt() * mx.nd.array(weights[images], ctx=out.context)).sum())
         return mx.nd.add_n(*sums)

@@ -24,8 +24,8 @@ CSRC = ROOT / "gluon_syncbn" / "csrc"
 # Where there is no compiler: .ci/gpu_bundle.py puts it there.
 READY_MADE = HERE / "libstandalone.so"
 _KEPT, _KEPT_FOR = ROOT / "build" / "compiled", 30 * 24 * 3600
-_SOURCES = ["cpu/kernels", *(f"cpu/kernels/{name}" for name in ("baseline", "avx2", "avx512"))]
-_SOURCES += ["cuda/driver", "cuda/launch", "cuda/program"]
+KERNELS = ["cpu/kernels", *(f"cpu/kernels/{name}" for name in ("baseline", "avx2", "avx512"))]
+_SOURCES = [*KERNELS, "cuda/driver", "cuda/launch", "cuda/program"]
 _SOURCES += [f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "threads", "waiting", "watchdog")]
 
 

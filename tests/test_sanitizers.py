@@ -17,7 +17,6 @@ SANITIZERS = {
     "threads": ["-O1", "-fsanitize=thread", "-Wno-unknown-pragmas"],
 }
 MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "waiting", "watchdog")]
-KERNELS = ["cpu/kernels.cpp", *(f"cpu/kernels/{name}.cpp" for name in ("baseline", "avx2", "avx512"))]
 PROCESSES = ["meeting/statistics.cpp", *(f"processes/{name}.cpp" for name in ("processes", "hosts", "host_memory"))]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {
@@ -37,7 +36,7 @@ PROGRAMS = {
     "stress_space": (["mxnet/temporary_space.cpp"], {"all": "20000"}, r"60000 requests, .* 0 failures\n"),
     # As many devices at once.
     "exercise_kernels": (
-        [*KERNELS, "meeting/statistics.cpp"],
+        [*(f"{name}.cpp" for name in standalone.KERNELS), "meeting/statistics.cpp"],
         {"addresses": "1", "threads": "2"},
         r".*: (240|480) cases\n",
     ),

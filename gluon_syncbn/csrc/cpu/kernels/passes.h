@@ -1,4 +1,5 @@
-// The passes of one instruction set. Each set is a file of its own, so that a compiler works on all at once.
+// The passes of one instruction set. Each set is a file of its own, so that a compiler works on all at once. What they
+// include is included here, before these files switch the compiler's target.
 #pragma once
 
 #include "cpu/float16.h"
