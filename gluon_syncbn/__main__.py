@@ -49,7 +49,7 @@ def main() -> int:
     print(f"devices      {cores} CPU cores for this process, {mx.context.num_gpus()} GPUs")
     print(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}")
     print(f"CPU devices  {_cpu_devices()}")
-    missing = native.unavailable_reason
+    missing = native.UNAVAILABLE_REASON
     print(f"compiled     {'no: ' + missing if missing else 'yes, ' + native.instruction_set()}")
     print(f"back end     {_back_end(devices, 'CPU')}")
     if mx.context.num_gpus():
@@ -130,7 +130,7 @@ def _warnings(group: Optional[gluon_syncbn.ProcessGroup]) -> List[str]:
         found.append(
             f"OpenCV cannot be imported ({problem}). Run: apt-get install libgl1, or pip install 'opencv-python<4.10'"
         )
-    if native.unavailable_reason:
+    if native.UNAVAILABLE_REASON:
         found.append(
             "the compiled operator is missing, training is slower. Install a C++17 compiler (g++) and then, in the "
             "folder of this package's source, again: pip install --force-reinstall --no-deps --no-cache-dir ."

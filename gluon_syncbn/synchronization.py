@@ -115,13 +115,13 @@ class Synchronization:
                 self._made = made = _Made(spec, backend, group)
             return made.backend, made.group
 
-    def set_renorm(self, limits: Tuple[float, float]) -> None:
+    def set_limits(self, limits: Tuple[float, float]) -> None:
         """Set r_max and d_max of Batch Renormalization. Nothing may be running."""
         with self._making:
             self.options = self.options.with_limits(limits)
             if self._made is not None:
                 self._made = self._made._replace(spec=self._made.spec.with_limits(limits))
-                self._made.group.set_renorm(limits)
+                self._made.group.set_limits(limits)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -175,7 +175,7 @@ def classes_of(path):
 
 # One thing each, which both languages, or CPU and GPU, compute or call.
 SHARED = {"ActiveSets", "Affine", "Link", "Moments", "Saved"}
-SHARED |= {"Group", "Message", "Processes", "Rendezvous", "Round", "State", "Task", "Waited"}
+SHARED |= {"Group", "Message", "Processes", "PythonFunctions", "Rendezvous", "Round", "State", "Task", "Waited"}
 
 
 def test_no_class_name_stands_for_two_things():

@@ -287,12 +287,12 @@ def has_failed() -> bool:
 
 def number_of_groups() -> int:
     """Layers that the compiled core knows; an entry goes when it frees the layer's group."""
-    return len(native._specs)
+    return len(native._groups)
 
 
 def play_not_compiled(monkeypatch, reason="no compiler") -> None:
     """As where nothing was compiled, for layers that are made from now on."""
-    monkeypatch.setattr(native, "unavailable_reason", reason)
+    monkeypatch.setattr(native, "UNAVAILABLE_REASON", reason)
 
 
 def instruction_set() -> str:

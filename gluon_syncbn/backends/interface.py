@@ -42,7 +42,7 @@ class LayerGroup(ABC):
     def rounds(self, set_id: int) -> int:
         """How many forward passes were met by exactly the devices of this active set."""
 
-    def set_renorm(self, limits: Tuple[float, float]) -> None:  # noqa: B027
+    def set_limits(self, limits: Tuple[float, float]) -> None:  # noqa: B027
         """Set r_max and d_max of Batch Renormalization, where the back end has it. Nothing may be running."""
 
 

@@ -60,34 +60,54 @@ class _GroupSpecStruct(ctypes.Structure):
         ("epsilon", c_double),
         ("scale", c_int),
         ("dtype", c_int),
-        ("has_renorm", c_int),
         ("r_max", c_double),
         ("d_max", c_double),
     ]
 
 
-# For the callbacks of compiled groups, by id of the group.
-_specs: Dict[int, LayerSpec] = {}
-_links: Dict[int, Optional[Link]] = {}  # of the connected groups; None if there is no other process
-_connecting = threading.Lock()
+class _CompiledGroup:
+    """A compiled group in Python: its layer, and its link to other processes."""
+
+    def __init__(self, spec: LayerSpec):
+        self.spec = spec
+        self._links: List[Optional[Link]] = []  # one when it is connected; None if there is no other process
+        self._lock = threading.Lock()
+
+    def link(self) -> Optional[Link]:
+        """Connect the group, the first time."""
+        with self._lock:
+            if not self._links:
+                self._links.append(link_of(self.spec))
+            return self._links[0]
 
 
-def _failed(problem: BaseException) -> int:
-    """Leave its text, never an empty one, for the core. ctypes would take SystemExit or KeyboardInterrupt for 0."""
-    text = str(problem) if isinstance(problem, Exception) else ""
-    library.set_last_error(text or repr(problem))
-    return -1
+_groups: Dict[int, _CompiledGroup] = {}  # by id of the group, for the callbacks of compiled groups
 
 
-@library.MAKE_GROUP
+def _leaving_errors(function):
+    """Leave the text of an error, never an empty one, for the core, and return -1.
+
+    ctypes would print it, and return 0, also for SystemExit and KeyboardInterrupt.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments) -> int:
+        try:
+            return function(*arguments)
+        except BaseException as problem:
+            text = str(problem) if isinstance(problem, Exception) else ""
+            library.set_last_error(text or repr(problem))
+            return -1
+
+    return call
+
+
+@_leaving_errors
 def _make_described_group(text: bytes) -> int:
     """Make the group of a symbol. Called by the operator, on the thread that makes or loads the symbol."""
-    try:
-        group_id = next_group_id()
-        _make_group(group_id, LayerSpec.from_json(text.decode()), None)
-        return group_id
-    except BaseException as problem:
-        return _failed(problem)
+    group_id = next_group_id()
+    _make_group(group_id, LayerSpec.from_json(text.decode()), None)
+    return group_id
 
 
 @functools.lru_cache(maxsize=None)
@@ -102,7 +122,7 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
-    _specs[group_id] = spec
+    _groups[group_id] = _CompiledGroup(spec)
     struct = _GroupSpecStruct(
         name=spec.name.encode(),
         num_devices=spec.num_devices or 0,
@@ -112,7 +132,6 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
-        has_renorm=spec.renormalizes,
         r_max=spec.limits[0],
         d_max=spec.limits[1],
     )
@@ -120,64 +139,50 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
 
 
-def _connect(group_id: int) -> Optional[Link]:
-    """Link the group to other processes, the first time; None if there are none."""
-    with _connecting:
-        if group_id not in _links:
-            _links[group_id] = link_of(_specs[group_id])
-        return _links[group_id]
-
-
-@library.CONNECT
-def _connect_group(group_id: int, answer) -> int:
+@_leaving_errors
+def _connect(group_id: int, answer) -> int:
     """Connect a group, and answer with the four numbers of its link. Called once, by the first pass that trains."""
-    try:
-        link = _connect(group_id)
-        found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
-        for place, number in enumerate(found):
-            answer[place] = number
-        return 0
-    except BaseException as problem:
-        return _failed(problem)
+    link = _groups[group_id].link()
+    found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
+    for place, number in enumerate(found):
+        answer[place] = number
+    return 0
 
 
-@library.PREPARE
+@_leaving_errors
 def _prepare(group_id: int, is_forward: int, chunk: int, set_id: int, key, ranks) -> int:
     """Fill in the key and the ``ranks`` of a channel, and return how many. Called by a thread that may wait."""
-    try:
-        link = _links[group_id]
-        assert link is not None
-        key[0], members = link.prepare(FORWARD if is_forward else BACKWARD, chunk, set_id)
-        for place, rank in enumerate(members):
-            ranks[place] = rank
-        return len(members)
-    except BaseException as problem:
-        return _failed(problem)
+    link = _groups[group_id].link()
+    assert link is not None
+    key[0], members = link.prepare(FORWARD if is_forward else BACKWARD, chunk, set_id)
+    for place, rank in enumerate(members):
+        ranks[place] = rank
+    return len(members)
 
 
-@library.WARN
 def _warn(text: bytes) -> None:
     """Warn the user. Called on a thread of MXNet's."""
     warnings.warn(text.decode(), stacklevel=1)
 
 
-@library.DROP_LINK
-def _drop_link(group_id: int) -> None:
+def _drop(group_id: int) -> None:
     """Forget a group. Called when nothing uses it any more."""
-    _links.pop(group_id, None)
-    _specs.pop(group_id, None)
+    _groups.pop(group_id, None)
+
+
+_CALLBACKS = library.PythonFunctions(_make_described_group, _connect, _prepare, _drop, _warn)
 
 
 def _register() -> str:
     """Make the operator known to MXNet; returns the reason if it cannot be used, or an empty text."""
     if library.core is None:
         return library.unavailable_reason
-    library.core.gluon_syncbn_use_groups(_make_described_group, _connect_group, _prepare, _drop_link)
-    refused = library.core.gluon_syncbn_register(_warn, cuda_source().encode())
+    library.core.gluon_syncbn_use_python(_CALLBACKS)
+    refused = library.core.gluon_syncbn_register(cuda_source().encode())
     return "MXNet refused to register the operator" if refused else ""
 
 
-unavailable_reason = _register()
+UNAVAILABLE_REASON = _register()
 
 
 def instruction_set() -> str:
@@ -211,12 +216,12 @@ class NativeGroup(LayerGroup):
         weakref.finalize(self, library.core.gluon_syncbn_drop_group, self.id).atexit = False
 
     def connect(self) -> Optional[Link]:
-        self.link = _connect(self.id)
+        self.link = _groups[self.id].link()
         return self.link
 
-    def set_renorm(self, limits):
-        _specs[self.id] = _specs[self.id].with_limits(limits)
-        library.core.gluon_syncbn_set_renorm(self.id, *limits)
+    def set_limits(self, limits):
+        _groups[self.id].spec = _groups[self.id].spec.with_limits(limits)
+        library.core.gluon_syncbn_set_limits(self.id, *limits)
 
     def rounds(self, set_id: int) -> int:
         return library.core.gluon_syncbn_rounds(self.id, set_id)
@@ -226,8 +231,8 @@ class NativeBackend(Backend):
     name = "native"
 
     def unavailable_reason(self, spec, devices) -> str:
-        if unavailable_reason:
-            return f"the compiled operator is not available: {unavailable_reason}"
+        if UNAVAILABLE_REASON:
+            return f"the compiled operator is not available: {UNAVAILABLE_REASON}"
         if spec.kvstore is not None:
             return "a kvstore was given, and only the portable back end uses one"
         for device in _gpus(devices):

@@ -18,14 +18,23 @@ __all__ = ["LIBMXNET", "check_call"]
 
 LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
-MAKE_GROUP = ctypes.CFUNCTYPE(c_int64, c_char_p)
 _NUMBERS = POINTER(c_double)
-CONNECT = ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)
-# Group, whether it is the forward pass, subgroup, active set; the key, and the members.
-PREPARE = ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), POINTER(c_int))
-WARN = ctypes.CFUNCTYPE(None, c_char_p)
-DROP_LINK = ctypes.CFUNCTYPE(None, c_int64)
 _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_int)
+
+
+class PythonFunctions(ctypes.Structure):
+    """The functions that the core calls, as long as the struct lives (csrc/mxnet/python.h)."""
+
+    _fields_ = [
+        ("make_group", ctypes.CFUNCTYPE(c_int64, c_char_p)),
+        ("connect", ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)),
+        ("prepare", ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), POINTER(c_int))),
+        ("drop", ctypes.CFUNCTYPE(None, c_int64)),
+        ("warn", ctypes.CFUNCTYPE(None, c_char_p)),
+    ]
+
+    def __init__(self, *functions):
+        super().__init__(*(kind(function) for (_, kind), function in zip(self._fields_, functions)))
 
 
 class Task(ctypes.Structure):
@@ -68,12 +77,12 @@ _PROTOTYPES = {
     "drop_graph": (None, [c_void_p]),
     "begin_call": (c_uint64, [c_void_p, c_int]),
     "end_call": (None, [c_uint64]),
-    "use_groups": (None, [MAKE_GROUP, CONNECT, PREPARE, DROP_LINK]),
-    "register": (c_int, [WARN, c_char_p]),
+    "use_python": (None, [POINTER(PythonFunctions)]),
+    "register": (c_int, [c_char_p]),
     "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
     "rounds": (c_int64, [c_int64, c_int64]),
-    "set_renorm": (None, [c_int64, c_double, c_double]),
+    "set_limits": (None, [c_int64, c_double, c_double]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),
@@ -122,7 +131,8 @@ _PROTOTYPES = {
     "watch_signals": (None, [c_int]),
     "signalled_at": (c_double, []),
     "instruction_set": (c_char_p, []),
-    "start_profile": (None, []),
+    "start_profile": (c_int, []),
+    "is_profiling": (c_int, []),
     "stop_profile": (c_char_p, []),
 }
 

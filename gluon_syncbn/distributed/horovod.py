@@ -43,9 +43,6 @@ _REASON_SECONDS = 0.1  # for another process to write its reason to the board
 _SHUTDOWN_SECONDS = 5.0  # it takes milliseconds, or else minutes
 _HEADER = 1  # the number of the round
 
-_is_ending = threading.Lock()  # taken for ever when Horovod, of all groups, is being shut down
-_is_down = threading.Event()
-
 
 class HorovodProcessGroup(ProcessGroup):
     """The processes of a process set of Horovod (None: all processes), in its rank order.
@@ -101,7 +98,7 @@ class HorovodProcessGroup(ProcessGroup):
                 self._waiting[message.key].append(message)
                 return
             self._waiting[message.key] = deque()
-        _in_the_background(lambda: self._run(message))
+        _horovod.run(lambda: self._run(message))
 
     def _run(self, message: Optional[Message]) -> None:
         """Exchange a message, and then each message that has come under its key meanwhile."""
@@ -147,14 +144,14 @@ class HorovodProcessGroup(ProcessGroup):
             late = [item for item, since in self._under_way.items() if now > since + _POST_SECONDS]
             self._under_way.update(dict.fromkeys(late, math.inf))
         for key, round_id in late:
-            _in_the_background(functools.partial(self.board.post, f"{key}.{round_id}", ""))
+            _horovod.run(functools.partial(self.board.post, f"{key}.{round_id}", ""))
 
     def _find_out_who_came(self, message):
         def read():
             posted = self.board.read(f"{message.key}.{message.round_id}", [self._ranks[rank] for rank in message.ranks])
             self._hear_who_came(message, None if posted is None else list(map(self._ranks.index, posted)))
 
-        _in_the_background(read)
+        _horovod.run(read)
 
     def _abandon(self, why):
         with self._lock:
@@ -165,28 +162,15 @@ class HorovodProcessGroup(ProcessGroup):
                 f"Start the job again from its last checkpoint"
             )
         self._end(self._ended_by)
-        self._end_horovod(why)
-
-    def _end_horovod(self, why: str) -> None:
-        """Shut Horovod down, once: two at a time would wait for ever."""
-        atexit.unregister(self._hvd.shutdown)
-        if not _is_ending.acquire(blocking=False):
-            return
-
-        def shut_down() -> None:
-            self.board.post("reason", why)
-            self._hvd.shutdown()
-            _is_down.set()
-
-        _in_the_background(shut_down)
+        _horovod.shut_down(self._hvd, lambda: self.board.post("reason", why))
 
     def leave(self):
         super().leave()
         if self.state.has_lost_some and not self._ended_by:  # those with whom it would wait for the end
             self._ended_by = "the process ends"
-            self._end_horovod("it has ended")
+            _horovod.shut_down(self._hvd, lambda: self.board.post("reason", "it has ended"))
         if self._ended_by:
-            if not _is_down.wait(_SHUTDOWN_SECONDS):
+            if not _horovod.is_down.wait(_SHUTDOWN_SECONDS):
                 _end_at_once()
         else:
             self.board.post("reason", "it has ended")
@@ -207,7 +191,7 @@ class HorovodProcessGroup(ProcessGroup):
             if members in self._sets or len(members) == 1:
                 continue
             future: concurrent.futures.Future = concurrent.futures.Future()
-            _in_the_background(functools.partial(self._add_set, members, future))
+            _horovod.run(functools.partial(self._add_set, members, future))
             try:
                 self._sets[members] = future.result(seconds)
             except concurrent.futures.TimeoutError:
@@ -259,20 +243,33 @@ class _Board:
         return found
 
 
-_idle: "queue.SimpleQueue[queue.SimpleQueue]" = queue.SimpleQueue()
+class _Horovod:
+    """Horovod as all process groups share it: the threads that wait for it, and its end."""
+
+    def __init__(self) -> None:
+        self.is_down = threading.Event()
+        self._is_ending = threading.Lock()  # taken for ever
+        self._idle: queue.SimpleQueue[queue.SimpleQueue] = queue.SimpleQueue()
+
+    def shut_down(self, hvd: Any, tell: Callable[[], None]) -> None:
+        """Let the other processes know, and shut Horovod down, once: two at a time would wait for ever."""
+        atexit.unregister(hvd.shutdown)
+        if self._is_ending.acquire(blocking=False):
+            self.run(lambda: (tell(), hvd.shutdown(), self.is_down.set()))
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Run the work on an idle thread, or on a new one, which does not keep the process from ending."""
+        try:
+            todo = self._idle.get_nowait()
+        except queue.Empty:
+            todo = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(todo,), name="gluon_syncbn Horovod", daemon=True).start()
+        todo.put(work)
+
+    def _work(self, todo) -> None:
+        while True:
+            todo.get()()
+            self._idle.put(todo)
 
 
-def _in_the_background(work: Callable[[], None]) -> None:
-    """Run the work on an idle thread, or on a new one, which does not keep the process from ending."""
-    try:
-        todo = _idle.get_nowait()
-    except queue.Empty:
-        todo = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(todo,), name="gluon_syncbn Horovod", daemon=True).start()
-    todo.put(work)
-
-
-def _work(todo) -> None:
-    while True:
-        todo.get()()
-        _idle.put(todo)
+_horovod = _Horovod()

@@ -20,8 +20,7 @@ from gluon_syncbn.step.steps import steps
 
 _MIRROR = "MXNET_BACKWARD_DO_MIRROR"
 _MOST_KEPT = 16
-_binding = threading.RLock()  # MXNet reads that variable of the environment
-_lowering = threading.Lock()
+_binding = threading.RLock()  # of `_kept`, and of the variable, which MXNet reads
 # Each device's executor is bound by itself, and all must be bound to one lowered copy: its nodes are where devices
 # meet. So the last few copies are kept, by the handles and texts of the originals; and the originals with them, or
 # another symbol could get the handle.
@@ -34,7 +33,7 @@ def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
     if MARK not in text:
         return symbol
     key = symbol.handle.value, text, kind
-    with _lowering:
+    with _binding:
         if key not in _kept:
             lowering = Lowering(symbol, Layers(), {}, kind)
             if _inputs_of(lowering.symbol) != _inputs_of(symbol):

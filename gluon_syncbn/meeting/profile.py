@@ -8,8 +8,6 @@ from typing import List, NamedTuple
 
 from gluon_syncbn.base import library
 
-is_on = False  # whether a profile is under way
-
 
 class Pass(NamedTuple):
     """One pass of one layer on one device; times in seconds.
@@ -30,19 +28,18 @@ class Pass(NamedTuple):
 
 def start() -> None:
     """RuntimeError if it is on already, or nothing is compiled."""
-    global is_on
     if library.core is None:
         raise RuntimeError(f"gluon_syncbn.profile needs the compiled operator: {library.unavailable_reason}.")
-    if is_on:
+    if not library.core.gluon_syncbn_start_profile():
         raise RuntimeError("gluon_syncbn.profile: another profile is under way; there can be one at a time.")
-    is_on = True
-    library.core.gluon_syncbn_start_profile()
+
+
+def is_on() -> bool:
+    return library.core is not None and bool(library.core.gluon_syncbn_is_profiling())
 
 
 def stop() -> List[Pass]:
     """Stop, and return the passes since `start`."""
-    global is_on
-    is_on = False
     return [_pass_of(line) for line in library.core.gluon_syncbn_stop_profile().decode().splitlines()]
 
 

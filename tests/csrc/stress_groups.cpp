@@ -25,7 +25,7 @@
 #include "meeting/step.h"
 #include "processes/host_memory.h"
 
-extern "C" void gluon_syncbn_start_profile();
+extern "C" int gluon_syncbn_start_profile();
 extern "C" const char* gluon_syncbn_stop_profile();
 
 using namespace gluon_syncbn;
@@ -92,7 +92,7 @@ void pass_both_ways(Group& group, size_t device, int step, const std::vector<siz
   for (size_t c = 0; c < kChannels; ++c) {
     check(is_close(seen.mean[c], mean[c]) && is_close(seen.variance[c], variance[c]), where + "statistics");
   }
-  check(seen.renorm.r_max == 1 + step && seen.renorm.d_max == step, where + "limits");
+  check(group.limits.r_max == 1 + step && group.limits.d_max == step, where + "limits");
 
   double numbers[ForwardCall::kSize];
   seen.call.save(numbers);
@@ -112,7 +112,7 @@ void pass_both_ways(Group& group, size_t device, int step, const std::vector<siz
 }
 
 std::shared_ptr<Group> make(const std::string& name, size_t size, bool is_open, std::function<void()> drop) {
-  const GroupSpec spec{name.c_str(), kDevices, static_cast<int>(size), 600, 0.9, 1e-5, 1, 0, 1, {1, 0}};
+  const GroupSpec spec{name.c_str(), kDevices, static_cast<int>(size), 600, 0.9, 1e-5, 1, 0, {1, 0}};
   std::vector<std::string> devices;
   for (size_t device = kDevices; device-- > 0 && !is_open;) devices.push_back(name_of(kDevices - 1 - device));
   return std::make_shared<Group>(spec, devices, "", [] { return Link{}; }, std::move(drop));
@@ -167,7 +167,7 @@ void meet_in_two_processes(int steps) {
       std::this_thread::sleep_for(std::chrono::microseconds((*random)() % 300));
       return std::make_pair(int64_t{is_forward}, std::vector<int>{0, 1});
     };
-    const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, 1, 0, 0, {1, 0}};
+    const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, 1, 0, {1, 0}};
     groups.push_back(
         std::make_shared<Group>(spec, std::vector<std::string>{"cpu(0)"}, "", [link] { return link; }, [] {}));
     groups.back()->connect();
@@ -232,7 +232,7 @@ int main(int argc, char** argv) {
       }
       active_sets().current = is_short ? step : 0;
     }
-    for (const auto& group : groups) group->set_renorm({1.0 + step, 1.0 * step});
+    for (const auto& group : groups) group->limits = {1.0 + step, 1.0 * step};
     std::vector<std::thread> threads;
     for (size_t device : used) {
       threads.emplace_back([&, device] {

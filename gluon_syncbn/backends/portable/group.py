@@ -174,7 +174,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{where}: it runs on the portable back end, which does not synchronize several processes."
             )
-        if profile.is_on:
+        if profile.is_on():
             raise RuntimeError(f"{where}: gluon_syncbn.profile() does not see layers on the portable back end.")
         check_groups(self.spec, self.spec.num_devices)
 

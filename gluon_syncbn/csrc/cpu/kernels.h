@@ -38,15 +38,15 @@ void normalize(DType dtype, const void* x, const void* residual, const Layout& l
 
 // The tensors that the backward passes read. They see v and dz, the gradient of z.
 //
-//   usually    v = x. Whether z was positive, and dz = dy, is computed from x once more.
-//   residual   v = x. `out` is y, which shows whether z + residual was positive; the activation must be a ReLU.
-//   in place   v = z, found in `values`, which is y, by undoing the activation: it must not be a ReLU. The shift of
-//              `affine` is then β, so that v − shift = γ·x̂.
+//   usually      v = x. Whether z was positive, and dz = dy, is computed from x once more.
+//   residual     v = x. `out` is y, which shows whether z + residual was positive; the activation must be a ReLU.
+//   from_output  v = z, found in `values`, which is y, by undoing the activation: it must not be a ReLU. The shift of
+//                `affine` is then β, so that v − shift = γ·x̂.
 struct BackwardInput {
   const void* values;
   const void* d_out;
   const void* out = nullptr;
-  bool in_place = false;
+  bool from_output = false;
 };
 
 // Σ dz and Σ dz·(v − shift) per channel. The gradient of a residual is dz: written or added to `d_residual` if it is

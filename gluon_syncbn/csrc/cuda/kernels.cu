@@ -2,10 +2,10 @@
 // on, which needs --std=c++11). It includes no header of CUDA, because there may be none. NVRTC compiles it once for
 // each kind of layer:
 //
-//   VALUE_TYPE  of the activations: 0 float32, 1 float64, 2 float16 (MXNet's type flags)
-//   ACTIVATION  0 none, 1 ReLU, 2 leaky ReLU
-//   RESIDUAL    whether a residual is added before the activation, which then is a ReLU
-//   IN_PLACE    whether the backward passes take y in place of x
+//   VALUE_TYPE   of the activations: 0 float32, 1 float64, 2 float16 (MXNet's type flags)
+//   ACTIVATION   0 none, 1 ReLU, 2 leaky ReLU
+//   RESIDUAL     whether a residual is added before the activation, which then is a ReLU
+//   FROM_OUTPUT  whether the backward passes take y in place of x
 //
 // Sums, parameters and statistics are float64 for float64 activations, and float32 for others. The host gets float64.
 //

@@ -74,24 +74,25 @@ class GpuOperator : public Operator {
     begin_forward();
     Meeting meeting(*call_.group, call_.device, true);
     meeting.begin_pass();
-    const bool has_renorm = call_.group->has_renorm;
+    const RenormLimits& limits = call_.group->limits;
+    const bool renorm = !limits.is_off();
     const Launch launch = launch_forward(arrays, requests);
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
     const double* numbers =
-        find_moments(program_, launch, call_.layout, arrays.data.data(), data_if(has_renorm, arrays.running_mean),
-                     data_if(has_renorm, arrays.running_var), *scratch, timeout());
+        find_moments(program_, launch, call_.layout, arrays.data.data(), data_if(renorm, arrays.running_mean),
+                     data_if(renorm, arrays.running_var), *scratch, timeout());
     const Moments local{call_.layout.count(), vector_at(numbers, 0), vector_at(numbers, 1)};
     call_.group->connect();
     wait_until_done([&](Meeting::Done done) { meeting.bring_moments(local, std::move(done)); });
     const Statistics all = meeting.statistics();
-    if (all.renorm.is_off()) {
+    if (!renorm) {
       scratch->put({&all.mean, &all.variance});
     } else {
-      const RenormVectors made(all.renorm, call_.group->epsilon, all.mean, all.variance, vector_at(numbers, 2),
+      const RenormVectors made(limits, call_.group->epsilon, all.mean, all.variance, vector_at(numbers, 2),
                                vector_at(numbers, 3));
       scratch->put({&all.mean, &all.variance, &made.r, &made.d});
     }
-    normalize(arrays, requests, launch, *scratch, all.call, !all.renorm.is_off());
+    normalize(arrays, requests, launch, *scratch, all.call, renorm);
   }
 
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {

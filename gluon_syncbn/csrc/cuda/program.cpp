@@ -30,7 +30,7 @@ void GpuProgram::set_source(const char* source) { Programs::get().source = sourc
 std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
   const auto define = [](const std::string& name, int64_t value) { return "-D" + name + "=" + std::to_string(value); };
   return {"--std=c++11", define("VALUE_TYPE", static_cast<int>(kind.dtype)), define("ACTIVATION", kind.activation),
-          define("RESIDUAL", kind.has_residual), define("IN_PLACE", kind.in_place)};
+          define("RESIDUAL", kind.has_residual), define("FROM_OUTPUT", kind.from_output)};
 }
 
 const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {

@@ -20,11 +20,11 @@ using real_t = void;
 struct KernelKind {
   DType dtype;
   Activation::Kind activation;
-  bool has_residual, in_place;
+  bool has_residual, from_output;
 
   bool operator<(const KernelKind& other) const {
-    return std::tie(dtype, activation, has_residual, in_place) <
-           std::tie(other.dtype, other.activation, other.has_residual, other.in_place);
+    return std::tie(dtype, activation, has_residual, from_output) <
+           std::tie(other.dtype, other.activation, other.has_residual, other.from_output);
   }
 };
 

@@ -43,7 +43,7 @@ const Vectors& Meeting::brought() const {
 Statistics Meeting::statistics() const {
   Moments all = merge(brought());
   for (double& value : all.m2) value /= all.count;
-  return {{all.count, outcome_.round_id, active_set_}, std::move(all.mean), std::move(all.m2), group_.renorm()};
+  return {{all.count, outcome_.round_id, active_set_}, std::move(all.mean), std::move(all.m2)};
 }
 
 std::vector<double> Meeting::sums() const { return add_ranks(brought()); }

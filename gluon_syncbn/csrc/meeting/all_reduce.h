@@ -37,7 +37,6 @@ struct Statistics {
   ForwardCall call;
   std::vector<double> mean;
   std::vector<double> variance;  // biased
-  RenormLimits renorm = {};
 };
 
 // One pass of one device through its layer's rendezvous: it brings a message, and has the result when `done` is called,

@@ -140,8 +140,7 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
       scale(spec.scale != 0),
       dtype(dtype_of(spec.dtype)),
       timeout_seconds(spec.timeout_seconds),
-      has_renorm(spec.has_renorm != 0),
-      renorm_(spec.renorm),
+      limits(spec.limits),
       devices_(std::move(devices)),
       num_devices_(static_cast<size_t>(spec.num_devices)),
       group_size_(static_cast<size_t>(spec.group_size)),
@@ -216,16 +215,6 @@ int64_t Group::rounds(int64_t active_set) {
     if (member.rank == 0) sum += static_cast<int64_t>(member.forward->rounds());
   }
   return sum;
-}
-
-RenormLimits Group::renorm() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return renorm_;
-}
-
-void Group::set_renorm(RenormLimits limits) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  renorm_ = limits;
 }
 
 void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {

@@ -28,10 +28,9 @@ struct GroupSpec {
   double timeout_seconds;
   double momentum;
   double epsilon;
-  int scale;       // whether there is a gamma
-  int dtype;       // of parameters and statistics, as MXNet's type flag
-  int has_renorm;  // whether it is Batch Renormalization, with these limits
-  RenormLimits renorm;
+  int scale;  // whether there is a gamma
+  int dtype;  // of parameters and statistics, as MXNet's type flag
+  RenormLimits limits;
 };
 
 // The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is all devices, and Python defines
@@ -80,6 +79,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const bool scale;
   const DType dtype;
   const double timeout_seconds;
+  RenormLimits limits;  // Python changes them, while no operator runs
 
   // The devices that are known: in an open group, those that have come.
   std::vector<std::string> devices();
@@ -97,12 +97,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // Forward rounds so far with exactly this active set.
   int64_t rounds(int64_t active_set);
 
-  const bool has_renorm;
-
-  // The limits of Batch Renormalization. They change while no operator runs.
-  RenormLimits renorm();
-  void set_renorm(RenormLimits limits);
-
   // True once: the caller is to warn the user.
   bool is_first_warning() { return !has_warned_.exchange(true); }
 
@@ -116,7 +110,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // Makes the exchange of the vectors of this process, merged to one.
   Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
 
-  RenormLimits renorm_;
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;     // of an open group in the order in which they came
   std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open

@@ -60,12 +60,17 @@ ProfiledPass::~ProfiledPass() {
 
 using namespace gluon_syncbn;
 
-// Forgets the records, and begins new ones.
-EXPORTED void gluon_syncbn_start_profile() {
+// Forgets the records, and begins new ones; does nothing, and returns 0, while a profile is on.
+EXPORTED int gluon_syncbn_start_profile() {
   std::lock_guard<std::mutex> lock(records().mutex);
+  if (is_on) return 0;
   records().all.clear();
   is_on = true;
+  return 1;
 }
+
+// Whether a profile is on.
+EXPORTED int gluon_syncbn_is_profiling() { return is_on; }
 
 // Stops. Returns a line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
 // it started, arrived, left and ended, in seconds. The text stays until the next call.

@@ -89,9 +89,6 @@ AnyCallback any(Function function) {
 // The functions of the MXNet that Python has connected.
 const MXNetFunctions& mxnet();
 
-// Has Python warn the user, and returns after a second at most. Not with the interpreter lock.
-void warn_user(const std::string& text);
-
 }  // namespace gluon_syncbn
 
 // tests/csrc/check_c_api.cpp compares these with the headers of each MXNet.

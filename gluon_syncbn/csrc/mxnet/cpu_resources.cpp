@@ -42,6 +42,7 @@
 
 #include "exported.h"
 #include "mxnet/c_api.h"
+#include "mxnet/python.h"
 #include "mxnet/resource_manager.h"
 #include "mxnet/temporary_space.h"
 

@@ -20,23 +20,6 @@
 namespace gluon_syncbn {
 namespace {
 
-// Python's functions that make a group of a description, and connect groups with other processes. Functions that return
-// a number leave the text of an error if it is -1.
-using MakeGroup = int64_t (*)(const char* description);  // the group's id
-// Fills in the number of processes, the number of this process's first device, the seconds that processes wait for each
-// other, and their id (processes/all.cpp).
-using Connect = int (*)(int64_t group, double* facts);
-// Fills in the key of a channel and its members, and returns how many members there are.
-using Prepare = int (*)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key,
-                        int* members);
-using Drop = void (*)(int64_t group);
-struct {
-  MakeGroup make_group;
-  Connect connect;
-  Prepare prepare;
-  Drop drop;
-} python;
-
 // Asks Python for a number; throws the error that it leaves. Nothing is asked any more when Python has ended.
 int asked(const std::function<int()>& ask) {
   int found = -1;
@@ -51,13 +34,14 @@ int asked(const std::function<int()>& ask) {
 
 Link connect(int64_t id) {
   double facts[4];
-  asked([&] { return python.connect(id, facts); });
+  asked([&] { return python().connect(id, facts); });
   if (facts[0] == 1) return {};
   const std::shared_ptr<Processes> processes = find_processes(static_cast<int64_t>(facts[3]));
   const auto prepare = [id, size = processes->size](bool is_forward, int64_t subgroup, int64_t active_set) {
     int64_t key = 0;
     std::vector<int> members(static_cast<size_t>(size));
-    const int count = asked([&] { return python.prepare(id, is_forward, subgroup, active_set, &key, members.data()); });
+    const int count =
+        asked([&] { return python().prepare(id, is_forward, subgroup, active_set, &key, members.data()); });
     members.resize(static_cast<size_t>(count));
     return std::make_pair(key, std::move(members));
   };
@@ -70,7 +54,7 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
   if (reference.find('{') == std::string::npos) return find_group(std::stoll(reference));
   int64_t id = -1;
   call_off_main_thread([&] {
-    id = python.make_group(reference.c_str());
+    id = python().make_group(reference.c_str());
     if (id < 0) throw std::invalid_argument(take_error());
     return 1;
   });
@@ -83,18 +67,12 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 // Functions that Python calls (base/library.py)
 
-// Hands over Python's own functions.
-EXPORTED void gluon_syncbn_use_groups(gluon_syncbn::MakeGroup make, gluon_syncbn::Connect connect,
-                                      gluon_syncbn::Prepare prepare, gluon_syncbn::Drop drop) {
-  gluon_syncbn::python = {make, connect, prepare, drop};
-}
-
 // Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
 EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
                                       const char* advice) {
   const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
   const auto connect = [id] { return gluon_syncbn::connect(id); };
-  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::python.drop(id); }); };
+  const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::python().drop(id); }); };
   gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, connect, drop));
 }
 
@@ -107,8 +85,8 @@ EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
 }
 
 // Sets the limits of Batch Renormalization. No operator may be running.
-EXPORTED void gluon_syncbn_set_renorm(int64_t id, double r_max, double d_max) {
-  gluon_syncbn::find_group(id)->set_renorm({r_max, d_max});
+EXPORTED void gluon_syncbn_set_limits(int64_t id, double r_max, double d_max) {
+  gluon_syncbn::find_group(id)->limits = {r_max, d_max};
 }
 
 // Makes these devices meet from now on, and no others; set 0 is everyone. No operator may be running.

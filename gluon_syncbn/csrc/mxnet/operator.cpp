@@ -15,9 +15,7 @@
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
 // shared by layer, graph and calls, and freed with the last.
 
-#include <chrono>
 #include <cstdio>
-#include <future>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -31,7 +29,6 @@
 #include "meeting/all_reduce.h"
 #include "meeting/group.h"
 #include "meeting/step.h"
-#include "meeting/threads.h"
 #include "mxnet/c_api.h"
 #include "mxnet/engine.h"
 #include "mxnet/operator.h"
@@ -43,9 +40,6 @@ namespace gluon_syncbn {
 namespace {
 
 constexpr const char* kOperator = "gluon_syncbn_native";
-
-using Warn = void (*)(const char* text);
-Warn warn = nullptr;  // Python's
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Its properties: the part of a graph's node that is known before shapes are
@@ -305,26 +299,14 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
             " instead. Shown once per layer.");
 }
 
-void warn_user(const std::string& text) {
-  // A user's hook for warnings may wait for this thread's work. So this thread waits for it no longer than a second, in
-  // which every other hook ends.
-  const auto said = std::make_shared<std::promise<void>>();
-  run_on_a_thread([text, said] {
-    while_python_lives([&] { warn(text.c_str()); });
-    said->set_value();
-  });
-  said->get_future().wait_for(std::chrono::seconds(1));
-}
-
 }  // namespace gluon_syncbn
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Functions that Python calls (base/library.py)
 
 // Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
-EXPORTED int gluon_syncbn_register(gluon_syncbn::Warn warn, const char* kernels) {
+EXPORTED int gluon_syncbn_register(const char* kernels) {
   gluon_syncbn::GpuProgram::set_source(kernels);
-  gluon_syncbn::warn = warn;
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 

@@ -19,11 +19,25 @@
 namespace gluon_syncbn {
 namespace {
 
+PythonFunctions functions;
 thread_local std::string left_behind;
 std::atomic<bool> python_is_gone{false};
 std::atomic<int> calls{0};  // of Python, that are under way
 
 }  // namespace
+
+const PythonFunctions& python() { return functions; }
+
+void warn_user(const std::string& text) {
+  // A user's hook for warnings may wait for this thread's work. So this thread waits for it no longer than a second, in
+  // which every other hook ends.
+  const auto said = std::make_shared<std::promise<void>>();
+  run_on_a_thread([text, said] {
+    while_python_lives([&] { python().warn(text.c_str()); });
+    said->set_value();
+  });
+  said->get_future().wait_for(std::chrono::seconds(1));
+}
 
 bool holds_interpreter_lock() {
   static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
@@ -60,6 +74,11 @@ std::string take_error() { return std::exchange(left_behind, ""); }
 }  // namespace gluon_syncbn
 
 // What Python calls (base/library.py)
+
+// Hands over Python's own functions.
+EXPORTED void gluon_syncbn_use_python(const gluon_syncbn::PythonFunctions* functions) {
+  gluon_syncbn::functions = *functions;
+}
 
 // Sets the text of the error in which the callback that runs on this thread ends.
 EXPORTED void gluon_syncbn_leave_error(const char* text) { gluon_syncbn::left_behind = text; }

@@ -11,10 +11,29 @@
 // from then on none is made.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
 namespace gluon_syncbn {
+
+// The functions of backends/native.py that the core calls. Functions that return a number leave the text of an error if
+// it is -1. Call them within while_python_lives or call_off_main_thread.
+struct PythonFunctions {
+  // Makes a group of a description; returns its id.
+  int64_t (*make_group)(const char* description);
+  // Fills in the number of processes, the number of this process's first device, the seconds that processes wait for
+  // each other, and their id (processes/all.cpp).
+  int (*connect)(int64_t group, double* facts);
+  // Fills in the key of a channel and its members, and returns how many members there are.
+  int (*prepare)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key, int* members);
+  void (*drop)(int64_t group);
+  void (*warn)(const char* text);
+};
+const PythonFunctions& python();
+
+// Has Python warn the user, and returns after a second at most. Not with the interpreter lock.
+void warn_user(const std::string& text);
 
 // Whether this thread has Python's interpreter lock.
 bool holds_interpreter_lock();

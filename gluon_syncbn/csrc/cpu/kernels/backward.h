@@ -4,7 +4,7 @@
 //   input gradient   dx = factor·dz + by·(v − shift) + constant
 
 enum class Source : int {
-  kInput,           // v = x, or y in place, no activation
+  kInput,           // v = x, or y from_output, no activation
   kInputReLU,       // v = x
   kInputLeakyReLU,  // v = x
   kInputAndOutput,  // v = x, and y shows where the ReLU after a residual was 0
@@ -19,7 +19,7 @@ struct Constant {
 // Calls `pass` with the source as a constant.
 template <typename Pass>
 inline void with_source(const BackwardInput& input, Activation::Kind kind, const Pass& pass) {
-  if (kind == Activation::kLeakyReLU && input.in_place) return pass(Constant<Source, Source::kOutputLeakyReLU>());
+  if (kind == Activation::kLeakyReLU && input.from_output) return pass(Constant<Source, Source::kOutputLeakyReLU>());
   if (kind == Activation::kLeakyReLU) return pass(Constant<Source, Source::kInputLeakyReLU>());
   if (kind == Activation::kReLU && input.out) return pass(Constant<Source, Source::kInputAndOutput>());
   if (kind == Activation::kReLU) return pass(Constant<Source, Source::kInputReLU>());

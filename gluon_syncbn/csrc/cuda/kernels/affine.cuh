@@ -3,7 +3,7 @@
 
 constexpr int kActivation = ACTIVATION;  // 0 none, 1 ReLU, 2 leaky ReLU, as Activation::Kind
 constexpr bool kResidual = RESIDUAL;
-constexpr bool kInPlace = IN_PLACE;  // backward passes compute z from y
+constexpr bool kFromOutput = FROM_OUTPUT;  // backward passes compute z from y
 
 // As least_gamma in in_place.h.
 #if VALUE_TYPE == 1
@@ -23,7 +23,7 @@ __device__ inline real_t activate(real_t z, real_t slope) {
 
 // v, from which the backward passes compute x̂: x itself, or z from y.
 __device__ inline real_t value_of(real_t stored, real_t slope) {
-  return kInPlace && kActivation == 2 && stored <= 0 ? stored / slope : stored;
+  return kFromOutput && kActivation == 2 && stored <= 0 ? stored / slope : stored;
 }
 
 // Shift, scale and bias of a channel.
@@ -52,7 +52,7 @@ struct Affine {
   // The gradient of z, without a residual. Where z is NaN, this is dy, which must not be lost.
   __device__ real_t passed(int s, real_t v, real_t dy, real_t slope) const {
     if (kActivation == 0) return dy;
-    const bool negative = (kInPlace ? v : apply(s, v)) <= 0;
+    const bool negative = (kFromOutput ? v : apply(s, v)) <= 0;
     return negative ? (kActivation == 1 ? real_t(0) : slope * dy) : dy;
   }
 };
@@ -83,9 +83,9 @@ struct Saved {
     d = saved[3 * channels + c];
     gamma = arguments.gamma ? arguments.gamma[c] : 1;
     beta = arguments.beta[c];
-    moved = effective(kInPlace, r, d, gamma, beta);
-    center = kInPlace ? beta : saved[c];
-    xhat_scale = kInPlace ? 1 / gamma : invstd;
+    moved = effective(kFromOutput, r, d, gamma, beta);
+    center = kFromOutput ? beta : saved[c];
+    xhat_scale = kFromOutput ? 1 / gamma : invstd;
   }
 
   __device__ void affine(real_t* out) const { set_affine(center, gamma * invstd, beta, out); }

@@ -57,7 +57,7 @@ struct NormalizeArguments {
 
 struct GradientSumsArguments {
   Shape shape;
-  const value_t* x;  // in place y
+  const value_t* x;  // or y, see FROM_OUTPUT
   const value_t* dy;
   const value_t* y;  // with a residual
   value_t* d_residual;
@@ -75,7 +75,7 @@ struct GradientSumsArguments {
 
 struct InputGradientArguments {
   Shape shape;
-  const value_t* x;  // in place y
+  const value_t* x;  // or y, see FROM_OUTPUT
   const value_t* dy;
   const value_t* y;  // with a residual, if dy has not passed the ReLU yet; else null
   value_t* dx;

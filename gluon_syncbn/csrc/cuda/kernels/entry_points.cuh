@@ -13,9 +13,9 @@ KERNEL(gradient_sums, GradientSumsArguments)
 KERNEL(input_gradient, InputGradientArguments)
 
 // A name in the PTX tells the tests' stand-in for CUDA which kind of layer it was compiled for.
-#define COMPILED_FOR(type, activation, residual, in_place) COMPILED_FOR_(type, activation, residual, in_place)
-#define COMPILED_FOR_(type, activation, residual, in_place)                    \
-  extern "C" {                                                                 \
-  __device__ int compiled_for_##type##_##activation##_##residual##_##in_place; \
+#define COMPILED_FOR(type, activation, residual, from_output) COMPILED_FOR_(type, activation, residual, from_output)
+#define COMPILED_FOR_(type, activation, residual, from_output)                    \
+  extern "C" {                                                                    \
+  __device__ int compiled_for_##type##_##activation##_##residual##_##from_output; \
   }
-COMPILED_FOR(VALUE_TYPE, ACTIVATION, RESIDUAL, IN_PLACE)
+COMPILED_FOR(VALUE_TYPE, ACTIVATION, RESIDUAL, FROM_OUTPUT)

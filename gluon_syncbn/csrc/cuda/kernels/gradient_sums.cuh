@@ -95,8 +95,8 @@ __device__ inline void run(const GradientSumsArguments& arguments) {
   Whole<Threads, false>::walk(shape, arguments.x, pass, prepare);
 
   if (!add_up<Sums, Threads>(shape, arguments.memory, 0, pass.gradients, pass.products)) return;
-  // dγ and dβ, and the message: S1[C], S2[C], count, round_id and active_set from `saved`, and in place for each
-  // channel whether γ was clamped.
+  // dγ and dβ, and the message: S1[C], S2[C], count, round_id and active_set from `saved`, and with FROM_OUTPUT for
+  // each channel whether γ was clamped.
   const int64 c = first_channel(shape) + thread_number(), channels = shape.channels;
   double* const message = arguments.memory.message;
   const Saved then(arguments, c);
@@ -106,7 +106,7 @@ __device__ inline void run(const GradientSumsArguments& arguments) {
   tell(message + c, s1);
   tell(message + channels + c, s2);
   for (int i = 0; i < 3 && c == 0; ++i) tell(message + 2 * channels + i, call_of(arguments)[i]);
-  if (kInPlace) tell(message + 2 * channels + 3 + c, then.moved);
+  if (kFromOutput) tell(message + 2 * channels + 3 + c, then.moved);
   store_gradient(arguments.d_beta + c, s1, arguments.beta_request);
   store_gradient(arguments.d_gamma + c, arguments.gamma ? then.r * s2 + then.d * s1 : 0, arguments.gamma_request);
 }

@@ -44,7 +44,7 @@ struct NormalizeChannel {
     const double d = renorm ? message[3 * channels + c] : 0;
     double gamma = arguments.gamma ? arguments.gamma[c] : 1, beta = arguments.beta[c];
     const double invstd = 1 / sqrt(variance + arguments.epsilon);
-    effective(kInPlace && (training || arguments.saved), r, d, gamma, beta);
+    effective(kFromOutput && (training || arguments.saved), r, d, gamma, beta);
     set_affine(mean, gamma * invstd, beta, out);
     if (!is_first) return;
     if (training) {
