@@ -5,7 +5,6 @@ it is a child, an attribute, an element of a list, or held by a closure. Its Par
 ``.params`` files do not change either.
 """
 
-import functools
 import logging
 import warnings
 from typing import Any, Dict, List, Optional, Type
@@ -304,18 +303,22 @@ def _own(block: Block) -> List[str]:
     return sorted(_OURS & (own | {"backend"} & vars(block).keys()))
 
 
-@functools.lru_cache(maxsize=None)
+_made: Dict[Type[Block], Type[SyncBatchNorm]] = {}
+
+
 def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
     """Return the class that layers of this class get. It keeps the attributes of a user's class."""
     if kind is _base_of(kind):
         return SyncBatchNorm
-    own = {
-        "__module__": kind.__module__,
-        "__reduce_ex__": lambda self, _: (_remake, (kind,), self.__getstate__()),
-        "hybrid_forward": SyncBatchNorm.hybrid_forward,
-        "_converted_from": kind,
-    }
-    return type(f"Sync{kind.__name__}", (kind, SyncBatchNorm), own)
+    if kind not in _made:
+        own = {
+            "__module__": kind.__module__,
+            "__reduce_ex__": lambda self, _: (_remake, (kind,), self.__getstate__()),
+            "hybrid_forward": SyncBatchNorm.hybrid_forward,
+            "_converted_from": kind,
+        }
+        _made[kind] = type(f"Sync{kind.__name__}", (kind, SyncBatchNorm), own)
+    return _made[kind]
 
 
 def _remake(kind: Type[Block]) -> SyncBatchNorm:

@@ -254,8 +254,15 @@ class _Horovod:
     def shut_down(self, hvd: Any, tell: Callable[[], None]) -> None:
         """Let the other processes know, and shut Horovod down, once: two at a time would wait for ever."""
         atexit.unregister(hvd.shutdown)
-        if self._is_ending.acquire(blocking=False):
-            self.run(lambda: (tell(), hvd.shutdown(), self.is_down.set()))
+        if not self._is_ending.acquire(blocking=False):
+            return
+
+        def shut_down() -> None:
+            tell()
+            hvd.shutdown()
+            self.is_down.set()
+
+        self.run(shut_down)
 
     def run(self, work: Callable[[], Any]) -> None:
         """Run the work on an idle thread, or on a new one, which does not keep the process from ending."""
