@@ -459,7 +459,7 @@ def run_case(case, is_strict=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["native", "portable"], required=True)
-    parser.add_argument("--mode", choices=list(MODES), required=True)
+    parser.add_argument("--mode", choices=list(MODES), help="in place of all in turn")
     parser.add_argument("--fault", choices=list(FAULTS), help="in place of all in turn")
     parser.add_argument("--cases", type=int, default=len(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
@@ -472,7 +472,8 @@ def main():
     for number in range(options.cases):
         for seed in (random.seed, mx.random.seed, np.random.seed):
             seed((options.seed + number) % (1 << 31))
-        case = draw(options.backend, options.mode, options.fault or list(FAULTS)[number % len(FAULTS)])
+        mode = options.mode or list(MODES)[(options.seed + number) % len(MODES)]
+        case = draw(options.backend, mode, options.fault or list(FAULTS)[number % len(FAULTS)])
         while has_known_defect(case) and not options.strict:
             case = draw(*case[:3])
         gc.collect()  # Trainers of cases before

@@ -91,7 +91,7 @@ def build() -> Path:
 
     def make(made: Path) -> None:
         compile_flags, link_flags = _flags()
-        parts = [_object_of(source) or source for source in sources]
+        parts = [object_of(source) or source for source in sources]
         command = ["g++", "-fPIC", "-shared", f"-I{CSRC}", *compile_flags, main, *parts, "-o", made, *link_flags]
         subprocess.run(command, check=True)
 
@@ -120,7 +120,7 @@ print(json.dumps([extension.extra_compile_args, extension.extra_link_args]))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _object_of(source: Path):
+def object_of(source: Path):
     """What `setup.py build_ext --inplace` has made of a source, if neither that nor what it includes is newer."""
     newest = max(map(os.path.getmtime, [*_with_included([source]), ROOT / "setup.py"]))
     for found in (ROOT / "build").glob(f"temp.*/{source.relative_to(ROOT).with_suffix('.o')}"):

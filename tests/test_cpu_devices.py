@@ -25,8 +25,17 @@ def test_random_loops(backend, seed):
     assert bits[0] == bits[1] and len(bits[0]) >= PROGRAMS[backend] // 2
 
 
-@pytest.mark.parametrize("steps", [400, pytest.param(50000, marks=pytest.mark.long)])
-def test_the_ordinary_loop(mode, steps, backend):
+def test_the_ordinary_loop(backend, seed):
+    """In a mode that is drawn."""
+    check_the_loop(random.Random(f"{seed} {backend}").choice(list(MODES)), 400, backend)
+
+
+@pytest.mark.long
+def test_the_ordinary_loop_for_long(mode, backend):
+    check_the_loop(mode, 50000, backend)
+
+
+def check_the_loop(mode, steps, backend):
     """benchmarks/long_run.py: memory and threads stay as they are, and no device waits."""
     steps //= 1 if backend == "native" else 2
     program = ["benchmarks/long_run.py", "--mode", mode, "--steps", steps]
@@ -137,7 +146,7 @@ ONLY_IN = {
 IN_ALL = [pytest.param(loop, mode, marks=pytest.mark.long) for loop in LOOPS for mode in ONLY_IN.get(loop, MODES)]
 
 
-@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("place", range(4))
 def test_memory_stays_what_it_is_after_a_few_steps(place, seed):
     """In loops and modes that are drawn."""
     loop = random.Random(seed).sample(list(LOOPS), len(LOOPS))[place]

@@ -4,7 +4,6 @@ That the documentation builds without a warning is shown by `make docs`, in CI.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import need, run_job
-from testing import HANG, ROOT, run_python
+from testing import HANG, ROOT, lean_environment, run_python
 
 DOCS = Path(ROOT) / "docs"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -20,8 +19,8 @@ PAGES = [page.name for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.re
 
 
 def run(folder, *arguments) -> str:
-    """What Python prints, started as users start it."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    """What Python prints, in a process of its own."""
+    variables = lean_environment()
     how = {"cwd": folder, "env": variables, "timeout": HANG, "capture_output": True, "encoding": "utf-8"}
     done = subprocess.run([sys.executable, *arguments], **how)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,7 +101,7 @@ def test_the_example_of_the_readme(tmp_path):
     text = Path(ROOT, "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert "range(10)" in code
-    code = code.replace("range(10)", "range(100)")
+    code = code.replace("range(10)", "range(30)")
     done = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{code}{CHECK_README}")
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
-    assert len(losses) == 100 and losses[-1] < losses[0], done.stdout
+    assert len(losses) == 30 and min(losses[-5:]) < losses[0], done.stdout

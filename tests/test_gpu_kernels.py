@@ -15,7 +15,7 @@ from kernel_cases import DTYPES, LAYOUTS, SLOPE, UNITS, Case, check_moments, dea
 from reference import Norm, check
 from stand_in import Fenced, StandInGpu
 
-COUNT = 60
+COUNT = 40
 GPU = StandInGpu()
 
 

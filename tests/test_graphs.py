@@ -22,7 +22,7 @@ from testing import MODES, check_step, cpus, options_of, random_shards, referenc
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
 
-GRAPHS = {"native": 70, "portable": 20}
+GRAPHS = {"native": 50, "portable": 15}
 SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
 graph_modes = pytest.mark.parametrize("mode", ["hybridize", "static"])
 

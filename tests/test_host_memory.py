@@ -2,7 +2,6 @@
 continues, or ends without a word.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from hosts import missing
 from launching import PIPES, command_of_job, run_job
-from testing import HANG, ROOT
+from testing import HANG, ROOT, lean_environment
 
 SIZE, TIMEOUT = 3, 6
 GONE = r"ERROR (\d) (\S+) MXNetError: SyncBatchNorm 'first': forward pass: process 1 has ended\."
@@ -114,6 +113,5 @@ else:
 """
     script = tmp_path / "container.py"
     script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    done = subprocess.run([sys.executable, script], env=environment, timeout=HANG, **PIPES)
+    done = subprocess.run([sys.executable, script], env=lean_environment(), timeout=HANG, **PIPES)
     assert done.stdout == "\nthe memory is of another host, or of another container\n", done.stdout

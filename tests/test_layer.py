@@ -230,7 +230,7 @@ PLAIN = {"epsilon": 1e-5, "momentum": 0.0, "center": False, "scale": False, "gro
 
 
 @pytest.mark.parametrize("mode", list(MODES))  # not the fixture, which Hypothesis refuses
-@hypothesis.settings(max_examples=100, deadline=None, database=None)
+@hypothesis.settings(max_examples=60, deadline=None, database=None)
 @hypothesis.given(
     case=any_layer(), dtype=st.sampled_from(DTYPES), mean=st.sampled_from([0.0, 2.0, -30.0]), seed=st.integers(0, 2**31)
 )

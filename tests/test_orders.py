@@ -16,7 +16,7 @@ SHAPES = [(2, 3, 6, 6), (3, 3, 6, 6)]
 
 
 @pytest.mark.parametrize("what", [[], ["--symbols"]], ids=["nets", "symbols"])
-@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.long)])
 def test_random_orders(count, what, backend, seed):
     """tests/orders.py; others in each run."""
     count //= 1 if backend == "native" else 4

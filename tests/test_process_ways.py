@@ -11,7 +11,7 @@ from launching import run_job, run_ways
 TURNS = "by_environment two_nets without_backward dropped_net training"
 AROUND = "portable limits module loader expander alone_in_the_middle trainers_that_step_alone resnet18"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
-OF_FOUR = "groups last_batch values branches two_nets nets_in_turns"
+OF_FOUR = "groups last_batch branches two_nets nets_in_turns"
 BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}
 SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, which Horovod needs no sets for
 JOBS = [
@@ -19,14 +19,13 @@ JOBS = [
     ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew is_checked", {}),
     ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
     ("mpi", 4, f"{OF_FOUR} own_groups is_checked", {"JOB_HOSTS": "0 1 0 0"}),
-    ("horovod", 2, f"{TURNS} groups last_batch branches last_step", BY_ITSELF),
-    ("horovod", 4, "groups last_batch one_set_of_weights statistics_anew is_checked", {}),
+    ("horovod", 2, f"{TURNS} groups last_batch branches last_step one_set_of_weights is_checked", BY_ITSELF),
     # As over several hosts.
     ("mpi", 3, f"by_environment {OF_FOUR} one_set_of_weights", {**BY_ITSELF, **NO_MEMORY}),
-    ("horovod", 2, "by_environment training groups last_batch branches", {**BY_ITSELF, **NO_MEMORY}),
-    ("horovod", 4, "last_batch own_groups", {**SETS, **NO_MEMORY}),
+    ("horovod", 4, "by_environment training branches last_batch own_groups", {**BY_ITSELF, **SETS, **NO_MEMORY}),
 ]
 LONG = [("horovod", 3, OF_THREE, {**SETS, **NO_MEMORY}), ("horovod", 4, "groups training", {**SETS, **NO_MEMORY})]
+LONG += [("horovod", 4, "groups last_batch statistics_anew", {})]
 LONG += [("mpi", size, "groups branches training", {}) for size in (6, 9)]
 LONG += [("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY})]
 LONG += [("mpi", 4, "groups own_groups branches", {})]
@@ -46,10 +45,15 @@ def test_horovod_says_how_some_processes_can_meet():
 
 
 @pytest.mark.parametrize(
-    "engine, variables", [("mpi", {}), ("mpi", NO_MEMORY), pytest.param("horovod", NO_MEMORY, marks=pytest.mark.long)]
+    "engine, steps, variables",
+    [
+        *(("mpi", 600, variables) for variables in ({}, NO_MEMORY)),
+        *(pytest.param("mpi", 2000, variables, marks=pytest.mark.long) for variables in ({}, NO_MEMORY)),
+        pytest.param("horovod", 2000, NO_MEMORY, marks=pytest.mark.long),
+    ],
 )
-def test_memory_and_threads_stay_flat(engine, variables):
-    run_ways(engine, 2, "soak", 2000, **variables)
+def test_memory_and_threads_stay_flat(engine, steps, variables):
+    run_ways(engine, 2, "soak", steps, **variables)
 
 
 @pytest.mark.parametrize("way, variables", [("finalize", {}), ("finalize", NO_MEMORY), ("again", {})])

@@ -340,10 +340,7 @@ def shorten_grace(seconds: float = GRACE) -> None:
 
 
 def lean_environment() -> dict:
-    """For processes that need neither scikit-learn nor ONNX.
-
-    MXNet imports them where they are, which takes a third of its start, and there are hundreds of processes.
-    """
+    """For processes that need nothing of MXNet's that takes long to import (tests/lean); there are hundreds of them."""
     folders = [os.path.join(ROOT, "tests", "lean"), ROOT, os.path.join(ROOT, "tests")]
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 

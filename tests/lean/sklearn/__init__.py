@@ -1,1 +1,0 @@
-raise ImportError("scikit-learn is left out of this process of a test: see run_python in tests/testing.py")
