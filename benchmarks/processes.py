@@ -111,7 +111,8 @@ def join_for_exchanges(engine: str):
     from gluon_syncbn.meeting.processes import processes_of
 
     group = join(engine)
-    processes_of(group).prepare("benchmark", None, 60)
+    with processes_of(group).together("benchmark", 60):
+        pass
     return group
 
 

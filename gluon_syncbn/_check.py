@@ -295,7 +295,8 @@ class _TrialPasses:
         """Return the arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
-        rows = processes_of(self._group).gather_each(_NAME, _NAME, array.ravel(), seconds_for_processes(None))
+        with processes_of(self._group).together(_NAME, seconds_for_processes(None)) as all_of_them:
+            rows = all_of_them.gather_each(_NAME, array.ravel())
         return [row.astype(array.dtype).reshape(-1, *array.shape[1:]) for row in rows]
 
     def have_same_weights(self) -> bool:

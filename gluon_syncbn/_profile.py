@@ -11,7 +11,6 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.meeting import profile as notes
-from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.profile import Pass
 from gluon_syncbn.step.steps import steps
 
@@ -133,7 +132,7 @@ class Report:
         figure = Figure(figsize=(10, 1.6 + 0.22 * len(rows)), layout="constrained")
         waits, lasts = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
         places = np.arange(len(rows))
-        for direction, colour in ((FORWARD, "tab:blue"), (BACKWARD, "tab:orange")):
+        for direction, colour in (("forward", "tab:blue"), ("backward", "tab:orange")):
             mine = [i for i, row in enumerate(rows) if row.direction == direction]
             if mine:
                 medians, most = (1e3 * np.array([(rows[i].spread, rows[i].spread_90) for i in mine])).T

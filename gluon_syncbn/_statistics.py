@@ -203,6 +203,7 @@ def _over_processes(
     vectors = list(packed.values())
     rows = np.concatenate(vectors)[np.newaxis]
     if group is not None:
-        rows = processes_of(group).gather(_NAME, _NAME, rows[0], seconds_for_processes(None))
+        with processes_of(group).together(_NAME, seconds_for_processes(None)) as all_of_them:
+            rows = all_of_them.gather(_NAME, rows[0])
     parts = np.split(rows, np.cumsum([item.size for item in vectors])[:-1], axis=1)
     return {layer: merge(part) for layer, part in zip(packed, parts)}

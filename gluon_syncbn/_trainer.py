@@ -107,7 +107,8 @@ class DistributedTrainer(gluon.Trainer):
         facts = [_checksum([(value.shape, str(value.dtype)) for value in values])]
 
         def broadcast():
-            self._check_same(self._meet("broadcast of parameters", facts))
+            for _ in range(2):
+                self._check_same(self._meet("broadcast of parameters", facts))
             for value in values:
                 self._group.broadcast(value)
 
@@ -145,17 +146,15 @@ class DistributedTrainer(gluon.Trainer):
 
     def _average_gradients(self) -> None:
         numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
-        if not numbered:
-            return
         learning = [parameter for _, parameter in numbered]
         facts = [(i, parameter.shape, dtype_name(parameter.dtype)) for i, parameter in numbered]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until the update has ended well
-        ends = np.cumsum([int(np.prod(parameter.shape)) for parameter in learning])
+        sizes = [int(np.prod(parameter.shape)) for parameter in learning]
         dtype = np.result_type(np.float32, *(parameter.dtype for parameter in learning))
-        if (self._values.size, self._values.dtype) != (ends[-1], dtype):
-            self._values = np.empty(ends[-1], dtype)
-        parts = np.split(self._values, ends[:-1])
+        if (self._values.size, self._values.dtype) != (sum(sizes), dtype):
+            self._values = np.empty(sum(sizes), dtype)
+        parts = np.split(self._values, np.cumsum(sizes)[:-1])
         for parameter, part in zip(learning, parts):
             first, *others = parameter.list_grad()
             part[:] = first.asnumpy().ravel()
@@ -165,8 +164,8 @@ class DistributedTrainer(gluon.Trainer):
         def add_up():
             rows = self._meet("update", [_checksum(facts), was_compared])
             self._check_same(rows[:, :1])
-            if not rows[:, 1].all():
-                self._check_same(self._meet("comparison of parameters", [_checksum_of_values(learning)]))
+            is_known = bool(rows[:, 1].all())
+            self._check_same(self._meet("comparison of parameters", [0 if is_known else _checksum_of_values(learning)]))
             self._group.add_up(self._values)
 
         _uninterrupted(add_up)
@@ -178,10 +177,13 @@ class DistributedTrainer(gluon.Trainer):
         steps.progress.has_gradients_of_job = False
 
     def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
-        """Wait for the other processes. Return the facts of all of them, one row each."""
-        vector, seconds = np.array(facts, dtype=np.float64), seconds_for_processes(None)
-        key = f"{_NAME}.{self._number}.{occasion}"
-        return processes_of(self._group).gather(f"{_NAME}: the {occasion}", key, vector, seconds)
+        """Wait for the other processes. Return the facts of all of them, one row each.
+
+        They meet twice before a call of MPI, which takes nothing back: the first meeting may end well in some processes
+        and with an error in others, and then the second one ends with an error in all.
+        """
+        with processes_of(self._group).together(f"{_NAME}: the {occasion}", seconds_for_processes(None)) as all_of_them:
+            return all_of_them.gather(f"{_NAME}.{self._number}.{occasion}", np.array(facts, dtype=np.float64))
 
     def _check_same(self, rows: np.ndarray) -> None:
         other = next((rank for rank, row in enumerate(rows) if (row != rows[0]).any()), None)

@@ -26,7 +26,7 @@ READY_MADE = HERE / "libstandalone.so"
 _KEPT, _KEPT_FOR = ROOT / "build" / "compiled", 30 * 24 * 3600
 KERNELS = ["cpu/kernels", *(f"cpu/kernels/{name}" for name in ("baseline", "avx2", "avx512"))]
 _SOURCES = [*KERNELS, "cuda/driver", "cuda/launch", "cuda/program"]
-_SOURCES += [f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "threads", "waiting", "watchdog")]
+_SOURCES += [f"meeting/{name}" for name in ("rendezvous", "statistics", "step", "waiting", "watchdog")]
 
 
 def made_once(name: str, sources, words, make) -> Path:

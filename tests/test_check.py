@@ -86,7 +86,7 @@ def test_a_batch_normalization_that_is_no_layer(mode):
     net = sequential(lambda: nn.Conv2D(8, 3), lambda: SyncBatchNorm(), lambda: Own(), lambda: nn.Dense(3))
     result = gluon_syncbn.check(initialized(net, 2, mode), images())
     assert states(result) == ["synchronized"] and not result.is_synchronized
-    assert result.differences["outputs"].found > 0.01 and result.differences["running statistics"].found < 1e-5
+    assert result.differences["outputs"].found > 1e-3 and result.differences["running statistics"].found < 1e-5
 
 
 def everything(net):

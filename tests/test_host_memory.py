@@ -24,7 +24,8 @@ import gluon_syncbn, job
 from gluon_syncbn.meeting.processes import processes_of
 group = job.join(sys.argv[1])
 try:
-    processes_of(group).prepare("here", None, 20)
+    with processes_of(group).together("here", 20):
+        pass
     job.say("SHARES", group.rank, group.shares_memory, processes_of(group).way())
 except gluon_syncbn.SyncBatchNormError as error:
     job.say("ERROR", group.rank, error)

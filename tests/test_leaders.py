@@ -52,7 +52,8 @@ class Job:
 
         def meet(member):
             here.name = f"host{hosts[member.rank]}"
-            processes_of(member).prepare("here", None, PATIENCE)
+            with processes_of(member).together("here", PATIENCE):
+                pass
 
         self.pool = ThreadPoolExecutor(len(hosts))
         list(self.pool.map(meet, self.members))

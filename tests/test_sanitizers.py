@@ -16,7 +16,7 @@ SANITIZERS = {
     "addresses": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fopenmp"],
     "threads": ["-O1", "-fsanitize=thread", "-Wno-unknown-pragmas"],
 }
-MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "threads", "waiting", "watchdog")]
+MEETING = [f"meeting/{name}.cpp" for name in ("rendezvous", "step", "waiting", "watchdog")]
 PROCESSES = ["meeting/statistics.cpp", *(f"processes/{name}.cpp" for name in ("processes", "hosts", "host_memory"))]
 # The program and what it is built with, its arguments, and what it says if all is well.
 PROGRAMS = {

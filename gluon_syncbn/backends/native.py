@@ -36,7 +36,6 @@ from gluon_syncbn.graphs.fuse import OPERATOR
 from gluon_syncbn.graphs.graph import Entry, Node
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link, link_of
-from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.waiting import usual_reasons
 
 # The operators before and after the layer, with their attributes.
@@ -150,11 +149,11 @@ def _connect(group_id: int, answer) -> int:
 
 
 @_leaving_errors
-def _prepare(group_id: int, is_forward: int, chunk: int, set_id: int, key, ranks) -> int:
-    """Fill in the key and the ``ranks`` of a channel, and return how many. Called by a thread that may wait."""
+def _prepare(group_id: int, chunk: int, set_id: int, key, ranks) -> int:
+    """Fill in the key and the ``ranks`` of a subgroup, and return how many. Called by a thread that may wait."""
     link = _groups[group_id].link()
     assert link is not None
-    key[0], members = link.prepare(FORWARD if is_forward else BACKWARD, chunk, set_id)
+    key[0], members = link.prepare(chunk, set_id)
     for place, rank in enumerate(members):
         ranks[place] = rank
     return len(members)

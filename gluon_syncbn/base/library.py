@@ -28,7 +28,7 @@ class PythonFunctions(ctypes.Structure):
     _fields_ = [
         ("make_group", ctypes.CFUNCTYPE(c_int64, c_char_p)),
         ("connect", ctypes.CFUNCTYPE(c_int, c_int64, _NUMBERS)),
-        ("prepare", ctypes.CFUNCTYPE(c_int, c_int64, c_int, c_int64, c_int64, POINTER(c_int64), POINTER(c_int))),
+        ("prepare", ctypes.CFUNCTYPE(c_int, c_int64, c_int64, c_int64, POINTER(c_int64), POINTER(c_int))),
         ("drop", ctypes.CFUNCTYPE(None, c_int64)),
         ("warn", ctypes.CFUNCTYPE(None, c_char_p)),
     ]
@@ -62,7 +62,6 @@ class State(ctypes.Structure):
         ("shares_memory", c_int),
         ("has_lost_some", c_int),
         ("open_tasks", c_int),
-        ("highest_round", c_int64),
         ("seconds_failed", c_double),
     ]
 
@@ -120,7 +119,6 @@ _PROTOTYPES = {
     "abandon": (c_char_p, [c_int64, c_int]),
     "resume": (c_char_p, [c_int64, c_char_p, c_double]),
     "leave": (None, [c_int64, c_double]),
-    "go_to_round": (None, [c_int64, c_int64]),
     "name_processes": (None, [c_int64, _STRINGS, c_int]),
     "offer_memory": (c_char_p, [c_int64, c_int, POINTER(c_char_p)]),
     "join_memory": (c_char_p, [c_int64, c_char_p, POINTER(c_int), c_int]),

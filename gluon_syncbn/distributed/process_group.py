@@ -210,10 +210,6 @@ class ProcessGroup(ABC):
         """Return when all processes have abandoned the step. ExchangeError, starting with ``where``, if they do not."""
         _raise(library.core.gluon_syncbn_resume(self.id, where.encode(), seconds))
 
-    def go_to_round(self, least: int) -> None:
-        """Give the next rounds this number or a higher one."""
-        library.core.gluon_syncbn_go_to_round(self.id, least)
-
     def name_processes(self, names: Sequence[str]) -> None:
         """Set the names of hosts, which errors put after the ranks."""
         library.core.gluon_syncbn_name_processes(self.id, library.strings(names), len(names))

@@ -4,6 +4,7 @@ import os
 import threading
 from typing import List, Optional, Sequence, Tuple
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
 from gluon_syncbn.layer.decision import check_groups
@@ -30,27 +31,37 @@ class Link:
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
         self._place_lock = threading.Lock()
 
-    def prepare(self, direction: str, chunk: int, set_id: int) -> Tuple[int, Sequence[int]]:
+    def prepare(self, chunk: int, set_id: int) -> Tuple[int, Sequence[int]]:
         """Let the processes that have devices in group number ``chunk`` of the layer exchange vectors.
 
-        Returns the key of their exchanges, and their ranks. Raises as `Processes.prepare`.
+        Returns the key of their exchanges, and their ranks. Raises as `Processes.together`.
         """
         with self._place_lock:  # several groups of the layer may come for the first time together
             if self.place is None:
                 name = self._spec.name
                 key = f"{name}.{self._processes.count_layers(name)}"
                 self.place = Place(key, key, "layer", name, [self._spec.facts(None)], self._subsets())
-        self._processes.prepare(f"{self._spec.where}: {direction} pass", self.place, self.seconds)
-        members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
-        return number_of(f"{self.place.key}.{chunk}.{direction}"), members
+        group, where = self._processes.group, f"{self._spec.where}: forward pass"
+        idle = set(range(group.size)).difference(active_sets.active_ranks(group, set_id, range(group.size)))
+        if idle and not self._processes.knows(self.place):
+            raise SyncBatchNormError(
+                f"the net trains for the first time, and gluon_syncbn.devices gives process {min(idle)} no devices. "
+                f"Train a first step on all processes"
+            )
+        with self._processes.together(where, self.seconds, self.place):
+            members = active_sets.active_ranks(group, set_id, self._members(chunk))
+        # Whoever exchanges under a key does so each time, so all number its rounds alike.
+        return number_of(f"{self.place.key}.{chunk}.{tuple(members)}"), members
 
     def take(self, place: Place) -> None:
         """Take this place: the layer is about to train, in a net."""
         with self._place_lock:
-            if self.place is None:
-                self.place = place._replace(subsets=self._subsets())
-                if self.place.subsets:
-                    self._processes.announce_subsets(place.net)
+            if self.place is not None:
+                return
+            self.place = place._replace(subsets=self._subsets())
+        if self.place.subsets and self._processes.group.needs_subsets:
+            with self._processes.together(f"{self._spec.where}: forward pass", self.seconds, self.place):
+                pass  # the sets of all nets are made in one order, that of the program
 
     @property
     def processes_id(self) -> int:

@@ -10,8 +10,8 @@ that may wait. Python does this, in this order:
 3. Compare the net of the layer: its class, the names of its parameters within it, and its layers with their channels,
    dtypes and options. Nets have numbers, in the order in which they first train. Their first rounds may come in another
    order on each process, so several nets are compared at once, and a thread holds only the lock of its net. But where
-   the communicator must make sets of processes that meet without the others (`needs_subsets`), they are made net after
-   net, in the order of numbers, since all processes may have to make them in the same order.
+   the communicator must make sets of processes that meet without the others (`needs_subsets`), nets are compared in the
+   order of their numbers, where the program calls them, since all processes must make the sets in the same order.
 
 Each of these is an exchange of all processes, and ends as any exchange does. It may have ended well on some processes
 only: 1. finds out.
@@ -23,31 +23,45 @@ import logging
 import os
 import socket
 import threading
-import time
-import weakref
 from collections import defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
+from gluon_syncbn.distributed.default import groups_in_use
 from gluon_syncbn.distributed.process_group import CommunicatorError, ExchangeError, ProcessGroup
 from gluon_syncbn.layer.spec import Facts, different_facts
-from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.positions import Place
 
-FORWARD, BACKWARD = "forward", "backward"
 HOST_MEMORY = "GLUON_SYNCBN_HOST_MEMORY"
 _ORDER = "Every process must make the same nets, and first train them in the same order"
 _log = logging.getLogger("gluon_syncbn")
 
 
-class _Occasion(NamedTuple):
-    """The cause of an exchange: the beginning of its errors, and how long the processes wait for each other."""
+class Occasion(NamedTuple):
+    """What all processes exchange together: the beginning of its errors, and how long they wait for each other."""
 
+    group: ProcessGroup
     where: str
     seconds: float
+
+    def gather(self, key: str, vector: np.ndarray) -> np.ndarray:
+        """The vectors of all processes, in rank order; the n-th calls with this key belong together."""
+        return self.group.all_gather(key, vector, self.where, self.seconds)
+
+    def gather_each(self, key: str, vector: np.ndarray) -> List[np.ndarray]:
+        """As `gather`, where the vectors may differ in length."""
+        sizes = self.gather(f"{key}.size", np.array([vector.size], dtype=np.float64))[:, 0].astype(int)
+        padded = np.zeros(sizes.max())
+        padded[: vector.size] = vector
+        return [row[:size] for row, size in zip(self.gather(key, padded), sizes)]
+
+    def gather_json(self, key: str, value: Any) -> List[Any]:
+        """The values of all processes, in rank order."""
+        rows = self.gather_each(key, np.frombuffer(json.dumps(value).encode(), dtype=np.uint8))
+        return [json.loads(row.astype(np.uint8).tobytes()) for row in rows]
 
 
 class Processes:
@@ -57,13 +71,11 @@ class Processes:
         self.group = group
         self._why_no_memory = ""
         self._hosts: List[str] = []
-        self._lock = threading.Lock()  # of `_net_locks` and `_layers`
+        self._lock = threading.Lock()  # of `_net_locks`, `_layers` and `_seen`
         self._resume_lock = threading.Lock()  # of the thread that prepares 1. and 2.
         self._net_locks: Dict[str, threading.Lock] = defaultdict(threading.Lock)  # of the thread that compares a net
-        self._subset_order = threading.Condition()
-        self._awaited_subsets: List[str] = []  # nets that have trained and have subsets, until these are made
         self._has_met = False  # 2. has ended here
-        self._compared: Set[str] = set()  # nets
+        self._compared: Dict[str, Sequence[Tuple[int, ...]]] = {}  # the subsets of each net
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
         self._seen: Dict[str, Tuple[Sequence[Facts], List[str]]] = {}  # layers of nets, and their name in each process
 
@@ -75,51 +87,14 @@ class Processes:
         several = len(set(self._hosts)) > 1
         return f"{within} within hosts, through {self.group.name} between them" if several else within
 
-    # All processes call the next five together. Errors start with ``where``. SyncBatchNormError if a process does not
-    # come within so many seconds, if the net differs there, or if the step has been abandoned.
-
-    def prepare(self, where: str, place: Optional[Place], seconds: float) -> None:
-        """Let exchanges of the layer at this place, or outside of layers, begin."""
-        with self._exchanging(where, place, seconds):
-            pass
-
-    def gather(self, where: str, key: str, vector: np.ndarray, seconds: float) -> np.ndarray:
-        """The vectors of all processes, in rank order; the n-th calls with this key belong together."""
-        with self._exchanging(where, None, seconds) as occasion:
-            return self._gather(key, vector, occasion)
-
-    def gather_each(self, where: str, key: str, vector: np.ndarray, seconds: float) -> List[np.ndarray]:
-        """As `gather`, where the vectors may differ in length."""
-        with self._exchanging(where, None, seconds) as occasion:
-            return self._gather_each(key, vector, occasion)
-
-    def catch_up(
-        self, where: str, layers: Dict[str, int], vector: np.ndarray, seconds: float
-    ) -> Tuple[List[Dict[str, int]], List[np.ndarray]]:
-        """Let all processes number rounds alike from here on, after rounds of some of them.
-
-        ``layers`` has the channels of each layer by its key. Returns the layers of each process, and its vector, of any
-        length.
-        """
-        with self._exchanging(where, None, seconds) as occasion:
-            told = self._gather_json("catch_up", [self.group.state.highest_round, layers], occasion)
-            rows = self._gather_each("catch_up.rows", vector, occasion)
-        self.group.go_to_round(max(highest for highest, _ in told) + 1)
-        return [theirs for _, theirs in told], rows
-
-    def find_active(self, where: str, num_devices: int, seconds: float) -> List[int]:
-        """The ranks that have devices now. They can meet without the others from here on."""
-        with self._exchanging(where, None, seconds) as occasion:
-            counts = self._gather("active", np.array([num_devices], dtype=np.float64), occasion)[:, 0]
-            active = counts.nonzero()[0].tolist()
-            if active and len(active) < self.group.size and self.group.needs_subsets:
-                self.group.add_subsets([tuple(active)], seconds)
-        return active
-
     @contextlib.contextmanager
-    def _exchanging(self, where: str, place: Optional[Place], seconds: float) -> Iterator[_Occasion]:
-        """Prepare exchanges of a layer, or outside of layers. An error lets the step fail in all processes."""
-        occasion = _Occasion(where, seconds)
+    def together(self, where: str, seconds: float, place: Optional[Place] = None) -> Iterator[Occasion]:
+        """Prepare exchanges of the layer at this place, or outside of layers. All processes do so together.
+
+        Errors start with ``where``, and let the step fail in all processes. SyncBatchNormError if a process does not
+        come within so many seconds, if the net differs there, or if the step has been abandoned.
+        """
+        occasion = Occasion(self.group, where, seconds)
         try:
             self._prepare(place, occasion)
             yield occasion
@@ -134,7 +109,18 @@ class Processes:
             self.group.fail(f"{where}: {problem!r}")
             raise
 
-    def _prepare(self, place: Optional[Place], occasion: _Occasion) -> None:
+    def knows(self, place: Place) -> bool:
+        """Whether the processes have compared the net of this layer."""
+        return place.net in self._compared
+
+    def let_meet(self, active: Sequence[int], seconds: float) -> None:
+        """Let these ranks, and those of each layer's groups that are among them, meet without the others."""
+        if self.group.needs_subsets and 0 < len(active) < self.group.size:
+            groups = [subset for net in sorted(self._compared) for subset in self._compared[net]]
+            cut = [tuple(rank for rank in group if rank in active) for group in (range(self.group.size), *groups)]
+            self.group.add_subsets(list(dict.fromkeys(filter(None, cut))), seconds)
+
+    def _prepare(self, place: Optional[Place], occasion: Occasion) -> None:
         with self._resume_lock:
             failure = self.group.failure
             if failure:
@@ -145,8 +131,6 @@ class Processes:
             if self.group.state.is_resuming:
                 self.group.resume(occasion.where, occasion.seconds)
                 self._align(occasion)
-                with self._subset_order:
-                    self._awaited_subsets.clear()  # some of these nets may never come
             if not self._has_met:
                 self._meet(occasion)
                 self._has_met = True
@@ -158,13 +142,13 @@ class Processes:
             if place.net not in self._compared:
                 self._compare(place, occasion)
 
-    def _meet(self, occasion: _Occasion) -> None:
+    def _meet(self, occasion: Occasion) -> None:
         """Find out whether the processes of each host can share memory, and exchange through it from then on."""
         if self.group.shares_memory:  # all processes agreed on it, and then this one was interrupted
             return
         is_off = os.environ.get(HOST_MEMORY) == "0"
         mine = [socket.gethostname(), library.build(), f"{HOST_MEMORY}=0" if is_off else ""]
-        hosts, builds, problems = zip(*self._gather_json("meet", mine, occasion))
+        hosts, builds, problems = zip(*occasion.gather_json("meet", mine))
         self._hosts = list(hosts)
         self.group.name_processes(self._hosts)
         near = [rank for rank, host in enumerate(hosts) if host == hosts[self.group.rank]]
@@ -181,21 +165,21 @@ class Processes:
         found = found or _first([f"it has another build, {build}" if build != builds[0] else "" for build in builds])
         if found is None:  # several containers may have the same name
             offer = self.group.offer_memory(len(near)) if self.group.rank == near[0] else ("", "")
-            addresses, problems = zip(*self._gather_json("memory", offer, occasion))
+            addresses, problems = zip(*occasion.gather_json("memory", offer))
             found = _first(problems)
         if found is None:
             problem = self.group.join_memory(addresses[near[0]], near)
-            found = _first(self._gather_json("votes", problem, occasion))
+            found = _first(occasion.gather_json("votes", problem))
         self.group.use_memory(found is None)
         if found is not None:
             self._why_no_memory = f"{self._name(found[0])}: {found[1]}"
             if self.group.rank == 0:
                 _log.info("Processes exchange %s.", self.way())
 
-    def _compare(self, place: Place, occasion: _Occasion) -> None:
+    def _compare(self, place: Place, occasion: Occasion) -> None:
         """Compare the net of each process with the net of the first process."""
         mine = [place.kind, place.name, place.layers]
-        kinds, names, lists = zip(*self._gather_json(f"{place.net}.layers", mine, occasion))
+        kinds, names, lists = zip(*occasion.gather_json(f"{place.net}.layers", mine))
         first = lists[0]
         for rank, layers in enumerate(lists):
             if len(layers) != len(first):
@@ -219,8 +203,11 @@ class Processes:
                     f"the nets differ: '{names[0]}' is a {kinds[0]} in {self._name(0)}, '{names[rank]}' a "
                     f"{kinds[rank]} in {self._name(rank)}. {_ORDER}"
                 )
-        self._check_names(place, list(names))
-        self._make_subsets(place, occasion)
+        with self._lock:
+            self._check_names(place, list(names))
+        if self.group.needs_subsets:
+            self.group.add_subsets(place.subsets, occasion.seconds)
+        self._compared[place.net] = place.subsets
 
     def _check_names(self, place: Place, names: List[str]) -> None:
         """Refuse nets that are alike and train in another order, as their names show.
@@ -246,53 +233,13 @@ class Processes:
             self._layers[name] += 1
             return self._layers[name] - 1
 
-    def _align(self, occasion: _Occasion) -> None:
+    def _align(self, occasion: Occasion) -> None:
         """Keep the agreements that all processes know of."""
-        all_compared, have_met = zip(*self._gather_json("agreed", [list(self._compared), self._has_met], occasion))
+        all_compared, have_met = zip(*occasion.gather_json("agreed", [list(self._compared), self._has_met]))
         self._has_met = all(have_met)
-        self._compared.intersection_update(*all_compared)
-        for net in self._seen.keys() - self._compared:
-            del self._seen[net]
-
-    def announce_subsets(self, net: str) -> None:
-        """Note that a layer of this net, which has subsets, is about to train. All processes do so in one order."""
-        with self._subset_order:
-            if net not in self._compared and net not in self._awaited_subsets:
-                self._awaited_subsets.append(net)
-
-    def _make_subsets(self, place: Place, occasion: _Occasion) -> None:
-        """Make the subsets of a net, after the subsets of nets that were announced before."""
-        awaited = self._awaited_subsets
-        with self._subset_order:
-            if self.group.needs_subsets:
-                waited = waiting.wait(
-                    self._subset_order,
-                    time.monotonic(),
-                    occasion.seconds,
-                    lambda: place.net not in awaited or awaited[0] == place.net,
-                )
-                if waited is not None:
-                    raise SyncBatchNormError(waited.text("another net to be compared"))
-                self.group.add_subsets(place.subsets, occasion.seconds)
-            self._compared.add(place.net)
-            if place.net in awaited:
-                awaited.remove(place.net)
-            self._subset_order.notify_all()
-
-    def _gather_json(self, key: str, value: Any, occasion: _Occasion) -> List[Any]:
-        """The values of all processes, in rank order."""
-        rows = self._gather_each(key, np.frombuffer(json.dumps(value).encode(), dtype=np.uint8), occasion)
-        return [json.loads(row.astype(np.uint8).tobytes()) for row in rows]
-
-    def _gather_each(self, key: str, vector: np.ndarray, occasion: _Occasion) -> List[np.ndarray]:
-        """The vectors of all processes, which may differ in length."""
-        sizes = self._gather(f"{key}.size", np.array([vector.size], dtype=np.float64), occasion)[:, 0].astype(int)
-        padded = np.zeros(sizes.max())
-        padded[: vector.size] = vector
-        return [row[:size] for row, size in zip(self._gather(key, padded, occasion), sizes)]
-
-    def _gather(self, key: str, vector: np.ndarray, occasion: _Occasion) -> np.ndarray:
-        return self.group.all_gather(key, vector, occasion.where, occasion.seconds)
+        agreed = set.intersection(*map(set, all_compared))
+        self._compared = {net: subsets for net, subsets in self._compared.items() if net in agreed}
+        self._seen = {net: seen for net, seen in self._seen.items() if net in agreed}
 
     def _name(self, rank: int) -> str:
         return f"process {rank} ({self._hosts[rank]})" if self._hosts else f"process {rank}"
@@ -303,21 +250,12 @@ def _first(texts: Sequence[str]) -> Optional[Tuple[int, str]]:
     return next(((rank, text) for rank, text in enumerate(texts) if text), None)
 
 
-_all: "weakref.WeakKeyDictionary[ProcessGroup, Processes]" = weakref.WeakKeyDictionary()
-_all_lock = threading.Lock()
-
-
 def processes_of(group: ProcessGroup) -> Processes:
     """The agreements of this group, which all its layers share."""
-    with _all_lock:
-        if group not in _all:
-            _all[group] = Processes(group)
-        return _all[group]
+    return vars(group).get("_agreements") or vars(group).setdefault("_agreements", Processes(group))
 
 
 def abandon_on_all_processes(is_under_way: bool) -> None:
     """Abandon the step, so that no process waits for this one."""
-    with _all_lock:
-        groups = list(_all)
-    for group in groups:
+    for group in groups_in_use():
         group.abandon(is_under_way)

@@ -2,7 +2,7 @@
 // with the devices of a short step, and with other limits of Batch Renormalization in each step. Meanwhile another
 // thread asks the groups all that Python asks, makes and drops other groups, and switches the profile. The test
 // compares statistics, sums and limits with the devices' values. Then two processes of one device each abandon every
-// step: their next exchanges need some time to be prepared, in which two backward passes of one forward pass come. Run
+// step: their next exchanges need some time to be prepared. Two backward passes of one forward pass come. Run
 // under ThreadSanitizer and AddressSanitizer. Usage: stress_groups [steps]
 
 #include <algorithm>
@@ -163,9 +163,9 @@ void meet_in_two_processes(int steps) {
     link.processes = processes.back();
     link.first_device = static_cast<size_t>(rank);
     link.timeout_seconds = 60;
-    link.prepare = [random = std::make_shared<std::mt19937>(rank)](bool is_forward, int64_t, int64_t) {
+    link.prepare = [random = std::make_shared<std::mt19937>(rank)](int64_t, int64_t) {
       std::this_thread::sleep_for(std::chrono::microseconds((*random)() % 300));
-      return std::make_pair(int64_t{is_forward}, std::vector<int>{0, 1});
+      return std::make_pair(int64_t{2}, std::vector<int>{0, 1});
     };
     const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, 1, 0, {1, 0}};
     groups.push_back(

@@ -40,7 +40,6 @@ from gluon_syncbn.layer.decision import check_groups
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting import profile, waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
-from gluon_syncbn.meeting.processes import BACKWARD, FORWARD
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 
 _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
@@ -220,7 +219,7 @@ class Group(LayerGroup):
         members = {}
         for neighbours in self.spec.groups_of(self.devices).values():
             devices = [device for device in neighbours if active_sets.includes(device, set_id)]
-            both = self._rendezvous(FORWARD, devices, merge), self._rendezvous(BACKWARD, devices, add_ranks)
+            both = self._rendezvous("forward", devices, merge), self._rendezvous("backward", devices, add_ranks)
             members.update({device: (rank, *both) for rank, device in enumerate(devices)})
         return members
 

@@ -1,11 +1,9 @@
 #include "meeting/group.h"
 
 #include <algorithm>
-#include <deque>
 #include <stdexcept>
+#include <thread>
 #include <tuple>
-
-#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -16,91 +14,63 @@ bool comes_before(const std::string& a, const std::string& b) {
          std::make_tuple(b.substr(0, b.find('(')), b.size(), b);
 }
 
-// From one direction of a subgroup to the other processes.
+// From a subgroup to the other processes.
 class WayOut : public std::enable_shared_from_this<WayOut> {
  public:
   using Done = std::function<void(const Outcome&)>;
 
-  WayOut(Link link, std::string what, bool is_forward, int64_t subgroup, int64_t active_set)
-      : link_(std::move(link)),
-        what_(std::move(what)),
-        is_forward_(is_forward),
-        subgroup_(subgroup),
-        active_set_(active_set) {}
+  WayOut(Link link, std::string where, int64_t subgroup, int64_t active_set)
+      : link_(std::move(link)), where_(std::move(where)), subgroup_(subgroup), active_set_(active_set) {}
 
-  // As `Exchange::start`, with the vectors of this process merged to one. Exchanges begin in the order in which they
-  // come, also if they have to wait until the channel is prepared: nothing else tells apart two exchanges of one key
-  // and round (two backward passes of one forward pass).
-  void exchange(const Vectors& brought, uint64_t key, Done done) {
-    const int64_t round = is_forward_ ? Processes::kNext : static_cast<int64_t>(key);
-    Coming mine{round, is_forward_ ? merge(brought).pack() : add_ranks(brought), std::move(done)};
-    std::shared_ptr<const Channel> channel;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!is_preparing_ && epoch_ == link_.processes->epoch()) channel = channel_;
-      if (!channel) {
-        if (!is_preparing_) run_on_a_thread([self = shared_from_this()] { self->prepare(); });
-        is_preparing_ = true;
-        coming_.push_back(std::move(mine));
+  // As `Exchange::start`, with the vectors of this process merged to one. A forward pass prepares the channels where
+  // that has not been done in this epoch. Forward passes come one after the other. A backward pass comes after its
+  // forward pass; after another epoch's it is refused.
+  void forward(const Vectors& brought, Done done) {
+    std::vector<double> vector = merge(brought).pack();
+    if (epoch_ == link_.processes->epoch()) return exchange(true, Processes::kNext, std::move(vector), std::move(done));
+    std::thread([self = shared_from_this(), vector = std::move(vector), done = std::move(done)]() mutable {
+      try {
+        self->prepare();
+        self->exchange(true, Processes::kNext, std::move(vector), done);
+      } catch (const std::exception& problem) {
+        self->link_.processes->fail(self->where_ + "forward pass: " + problem.what());
+        done({nullptr, 0, problem.what()});
       }
-    }
-    if (channel) go_on(*channel, std::move(mine));
+    }).detach();
+  }
+
+  void backward(const Vectors& brought, uint64_t round, Done done) {
+    exchange(false, static_cast<int64_t>(round), add_ranks(brought), std::move(done));
   }
 
  private:
-  struct Coming {
-    int64_t round;
-    std::vector<double> vector;
-    Done done;
-  };
-
-  // Prepares the channel, and begins the exchanges that wait for it, until there are none.
   void prepare() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!coming_.empty()) {
-      Coming next = std::move(coming_.front());
-      coming_.pop_front();
-      const Done done = next.done;
-      lock.unlock();
-      try {
-        go_on(*prepared(), std::move(next));
-      } catch (const std::exception& problem) {
-        link_.processes->fail(what_ + ": " + problem.what());
-        done({nullptr, 0, problem.what()});
-      }
-      lock.lock();
-    }
-    is_preparing_ = false;
-  }
-
-  std::shared_ptr<const Channel> prepared() {
     const uint64_t epoch = link_.processes->epoch();
-    if (channel_ && epoch_ == epoch) return channel_;  // no other thread changes it
-    auto [key, members] = link_.prepare(is_forward_, subgroup_, active_set_);
-    const auto channel = std::make_shared<const Channel>(Channel{what_, key, members, link_.timeout_seconds});
-    std::lock_guard<std::mutex> lock(mutex_);
+    auto [key, members] = link_.prepare(subgroup_, active_set_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    forward_ = {where_ + "forward pass", key, members, link_.timeout_seconds};
+    backward_ = {where_ + "backward pass", key ^ 1, members, link_.timeout_seconds};
     epoch_ = epoch;
-    return channel_ = channel;
   }
 
-  void go_on(const Channel& channel, Coming coming) {
-    link_.processes->exchange(channel, coming.round, std::move(coming.vector),
-                              [done = std::move(coming.done)](Exchanged all) {
-                                const auto round_id = static_cast<uint64_t>(all.round);
-                                const auto rows = std::make_shared<const Vectors>(std::move(all.rows));
-                                done({rows, round_id, std::move(all.error)});
-                              });
+  void exchange(bool is_forward, int64_t round, std::vector<double> vector, Done done) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const Channel channel = is_forward ? forward_ : backward_;
+    lock.unlock();
+    link_.processes->exchange(channel, round, std::move(vector), [done = std::move(done)](Exchanged all) {
+      const auto rows = std::make_shared<const Vectors>(std::move(all.rows));
+      done({rows, static_cast<uint64_t>(all.round), std::move(all.error)});
+    });
   }
+
+  static constexpr uint64_t kNone = UINT64_MAX;
 
   const Link link_;
-  const std::string what_;
-  const bool is_forward_;
+  const std::string where_;  // how errors begin
   const int64_t subgroup_, active_set_;
   std::mutex mutex_;
-  std::deque<Coming> coming_;  // while the channel is being prepared
-  bool is_preparing_ = false;
-  std::shared_ptr<const Channel> channel_;  // the last that was prepared
-  uint64_t epoch_ = 0;                      // in which it was
+  Channel forward_, backward_;
+  std::atomic<uint64_t> epoch_{kNone};  // in which they were prepared
 };
 
 // Never destroyed, because operators may still run while the process exits.
@@ -225,29 +195,27 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
     }
   }
   for (const auto& [number, names] : neighbours) {
-    const auto forward = make_place(true, names, exchange_of(true, number, active_set));
-    const auto backward = make_place(false, names, exchange_of(false, number, active_set));
+    Exchange forward_exchange, backward_exchange;
+    if (link_->processes) {
+      const auto way = std::make_shared<WayOut>(*link_, where(), static_cast<int64_t>(number), active_set);
+      const auto fail = [processes = link_->processes](const std::string& error) { processes->fail(error); };
+      forward_exchange = {[way](const Vectors& brought, uint64_t, auto done) { way->forward(brought, done); }, fail};
+      backward_exchange = {
+          [way](const Vectors& brought, uint64_t key, auto done) { way->backward(brought, key, done); }, fail};
+    }
+    const auto forward = make_place(true, names, forward_exchange);
+    const auto backward = make_place(false, names, backward_exchange);
     for (size_t rank = 0; rank < names.size(); ++rank) members[names[rank]] = {rank, forward, backward};
   }
 }
 
 std::shared_ptr<Rendezvous> Group::make_place(bool is_forward, std::vector<std::string> names,
                                               Exchange exchange) const {
-  return std::make_shared<Rendezvous>(what(is_forward), std::move(names), timeout_seconds, advice_,
-                                      std::move(exchange));
+  return std::make_shared<Rendezvous>(where() + (is_forward ? "forward pass" : "backward pass"), std::move(names),
+                                      timeout_seconds, advice_, std::move(exchange));
 }
 
-std::string Group::what(bool is_forward) const {
-  return "SyncBatchNorm '" + name + (is_forward ? "': forward pass" : "': backward pass");
-}
-
-Exchange Group::exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const {
-  if (!link_->processes) return {};
-  const auto way =
-      std::make_shared<WayOut>(*link_, what(is_forward), is_forward, static_cast<int64_t>(subgroup), active_set);
-  return {[way](const Vectors& brought, uint64_t key, auto done) { way->exchange(brought, key, std::move(done)); },
-          [processes = link_->processes](const std::string& error) { processes->fail(error); }};
-}
+std::string Group::where() const { return "SyncBatchNorm '" + name + "': "; }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {
   std::lock_guard<std::mutex> lock(groups().mutex);

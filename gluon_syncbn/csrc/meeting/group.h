@@ -55,9 +55,9 @@ struct Membership {
 // How a group reaches the other processes of a job.
 struct Link {
   std::shared_ptr<Processes> processes;  // none if this one is alone
-  // Asks Python for the key of a direction of a subgroup, and the ranks of its members. May wait: processes may have to
-  // compare their nets first, or go on together after a step that was abandoned. Throws RendezvousError.
-  std::function<std::pair<int64_t, std::vector<int>>(bool is_forward, int64_t subgroup, int64_t active_set)> prepare;
+  // Asks Python for the key of a subgroup, and the ranks of its members. May wait: processes may have to compare their
+  // nets first, or go on together after a step that was abandoned. Throws RendezvousError.
+  std::function<std::pair<int64_t, std::vector<int>>(int64_t subgroup, int64_t active_set)> prepare;
   size_t first_device = 0;     // the number of this process's first device among the devices of all processes
   double timeout_seconds = 0;  // of processes
 };
@@ -105,10 +105,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
 
-  std::string what(bool is_forward) const;  // how errors begin
-
-  // Makes the exchange of the vectors of this process, merged to one.
-  Exchange exchange_of(bool is_forward, size_t subgroup, int64_t active_set) const;
+  std::string where() const;  // how errors begin
 
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;     // of an open group in the order in which they came

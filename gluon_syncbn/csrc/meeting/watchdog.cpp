@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "exported.h"
-#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -110,7 +109,6 @@ EXPORTED void gluon_syncbn_before_fork() {
 EXPORTED void gluon_syncbn_after_fork(int is_child) {
   if (is_child) {
     current = new Watchdog;  // a thread that is gone may hold the lock of the other
-    forget_threads();
     return;
   }
   Watchdog& dog = *current;

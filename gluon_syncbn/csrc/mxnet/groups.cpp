@@ -37,11 +37,10 @@ Link connect(int64_t id) {
   asked([&] { return python().connect(id, facts); });
   if (facts[0] == 1) return {};
   const std::shared_ptr<Processes> processes = find_processes(static_cast<int64_t>(facts[3]));
-  const auto prepare = [id, size = processes->size](bool is_forward, int64_t subgroup, int64_t active_set) {
+  const auto prepare = [id, size = processes->size](int64_t subgroup, int64_t active_set) {
     int64_t key = 0;
     std::vector<int> members(static_cast<size_t>(size));
-    const int count =
-        asked([&] { return python().prepare(id, is_forward, subgroup, active_set, &key, members.data()); });
+    const int count = asked([&] { return python().prepare(id, subgroup, active_set, &key, members.data()); });
     members.resize(static_cast<size_t>(count));
     return std::make_pair(key, std::move(members));
   };

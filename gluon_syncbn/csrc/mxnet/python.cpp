@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "exported.h"
-#include "meeting/threads.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -32,10 +31,10 @@ void warn_user(const std::string& text) {
   // A user's hook for warnings may wait for this thread's work. So this thread waits for it no longer than a second, in
   // which every other hook ends.
   const auto said = std::make_shared<std::promise<void>>();
-  run_on_a_thread([text, said] {
+  std::thread([text, said] {
     while_python_lives([&] { python().warn(text.c_str()); });
     said->set_value();
-  });
+  }).detach();
   said->get_future().wait_for(std::chrono::seconds(1));
 }
 
@@ -48,10 +47,10 @@ int call_off_main_thread(const std::function<int()>& call) {
   // Another thread would wait for the interpreter lock for ever. MXNet releases it wherever it is called through
   // ctypes.
   if (syscall(SYS_gettid) != getpid() || holds_interpreter_lock()) return call();
-  const auto task = std::make_shared<std::packaged_task<int()>>(call);  // its end comes after this function's
-  std::future<int> returned = task->get_future();
+  std::packaged_task<int()> task(call);
+  std::future<int> returned = task.get_future();
   try {
-    run_on_a_thread([task] { (*task)(); });
+    std::thread(std::move(task)).detach();
   } catch (const std::system_error&) {  // no thread can be had
     return call();
   }

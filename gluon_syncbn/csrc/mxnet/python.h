@@ -25,8 +25,8 @@ struct PythonFunctions {
   // Fills in the number of processes, the number of this process's first device, the seconds that processes wait for
   // each other, and their id (processes/all.cpp).
   int (*connect)(int64_t group, double* facts);
-  // Fills in the key of a channel and its members, and returns how many members there are.
-  int (*prepare)(int64_t group, int is_forward, int64_t subgroup, int64_t active_set, int64_t* key, int* members);
+  // Fills in the key of a subgroup and its members, and returns how many members there are.
+  int (*prepare)(int64_t group, int64_t subgroup, int64_t active_set, int64_t* key, int* members);
   void (*drop)(int64_t group);
   void (*warn)(const char* text);
 };

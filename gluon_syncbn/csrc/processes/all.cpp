@@ -207,8 +207,6 @@ EXPORTED void gluon_syncbn_leave(int64_t id, double most) {
   if (mine.memory) mine.memory->flush(most);
 }
 
-EXPORTED void gluon_syncbn_go_to_round(int64_t id, int64_t floor) { entry(id).processes->go_to_round(floor); }
-
 EXPORTED void gluon_syncbn_name_processes(int64_t id, const char* const* names, int count) {
   entry(id).processes->name({names, names + count});
 }

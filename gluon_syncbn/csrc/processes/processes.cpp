@@ -116,11 +116,11 @@ std::string Processes::refusal(Waiting& mine) {
     return mine.error("the step had failed before (" + without_end(failure_) +
                       "). Call gluon_syncbn.abandon_step() before the next step");
   }
-  if (is_resuming_) return mine.error("the step was abandoned");
+  if (is_resuming()) return mine.error("the step was abandoned");
   if (!lost_.empty() && needs_outside()) return mine.error(lost_);
   if (mine.round == kNext) {
     int64_t& last = last_[mine.channel.key];
-    mine.round = last = std::max(last + 1, floor_);
+    mine.round = last = std::max(last, highest_abandoned_) + 1;
   } else if (mine.round <= highest_abandoned_) {
     return mine.error("its forward pass belongs to a step that was abandoned");
   }
@@ -128,20 +128,18 @@ std::string Processes::refusal(Waiting& mine) {
 }
 
 std::string Processes::obstacle(const Waiting& waiting) {
-  const std::map<int, Message>& abandoned = abandoned_[resumes_];
   for (int other : waiting.channel.members) {
-    if (other == rank) continue;
-    if (has_left(waiting, other) && !is_over_for(waiting, other)) {
+    if (other != rank && has_left(waiting, other) && !is_over_for(waiting, other)) {
       because_of_ = because_of_.value_or(left_.at(other).because_of);
       return waiting.error("process " + std::to_string(*because_of_) + " has ended");
     }
-    // Vectors that it had sent before belong to the step that it abandoned.
-    if (abandoned.count(other) > 0 && abandoned.count(rank) == 0) {
-      return waiting.error("process " + std::to_string(first_of(abandoned.at(other))) +
-                           " abandoned the step (an exception, or gluon_syncbn.abandon_step())");
-    }
   }
-  return "";
+  // Also one that is no member: all go on together. Vectors that it had sent before belong to the step that it
+  // abandoned.
+  const std::map<int, Message>& abandoned = abandoned_[resumes_];
+  if (abandoned.empty() || is_resuming()) return "";
+  return waiting.error("process " + std::to_string(first_of(abandoned.begin()->second)) +
+                       " abandoned the step (an exception, or gluon_syncbn.abandon_step())");
 }
 
 bool Processes::has_come(const Waiting& waiting, int other) {
@@ -320,7 +318,6 @@ std::string Processes::abandon(bool is_under_way) {
     if (failure_.empty() && !is_under_way) return;
     why = failure_.empty() ? "gluon_syncbn.abandon_step() was called in the middle of a step" : failure_;
     failure_.clear();
-    is_resuming_ = true;
     epoch_ += 1;
     std::map<int, Message>& abandoned = abandoned_[resumes_];
     const int first = abandoned.empty() ? rank : first_of(abandoned.begin()->second);
@@ -362,11 +359,10 @@ void Processes::end_resume() {
   for (auto entry = noted_.begin(); entry != noted_.end();) {
     entry = entry->first.second <= highest_abandoned_ ? noted_.erase(entry) : std::next(entry);
   }
-  floor_ = highest_abandoned_ + 1;
-  is_resuming_ = has_lost_some_ = false;
+  has_lost_some_ = false;
   because_of_ = std::nullopt;
   lost_.clear();
-  for (Waiting& waiting : resume_) afterwards_.calls.emplace_back(std::move(waiting.done), Exchanged{{}, floor_, ""});
+  for (Waiting& waiting : resume_) afterwards_.calls.emplace_back(std::move(waiting.done), Exchanged{});
   waiting_ -= resume_.size();
   resume_.clear();
 }
@@ -405,18 +401,18 @@ State Processes::state() const {
   if (is_forked()) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   const double failed = failure_.empty() ? 0 : Seconds(Clock::now() - failed_at_).count();
-  return {is_resuming_, uses_memory_, has_lost_some_, 0, highest_had(), failed};
+  return {is_resuming(), uses_memory_, has_lost_some_, 0, failed};
+}
+
+bool Processes::is_resuming() const {
+  const auto found = abandoned_.find(resumes_);
+  return found != abandoned_.end() && found->second.count(rank) > 0;
 }
 
 int64_t Processes::highest_had() const {
-  int64_t highest = floor_;
+  int64_t highest = highest_abandoned_;
   for (const auto& entry : last_) highest = std::max(highest, entry.second);
   return highest;
-}
-
-void Processes::go_to_round(int64_t floor) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  floor_ = std::max(floor_, floor);
 }
 
 Outside::Need Processes::need_of_carrier() const {

@@ -74,10 +74,9 @@ struct Exchanged {
 // As Python reads it (base/library.py).
 struct State {
   int is_resuming = 0;
-  int shares_memory = 0;  // whether messages go through memory within hosts
-  int has_lost_some = 0;  // processes did not come in time, and all have not gone on together since
-  int open_tasks = 0;     // of the thread that carries messages
-  int64_t highest_round = 0;
+  int shares_memory = 0;      // whether messages go through memory within hosts
+  int has_lost_some = 0;      // processes did not come in time, and all have not gone on together since
+  int open_tasks = 0;         // of the thread that carries messages
   double seconds_failed = 0;  // since the step has failed; 0 if it has not
 };
 
@@ -135,9 +134,6 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   std::string failure() const;               // why the step has failed; empty if it has not
   State state() const;
 
-  // Gives no round a lower number from here on.
-  void go_to_round(int64_t floor);
-
   // How often the communicator must be looked at: all the time while something waits for it, or while a step has failed
   // of which it cannot tell others; now and then while this process may have to hand messages on.
   Outside::Need need_of_carrier() const;
@@ -183,6 +179,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   void locked(const Work& work);
 
   // All of these need the lock.
+  bool is_resuming() const;
   int64_t highest_had() const;
   bool needs_outside() const { return !uses_memory_ || hosts_.are_several(); }
   std::string refusal(Waiting& mine);            // an error, if the exchange cannot begin
@@ -224,10 +221,8 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   Clock::time_point failed_at_;
   std::string lost_;  // why the communicator does not work any more
   std::atomic<uint64_t> epoch_{0};
-  bool is_resuming_ = false;
-  int64_t resumes_ = 0;  // that all have completed
-  int64_t floor_ = 1;    // no round has a number below it any more
-  int64_t highest_abandoned_ = 0;
+  int64_t resumes_ = 0;              // that all have completed
+  int64_t highest_abandoned_ = 0;    // the round up to which all belong to steps that were abandoned
   std::map<int64_t, int64_t> last_;  // round by key
   std::map<Address, OpenRound> places_;
   std::map<Address, std::set<int>> noted_;               // ranks that have sent kCame
