@@ -24,7 +24,7 @@ from gluon_syncbn.step.recording import (
     noticing_record,
 )
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.updates import guarding_module, guarding_trainer, noting_trainer
+from gluon_syncbn.step.updates import finishing_update, guarding_module, guarding_trainer, noting_trainer
 
 _EXTENSIONS = [
     (RecordingScope, "__enter__", noticing_record),  # a step begins: the one before may have failed
@@ -39,6 +39,7 @@ _EXTENSIONS = [
     (mx.executor.Executor, "reshape", following_reshape),  # it makes another executor
     (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
     (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight
+    (mx.gluon.Trainer, "_update _allreduce_grads", finishing_update),  # Ctrl-C between devices; a subclass's own step
     (mx.mod.Module, "update", guarding_module),  # nor without a Trainer
     (HybridBlock, "_get_graph", noting_layers),  # a graph has nodes, and no layers
     (HybridBlock, "_clear_cached_op", dropping_layers),  # they go with the graph

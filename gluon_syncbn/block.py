@@ -246,7 +246,10 @@ class SyncBatchNorm(nn.BatchNorm):
             options = self._kwargs
             if predicts and mx.autograd.is_recording():
                 # If its backward pass is called for training, MXNet would take the gradient of another function.
+                # And it reads the running statistics, which later passes may have moved by then.
                 options = {**options, "use_global_stats": True}
+                with mx.autograd.pause():
+                    arrays = [*arrays[:3], *(array.copy() for array in arrays[3:])]
             out = mx.nd.BatchNorm(x, *arrays[1:], name="fwd", **options)
             return lowered(mx.nd.relu(out) if spec.activation else out)
         if not active_sets.includes(x.context, active_sets.current):

@@ -114,8 +114,9 @@ def convert_batchnorm(block: Block) -> Block:
     """Make every `SyncBatchNorm` of a net the plain BatchNorm that it was, for deployment.
 
     A layer that was made as `SyncBatchNorm` becomes `nn.BatchNorm`, with its activation if it has one; so does one of
-    contrib's. Its options are lost. Parameters stay the same objects, and cached graphs are dropped. ``export`` does
-    not need this function, since it writes plain BatchNorm nodes anyway.
+    contrib's. Its options are lost. A layer of your own class with a forward pass of its own stays as it is, and is
+    logged. Parameters stay the same objects, and cached graphs are dropped. ``export`` does not need this function,
+    since it writes plain BatchNorm nodes anyway.
 
     Parameters
     ----------
@@ -134,6 +135,9 @@ def convert_batchnorm(block: Block) -> Block:
     """
     blocks = all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
+    for layer in filter(_has_own_forward, layers):
+        _log.warning(f"{type(layer).__name__} '{layer.name}' is not converted: it has a forward pass of its own.")
+    layers = [layer for layer in layers if not _has_own_forward(layer)]
     for layer in layers:
         made_as = BatchNormReLU if layer._sync.options.activation else nn.BatchNorm
         del layer._sync
@@ -280,6 +284,12 @@ def _can_convert(block: Block) -> bool:
 _OURS = {"forward", "hybrid_forward", "__call__", "__new__", "__slots__", "__getstate__", "__setstate__"}
 _OURS |= {"__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "backend"}
 _OURS |= {name for name in vars(SyncBatchNorm) if name.startswith("_") and not name.startswith("__")} - {"_alias"}
+
+
+def _has_own_forward(layer: SyncBatchNorm) -> bool:
+    """Whether it is of a user's class that computes something else."""
+    names = "forward", "hybrid_forward", "__call__"
+    return any(getattr(type(layer), name) is not getattr(SyncBatchNorm, name) for name in names)
 
 
 def _base_of(kind: Type[Block]) -> Optional[Type[Block]]:

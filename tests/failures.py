@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import logging
+import os
 import random
 import signal
 import time
@@ -95,7 +96,7 @@ FAULTS = {
 }
 READS = ("before", "during", "after", "weights", "gradients", "never")
 SETTLES = ("abandon", "go on")
-OPTIMIZERS = {"sgd": {"momentum": 0.9}, "adam": {}}
+OPTIMIZERS = {"sgd": {"momentum": 0.9}, "adam": {}, "decaying": {}}
 # The Trainer's KVStore, whether that updates the weights, and whether gradients are added up apart from the update.
 UPDATES = {
     "each device by itself": (None, False, False),
@@ -133,6 +134,23 @@ class Net(HybridBlock):
         return self.last(self.head(self.branch(x) + x) + self.head(x)), self.side(x)
 
 
+@mx.optimizer.register
+class Decaying(mx.optimizer.Optimizer):
+    """Weights decay without a look at the gradient; and Ctrl-C may come when a device has been updated."""
+
+    is_interrupted = False
+
+    def create_state(self, index, weight):
+        return None
+
+    def update(self, index, weight, grad, state):
+        self._update_count(index)
+        weight[:] *= 0.99
+        mx.nd.sgd_update(weight, grad, lr=self.lr, rescale_grad=self.rescale_grad, out=weight)
+        if self.is_interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 class Apart(gluon.Trainer):
     """Whoever clips gradients updates like this."""
 
@@ -153,6 +171,7 @@ class OwnLoop:
         with gluon_syncbn.guard_update(self.parameters):
             for parameter in learning(self.parameters):
                 for weight, gradient in zip(parameter.list_data(), parameter.list_grad()):
+                    weight[:] *= 0.999  # without a look at the gradient
                     mx.nd.sgd_update(weight, gradient, lr=0.05, rescale_grad=1 / batch_size, out=weight)
 
 
@@ -337,7 +356,8 @@ def draw(backend, mode, name):
     steps = 2 if name == "called_twice" else random.choice([0, 2])
     # Gradients that are added up are cleared where a Trainer has updated, or the step has failed in its first update.
     may_add = update != "a loop of its own" and not fault.interrupt and (steps or not fault.raises)
-    how = [random.choice(some) for some in (READS, SETTLES, list(OPTIMIZERS))]
+    optimizers = list(OPTIMIZERS)[: 2 if update.endswith("by the store") else 3]  # the store's own weights decay
+    how = [random.choice(some) for some in (READS, SETTLES, optimizers)]
     activation, grad_req = (
         random.choice(["relu", "softrelu"]),
         random.choice(["write", "add"] if may_add else ["write"]),

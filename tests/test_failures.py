@@ -5,6 +5,7 @@ A step that broke off between two ``backward()`` is abandoned, too, and no other
 
 import contextlib
 import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import mxnet as mx
 import pytest
 import testing
 from endings import Passage, forward, trouble
-from failures import FAULTS, LATE, arrays_of, break_off, learning, same, wait_until_failed
+from failures import FAULTS, LATE, Decaying, OwnLoop, arrays_of, break_off, learning, same, wait_until_failed
 from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler
 from mxnet.gluon import nn
@@ -494,6 +495,19 @@ class Ways:
             loss.backward()
             net(part)
 
+    def a_thread_per_device_that_adds_gradients_up(net, inputs):
+        """The first device begins its second pass before the other has called ``backward()``."""
+        Ways.in_one_scope(net, inputs)  # MXNet initializes parameters in one thread
+
+        def run(rank):
+            for part in (inputs[rank], -inputs[rank]):
+                losses = forward(net, [part])
+                time.sleep(0.03 * rank)
+                losses[0].backward()
+
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            list(pool.map(run, range(len(inputs))))
+
     def no_backward_pass(net, inputs):
         forward(net, inputs)
 
@@ -534,6 +548,28 @@ def test_a_step_that_broke_off_is_given_up_with_the_devices_that_had_begun(mode,
         Ways.in_one_scope(net, parts(3))
         mx.nd.waitall()
         assert f"SyncBatchNorm '{net[1].name}': {LATE} {told} only, and is abandoned now." in caplog.text
+
+
+@pytest.mark.parametrize("before", ["a teacher", "a frozen layer", "a discriminator's real images"])
+def test_a_step_that_broke_off_is_noticed_where_another_layer_comes_first(before, mode, caplog):
+    net, other = small_net(mode), small_net(mode)
+    if before == "a frozen layer":
+        net[1].gamma.grad_req = net[1].beta.grad_req = "null"
+
+    def losses_of(inputs):
+        with autograd.record():
+            first = [] if before == "a frozen layer" else [other(part) for part in inputs]
+            seen = [item.detach() for item in first] if before == "a teacher" else first
+            ends = [net(part) for part in inputs]
+            return [a + b for a, b in zip(ends, seen)] if before == "a teacher" else ends
+
+    Ways.together(net, parts())
+    autograd.backward(losses_of(parts()))
+    losses = losses_of(parts())
+    losses[0].backward()
+    autograd.backward(losses_of(parts()))
+    mx.nd.waitall()
+    assert caplog.text.count(LATE) == 1 and "called for cpu(0) only, and is abandoned now" in caplog.text
 
 
 def test_a_group_that_has_trained_by_itself_hides_no_step_that_broke_off(mode, caplog):
@@ -610,3 +646,65 @@ def test_the_trainer_still_notices_a_gradient_that_is_not_fresh():
     other.backward()  # of something else, which leaves the note at the net's parameters
     trainer.step(1)
     mx.nd.waitall()
+
+
+class OwnStep(gluon.Trainer):
+    """Its ``step`` does not call that of its base."""
+
+    def step(self, batch_size, ignore_stale_grad=False):
+        self._check_and_rescale_grad(self._scale / batch_size)
+        if not self._kv_initialized:
+            self._init_kvstore()
+            self._init_params()
+        self._allreduce_grads()
+        self._update(ignore_stale_grad)
+
+
+@pytest.mark.parametrize("kind", [gluon.Trainer, OwnStep])
+def test_ctrl_c_in_an_update_comes_after_all_devices(kind, mode):
+    net, optimizer = small_net(mode), Decaying(learning_rate=0.01)
+    trainer = kind(net.collect_params(), optimizer, kvstore="device", update_on_kvstore=False)
+    train(net, trainer)
+    before, optimizer.is_interrupted = learned(net), True
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(net, trainer)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    optimizer.is_interrupted = False
+    mx.nd.waitall()
+    gluon_syncbn.abandon_step()
+    after = learned(net)
+    assert all(same(arrays[:1], arrays[1:]) and not same(arrays, before[name]) for name, arrays in after.items())
+
+
+@pytest.mark.parametrize("kind", [gluon.Trainer, OwnStep])
+@pytest.mark.parametrize("kvstore", [None, "device"])
+def test_no_trainer_and_no_optimizer_changes_a_weight_in_a_failed_step(kvstore, kind, mode):
+    net = small_net(mode)
+    trainer = kind(net.collect_params(), Decaying(learning_rate=0.1), kvstore=kvstore, update_on_kvstore=False)
+    train(net, trainer)
+    mx.nd.waitall()
+    before = learned(net)
+    with contextlib.suppress(mx.MXNetError):
+        train(net, trainer, parts(1))
+    gluon_syncbn.abandon_step()
+    assert all(same(arrays, before[name]) for name, arrays in learned(net).items())
+    with pytest.raises(UserWarning, match="has not been updated by backward since last"):
+        trainer.step(4)  # its gradients are of the step that failed
+    train(net, trainer)
+    mx.nd.waitall()
+    assert all(not same(arrays, before[name]) for name, arrays in learned(net).items())
+
+
+def test_gradients_that_are_added_outside_a_trainer_are_cleared_too(backend):
+    net = small_net("hybridize")
+    net.collect_params().setattr("grad_req", "add")
+    loop = OwnLoop(net.collect_params())
+    train(net, loop)
+    losses = forward(net, parts())
+    losses[0].backward()
+    gluon_syncbn.abandon_step()
+    gradients = [parameter.list_grad() for parameter in net.collect_params().values() if parameter.grad_req == "add"]
+    assert all((gradient.asnumpy() == 0).all() for some in gradients for gradient in some)

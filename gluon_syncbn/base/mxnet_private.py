@@ -6,7 +6,7 @@
 import contextlib
 import ctypes
 import inspect
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -284,17 +284,21 @@ def gradients_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArra
     return {i: list(parameter._grad) for i, parameter in enumerate(parameters) if has_gradient(parameter)}
 
 
-def weights_of(parameters: Iterable[Parameter]) -> List[mx.nd.NDArray]:
-    """Weights on all devices."""
-    return [array for parameter in parameters if parameter.grad_req != "null" for array in arrays_of(parameter)]
+def weights_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]]:
+    """Weights that learn on all devices, by the parameter's index in ``parameters``."""
+    return {i: arrays_of(parameter) for i, parameter in enumerate(parameters) if parameter.grad_req != "null"}
 
 
-def states_of(trainer: mx.gluon.Trainer) -> List[mx.nd.NDArray]:
-    """The arrays in the state of its optimizer."""
+def states_of(trainer: mx.gluon.Trainer) -> Dict[Any, List[mx.nd.NDArray]]:
+    """The arrays in the state of its optimizer, by the parameter's index."""
     if not type(trainer._optimizer).__module__.startswith("mxnet."):  # its states may be views of each other
-        return []
+        return {}
     updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
-    return _arrays_in([getattr(updater, "states", {}) for updater in updaters])
+    found: Dict[Any, List[mx.nd.NDArray]] = {}
+    for updater in updaters:
+        for index, state in getattr(updater, "states", {}).items():
+            found.setdefault(index, []).extend(_arrays_in(state))
+    return found
 
 
 def _arrays_in(state) -> List[mx.nd.NDArray]:
@@ -326,22 +330,35 @@ def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
     return trainer._kvstore is not None or type(trainer)._allreduce_grads is not mx.gluon.Trainer._allreduce_grads
 
 
-def gradients_of_module(module: mx.mod.Module) -> Tuple[List[List[Any]], List[List[mx.nd.NDArray]]]:
-    """For each parameter: its keys in the optimizer (its name, or a number for each device), and its gradients."""
-    group = module._exec_group
-    count = len(contexts_of_module(module))
-    names = [[name, *range(i * count, (i + 1) * count)] for i, name in enumerate(group.param_names)]
-    found = [(name, _arrays_in(some)) for name, some in zip(names, group.grad_arrays)]
-    found = [(name, some) for name, some in found if some]
-    if not module._kvstore:  # as for a Trainer: one for all
-        found = [([item for name, _ in found for item in name], [item for _, some in found for item in some])]
-    return [name for name, _ in found], [some for _, some in found]
+class ModuleUpdate(NamedTuple):
+    """A parameter in ``Module.update``, or all of them."""
+
+    keys: List[Any]  # in the optimizer: its name, or a number for each device
+    gradients: List[mx.nd.NDArray]
+    written: List[mx.nd.NDArray]  # its weights, and the arrays in the state of the optimizer
 
 
-def weights_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
-    """Weights on all devices, and the arrays in the state of its optimizer."""
+def updates_of_module(module: mx.mod.Module) -> List[ModuleUpdate]:
+    """One for each parameter that learns; one for all where there is no KVStore, as for a Trainer."""
+    group, count = module._exec_group, len(contexts_of_module(module))
     updater = module._kvstore._updater if module._update_on_kvstore else module._updater
-    return _arrays_in(module._exec_group.param_arrays) + _arrays_in(getattr(updater, "states", {}))
+    states = getattr(updater, "states", {})
+    found = []
+    for i, (name, gradients, weights) in enumerate(zip(group.param_names, group.grad_arrays, group.param_arrays)):
+        keys = [name, *range(i * count, (i + 1) * count)]
+        written = _arrays_in([weights, *(states[key] for key in keys if key in states)])
+        found.append(ModuleUpdate(keys, _arrays_in(gradients), written))
+    found = [item for item in found if item.gradients]
+    if module._kvstore:
+        return found
+    return [ModuleUpdate(*([one for some in field for one in some] for field in zip(*found)))] if found else []
+
+
+def added_gradients_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:
+    """The gradients of its parameters with the grad_req 'add', on all devices."""
+    group = module._exec_group
+    named = zip(group.param_names, group.grad_arrays) if group is not None else ()
+    return [array for name, some in named if group.grad_req.get(name) == "add" for array in _arrays_in(some)]
 
 
 def contexts_of_module(module: mx.mod.Module) -> List[mx.Context]:

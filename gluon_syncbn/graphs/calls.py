@@ -84,7 +84,7 @@ class _NetGraph:
         self._states = _states(net)
         self._is_placed = False
         self._is_static = is_static(net)
-        self._modes: Dict[mx.Context, bool] = {}  # of the last call that was not recorded: training or prediction
+        self._modes: Dict[mx.Context, bool] = {}  # of the last call: training or prediction
 
     def _layers(self) -> List[Synchronization]:
         """The layers that have not been converted back."""
@@ -96,23 +96,26 @@ class _NetGraph:
             for layer in self._layers():
                 layer.take_place()
             self._is_placed = True
-        first = next(iter(self._layers()), None)
-        if device is not None and first is not None and self._is_static and not mx.autograd.is_recording():
+        layers = [sync for sync in self._layers() if not is_frozen(sync.layer)]
+        # A backward pass shows at a layer that learns.
+        first = next((sync for sync in layers if sync.passes.arrays()), layers[0] if layers else None)
+        if device is not None and self._is_static:
             self._end_other_mode(device)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None and is_followed():
-            learns = (layer for layer in self._layers() if layer.passes.arrays())
-            steps.progress.note_forward(next(learns, first).passes)
+            steps.progress.note_forward(first.passes)
 
     def _end_other_mode(self, device: mx.Context) -> None:
-        """Let the calls before run first if they were in the other mode: outside of ``record()`` MXNet gives the mode
-        of a call of a static graph to all pending calls. Their operators read or write running statistics."""
+        """Let the calls before run first if they were in the other mode: where nobody has their outputs any more, MXNet
+        gives the mode of a call of a static graph to all that are pending. Their operators read or write running
+        statistics. Not where they wait for a device that is yet to be called."""
         is_training = mx.autograd.is_training()
         if self._modes.setdefault(device, is_training) != is_training:
             self._modes[device] = is_training
-            for array in self.statistics(device):
-                failures.wait_to_write(array)
+            if steps.progress.is_balanced():
+                for array in self.statistics(device):
+                    failures.wait_to_write(array)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

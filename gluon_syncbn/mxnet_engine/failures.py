@@ -198,8 +198,11 @@ def wait_to_write(array: mx.nd.NDArray) -> None:
     check_call(LIBMXNET.MXNDArrayWaitToWrite(array.handle))
 
 
-def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
+def gate(gradients: Sequence[Sequence[mx.nd.NDArray]], others: Sequence[Sequence[mx.nd.NDArray]]) -> int:
     """Skip updates that read these gradients if the step has failed. Those in a list are updated together or not.
+
+    For each list there is a list of ``others``, which the update writes: weights and the optimizer's arrays. Some
+    optimizers write these without a look at the gradient, as AdaMax, which first multiplies its moments.
 
     Returns the number of the first list's gate; the others follow. MXNetError where nothing is compiled, and the step
     has failed.
@@ -215,13 +218,20 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]]) -> int:
         return 0
     _give_memory()
     gradients = [_distinct(some) for some in gradients]  # a Trainer takes a parameter twice
-    flat = [array for some in gradients for array in some]
-    counts = (ctypes.c_int * len(gradients))(*map(len, gradients))
+    all_arrays = [_distinct([*some, *written]) for some, written in zip(gradients, others)]
+    counts = [len(some) for some in gradients]
+    others_counts = [len(some) - count for some, count in zip(all_arrays, counts)]
     first = ctypes.c_int64()
     skipped = b"an operator had failed, so that MXNet did not compute all gradients."
     check_call(
         library.core.gluon_syncbn_gate(
-            _handles(flat), counts, len(gradients), skipped, ADVICE.encode(), ctypes.byref(first)
+            _handles([array for some in all_arrays for array in some]),
+            library.integers(counts),
+            library.integers(others_counts),
+            len(gradients),
+            skipped,
+            ADVICE.encode(),
+            ctypes.byref(first),
         )
     )
     return first.value

@@ -73,9 +73,29 @@ def synchronize(block: SymbolBlock, **options) -> None:
             norm.node.attrs.update(layer._note_in(noted))
     set_graph(block, (data, graph.symbol()))
     set_layers(block, noted)
-    block._converted_from = type(block)
-    block.__class__ = SynchronizedSymbolBlock
+    kind: Any = type(block)
+    block._converted_from, block.__class__ = kind, _synchronized(kind)
     drop_graph(block)
+
+
+@functools.lru_cache(maxsize=None)
+def _synchronized(kind: Any) -> Any:
+    """Return the class that blocks of this class get. It keeps the methods of a user's class, its ``forward`` too."""
+    if kind is SymbolBlock or issubclass(kind, SynchronizedSymbolBlock):
+        return SynchronizedSymbolBlock
+    own = {"__module__": kind.__module__, "__reduce_ex__": _reduce}
+    return type(f"Synchronized{kind.__name__}", (kind, SynchronizedSymbolBlock), own)
+
+
+def _reduce(self, _):
+    """As `object.__reduce_ex__`, for a class that pickle cannot import."""
+    return (_remake, (self._converted_from,), *object.__reduce_ex__(self, 2)[2:])
+
+
+def _remake(kind: Any) -> SymbolBlock:
+    """Make an empty block, for pickle."""
+    made = _synchronized(kind)
+    return made.__new__(made)
 
 
 def _common_options(block: SymbolBlock, norms: List[Norm]) -> Dict[str, Any]:

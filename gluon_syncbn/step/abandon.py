@@ -39,7 +39,7 @@ def abandon_step() -> None:
     Weights and the states of optimizers are then as they were before the step. If a backward pass has failed, some may
     be updated instead, with their whole gradient, on all devices; the log says which of the two holds. Running
     statistics are as they were before the step, or as its own forward passes have made them. Do not use its outputs and
-    gradients. Gradients of all parameters with ``grad_req='add'`` that a Trainer has are set to zero.
+    gradients: a Trainer does not take them for new ones, and gradients with ``grad_req='add'`` are set to zero.
 
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
@@ -67,7 +67,7 @@ def abandon_step() -> None:
     failures.reset()
     failures.forget_seen()
     if has_failed:
-        steps.updates.clear_added_gradients()
+        steps.updates.forget_gradients()
         # Devices that waited until now have an error that says no more than that the step is abandoned.
         is_known = was_seen or (not error and _ABANDONED in pending)
         unseen = "" if is_known else f" Its error was not read: {_with_cause(error or pending, pending)}"

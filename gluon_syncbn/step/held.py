@@ -11,11 +11,12 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import has_gradient, parameters_of
+from gluon_syncbn.base.mxnet_private import added_gradients_of_module, arrays_of, has_gradient, parameters_of
 from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.step.passes import take_fresh_gradient
 
-# Numbers that optimizers of MXNet's keep in Python; Nadam has the last.
-_NUMBERS = ("num_update", "m_schedule")
+# Numbers that optimizers of MXNet's keep in Python: all, Nadam, and LARS.
+_NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")
 
 
 class _Held(NamedTuple):
@@ -57,6 +58,7 @@ class Updates:
     def __init__(self) -> None:
         self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()  # has updated?
         self.checked_modules: weakref.WeakSet[mx.mod.Module] = weakref.WeakSet()  # whose symbols are right for them
+        self.guarded: weakref.WeakSet[mx.gluon.Parameter] = weakref.WeakSet()  # by `gluon_syncbn.guard_update`
         self.before_update: Callable[[], None] = lambda: None  # set by `gluon_syncbn.devices`
         self.here = _Here()
         self._lock = threading.Lock()
@@ -99,13 +101,22 @@ class Updates:
             "devices. The others, and their optimizer states, are as they were before it."
         )
 
-    def clear_added_gradients(self) -> None:
-        """Set gradients with ``grad_req='add'`` to zero: a failed step may have added anything to them."""
+    def forget_gradients(self) -> None:
+        """Forget the gradients of a step that was abandoned: it may have written anything to them.
+
+        A Trainer does not take them for new ones, and gradients with ``grad_req='add'`` are zero.
+        """
+        known = {*self.guarded, *(parameter for trainer in list(self.trainers) for parameter in parameters_of(trainer))}
+        learning = [parameter for parameter in known if has_gradient(parameter)]
+        for array in (array for parameter in learning for array in arrays_of(parameter)):
+            take_fresh_gradient(array)
         with mx.autograd.pause():  # a step may be abandoned where the next one is recorded
-            for trainer in list(self.trainers):
-                for parameter in parameters_of(trainer):
-                    if parameter.grad_req == "add" and has_gradient(parameter):
-                        parameter.zero_grad()
+            for parameter in learning:
+                if parameter.grad_req == "add":
+                    parameter.zero_grad()
+            for module in list(self.checked_modules):
+                for gradient in added_gradients_of_module(module):
+                    gradient[:] = 0
 
 
 def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:

@@ -49,28 +49,55 @@ class Passes:
         """Begin anew: nothing is under way."""
         self._devices: List[mx.Context] = []
         self._groups: List[Group] = []
-        self._callers: Dict[mx.Context, int] = {}  # the threads of the last forward passes
+        self._callers: Dict[mx.Context, threading.Thread] = {}  # of the last forward passes
         self._forwards: Counter = Counter()
         self._backwards: Counter = Counter()
+        self._backwards_before: Counter = Counter()  # the last forward pass
 
     def is_unfinished(self, device: Optional[mx.Context] = None, is_first: bool = False) -> bool:
-        """Whether a step broke off in the group of ``device``; or in any.
+        """Whether a step broke off in the group of ``device``, which is about to begin a forward pass; or in any group.
 
         If the pass ``is_first`` in its ``record()``, groups that this thread alone has called count, too. Groups that
         other threads have called do not: their backward passes may be under way.
 
         A step can only have broken off if all devices of a group have begun equally many forward passes: the next one
-        begins a new step.
+        begins a new step. Where each device has a thread, one may begin its next step, or accumulate gradients, before
+        another has called ``backward()``. But all run one program: a device has broken off if it lacks a backward pass
+        that another device had before its same forward pass.
         """
-        groups = self._groups
-        if device is not None:
-            me = {threading.get_ident()} if is_first else None
-            groups = [group for group in groups if device in group or {*map(self._callers.get, group)} == me]
+        if device is None:
+            return any(map(self._is_broken, self._groups))
+        me = {threading.current_thread()}
+        for group in self._groups:
+            if {*map(self._callers.get, group)} == me:
+                is_broken = (device in group or is_first) and self._is_broken(group)
+            else:
+                is_broken = device in group and (self._lacks_backward(device, group) or self._has_lost(device, group))
+            if is_broken:
+                return True
+        return False
+
+    def _is_broken(self, group: Group) -> bool:
         # In this order: between the two looks, the threads of other devices may run both passes of the new step. If
         # this thread sees their backward passes, it sees their forward passes, too, and its own device has yet to
         # begin one.
-        uneven = [group for group in groups if not _is_even(self._backwards, [group])]
-        return any(_is_even(self._forwards, [group]) for group in uneven)
+        return not _is_even(self._backwards, [group]) and _is_even(self._forwards, [group])
+
+    def _lacks_backward(self, device: mx.Context, group: Group) -> bool:
+        """Whether another device had more backward passes before the forward pass that ``device`` is about to begin."""
+        number = self._forwards[device] + 1
+        return any(
+            self._forwards[other] == number and self._backwards_before[other] > self._backwards[device]
+            for other in group
+        )
+
+    def _has_lost(self, device: mx.Context, group: Group) -> bool:
+        """Whether a step broke off, where the device that lacks a backward pass goes on, or its thread has ended."""
+        most = max(self._backwards[other] for other in group)
+        late = [other for other in group if self._backwards[other] < most]
+        return self._is_broken(group) and any(
+            other == device or (other in self._callers and not self._callers[other].is_alive()) for other in late
+        )
 
     def is_even(self) -> bool:
         """Whether all devices of a group have begun equally many forward passes."""
@@ -87,7 +114,7 @@ class Passes:
 
     def half_called(self) -> Optional[HalfCalled]:
         """The passes that this thread alone has begun on some devices of a group, and no thread on the others."""
-        me = {threading.get_ident()}
+        me = {threading.current_thread()}
         for direction, counts in (("forward", self._forwards), ("backward", self._backwards)):
             for group in self._groups:
                 group = [device for device in group if active_sets.includes(device, active_sets.current)]
@@ -103,8 +130,9 @@ class Passes:
         if devices != self._devices:  # it has moved
             self.forget()
             self._devices, self._groups = devices, list(self._groups_of(devices).values())
+        self._backwards_before[device] = self._backwards[device]
         self._forwards[device] += 1
-        self._callers[device] = threading.get_ident()
+        self._callers[device] = threading.current_thread()
 
     def end_backward(self, device: mx.Context) -> None:
         """Count a backward pass that reaches ``device``, of a forward pass that was counted.

@@ -1,7 +1,7 @@
 """How far Python has come with the steps of this process.
 
-Passes are counted for one layer of a net, as 100 would cost time: the layer that is the first in its
-``autograd.record()`` (`step.passes`).
+Passes are counted for one layer of a net, as 100 would cost time: the first that learns, and the layer that is the
+first in its ``autograd.record()`` (`step.passes`).
 
 Other processes must know where a step breaks off here that is under way (`Progress.is_under_way`): from the first
 recorded call of a layer on, until a ``backward()`` has reached that layer (any ``backward()``, if its parameters are
@@ -29,8 +29,9 @@ from gluon_syncbn.step.passes import GradientNotes, HalfCalled, Passes
 class _Scope(threading.local):
     """The last ``autograd.record()`` of each thread, or the one that it is in."""
 
-    has_begun = False  # no layer has been called in it yet
-    net: Optional[Block] = None  # that has the first layer that was called in it
+    def __init__(self) -> None:
+        self.has_begun = False  # no layer has been called in it yet
+        self.nets: Set[Block] = set()  # whose layers were called in it for the first time
 
 
 class Progress:
@@ -47,6 +48,9 @@ class Progress:
         self.has_copies_in_graphs = False
         self.when_net_is_new: Callable[[Block], None] = lambda net: None  # called when its first record() has ended
         self._nets: weakref.WeakSet[Block] = weakref.WeakSet()  # for which it was called
+        self._called: weakref.WeakSet[Passes] = weakref.WeakSet()  # in a record()
+        # By net, the first layer that learns.
+        self._leaders: weakref.WeakKeyDictionary[Block, weakref.ref[Passes]] = weakref.WeakKeyDictionary()
         self.scope = _Scope()
 
         self._lock = threading.Lock()  # of all that follows, and of the layers' passes
@@ -68,7 +72,8 @@ class Progress:
     def begin_record(self, trains: bool) -> None:
         """Note that this thread has entered ``autograd.record()``: the first layer that it calls from now on counts."""
         self.has_trained |= trains
-        self.scope.has_begun, self.scope.net = True, None
+        self.scope.has_begun = True
+        self.scope.nets.clear()
         me = threading.get_ident()
         with self._lock:
             if not self._inside[me] and not self._answers_late:
@@ -84,9 +89,9 @@ class Progress:
                 del self._inside[me]
 
     def show_new_net(self) -> None:
-        """Call `when_net_is_new` for the net with the first layer of this thread's last ``record()``, once per net."""
-        net, self.scope.net = self.scope.net, None
-        if net is not None and net not in self._nets:
+        """Call `when_net_is_new` for nets whose layers were new in this thread's last ``record()``, once per net."""
+        nets, self.scope.nets = self.scope.nets - set(self._nets), set()
+        for net in nets:
             self._nets.add(net)
             self.when_net_is_new(net)
 
@@ -96,7 +101,7 @@ class Progress:
 
     def is_uneven(self) -> bool:
         """Whether ``backward()`` has been called for only some of the devices that have run a layer in this step."""
-        return any(passes.is_unfinished() for passes in self._watched_now())
+        return any(passes.is_unfinished() for passes in self.watched())
 
     def is_balanced(self) -> bool:
         """Whether all passes that have begun can end: no device waits for one that Python has yet to begin.
@@ -106,7 +111,7 @@ class Progress:
         with self._lock:
             if self._uneven or self.open_executors or len(set(self._heads.values())) > 1:
                 return False
-        return all(passes.is_balanced() for passes in self._watched_now())
+        return all(passes.is_balanced() for passes in self.watched())
 
     def half_called(self) -> Optional[HalfCalled]:
         """The passes that this thread alone has begun on some devices, and no thread on the others; None if none."""
@@ -134,7 +139,8 @@ class Progress:
         self.has_gradients_of_job = False
         self._notes.forget()
 
-    def _watched_now(self) -> List[Passes]:
+    def watched(self) -> List[Passes]:
+        """The layers whose backward passes are counted."""
         with self._lock:
             return list(self._watched)
 
@@ -144,10 +150,10 @@ class Progress:
         """Note that Python starts a forward pass in training mode on ``device``."""
         self.note_forward(passes)
         is_first = self.scope.has_begun and mx.autograd.is_recording()
-        if is_first:
-            self.scope.has_begun, self.scope.net = False, outermost_block()
+        leads = mx.autograd.is_recording() and passes not in self._called and self._meet(passes)
+        self.scope.has_begun = self.scope.has_begun and not is_first
         with self._lock:
-            if is_first:
+            if is_first or leads:
                 self._watched.add(passes)
             self._heads[device] += 0
             passes.begin_forward(device)
@@ -155,6 +161,19 @@ class Progress:
                 self._uneven.discard(passes)
             else:
                 self._uneven.add(passes)
+
+    def _meet(self, passes: Passes) -> bool:
+        """Note a layer that is called for the first time. Returns whether it is the first of its net that learns."""
+        self._called.add(passes)
+        net = outermost_block()
+        if net is None:
+            return False
+        self.scope.nets.add(net)
+        leader = self._leaders.get(net, lambda: None)()
+        if leader is None and passes.arrays():
+            self._leaders[net] = weakref.ref(passes)
+            return True
+        return False
 
     def note_forward(self, passes: Passes) -> None:
         """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""

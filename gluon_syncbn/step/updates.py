@@ -9,6 +9,8 @@ error before anything is copied.
 
 import contextlib
 import functools
+import signal
+import threading
 import warnings
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
@@ -18,7 +20,6 @@ from mxnet.gluon import Parameter
 from gluon_syncbn.base.mxnet_private import (
     device_of,
     gradients_of,
-    gradients_of_module,
     is_first_update,
     is_for_one_process,
     optimizer_of,
@@ -26,8 +27,8 @@ from gluon_syncbn.base.mxnet_private import (
     parameters_of,
     reduces_gradients,
     states_of,
+    updates_of_module,
     weights_of,
-    weights_of_module,
 )
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.mxnet_engine import failures
@@ -71,8 +72,8 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
     if not failures.is_in_use():
         yield
         return
-    gradients = [[array for some in gradients_of(listed).values() for array in some]]
-    with _guarding(gradients, lambda: weights_of(listed)):
+    steps.updates.guarded.update(listed)
+    with _guarding([_all_in(gradients_of(listed))], lambda: [_all_in(weights_of(listed))]):
         yield
 
 
@@ -104,7 +105,7 @@ def guarding_trainer(update):
         is_first = is_first_update(self)
         # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
         # needed where the gradients of some device may be of the step before.
-        ignores_stale = kwargs.get("ignore_stale_grad", args[1:] and args[1])
+        ignores_stale = kwargs.get("ignore_stale_grad") or any(word is True for word in args)
         if is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(self):
             indices = [list(by_index)]
         else:
@@ -112,12 +113,50 @@ def guarding_trainer(update):
         gradients = [[array for index in some for array in by_index[index]] for some in indices]
 
         def written():
-            return weights_of(parameters) + states_of(self)
+            weights, states = weights_of(parameters), states_of(self)
+            return [[array for i in some for array in (*weights[i], *states.get(i, ()))] for some in indices]
 
         with _guarding(gradients, written, is_first, optimizer_of(self), indices):
             return update(self, *args, **kwargs)
 
     return guarded
+
+
+def finishing_update(update):
+    """``Trainer._update`` and ``_allreduce_grads``, which update one device after the other: Ctrl-C waits for the last.
+
+    They are guarded, too, where a subclass of Trainer has a ``step`` of its own.
+    """
+
+    @functools.wraps(update)
+    def held(self, *args, **kwargs):
+        with _holding_ctrl_c():
+            return update(self, *args, **kwargs)
+
+    guarded = guarding_trainer(held)
+
+    @functools.wraps(update)
+    def finished(self, *args, **kwargs):
+        return (held if steps.updates.here.updates else guarded)(self, *args, **kwargs)
+
+    return finished
+
+
+@contextlib.contextmanager
+def _holding_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise its error after the block, on the main thread: else devices would have different weights."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: List[Any] = []
+    signal.signal(signal.SIGINT, lambda *event: came.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[-1])
 
 
 def _warn_if_alone(trainer: mx.gluon.Trainer) -> None:
@@ -144,23 +183,33 @@ def guarding_module(update):
             return update(self, *args, **kwargs)
         for outputs in outputs_of_module(self):
             failures.watch(outputs, f"an operator of the Module on {device_of(outputs[0])} had failed.", are_heads=True)
-        indices, gradients = gradients_of_module(self)
-        with _guarding(gradients, lambda: weights_of_module(self), False, optimizer_of(self), indices):
+        updates = updates_of_module(self)
+        gradients, indices = [item.gradients for item in updates], [item.keys for item in updates]
+
+        def written():
+            return [item.written for item in updates_of_module(self)]
+
+        with _guarding(gradients, written, False, optimizer_of(self), indices):
             return update(self, *args, **kwargs)
 
     return guarded
 
 
+def _all_in(arrays: Dict[int, List[mx.nd.NDArray]]) -> List[mx.nd.NDArray]:
+    return [array for some in arrays.values() for array in some]
+
+
 @contextlib.contextmanager
 def _guarding(
     gradients: Sequence[Sequence[mx.nd.NDArray]],
-    written: Callable[[], List[mx.nd.NDArray]],
+    written: Callable[[], List[List[mx.nd.NDArray]]],
     is_first: bool = False,
     optimizer: Optional[mx.optimizer.Optimizer] = None,
     indices: Sequence[List[Any]] = (),
 ) -> Iterator[None]:
-    """Gates before the block, and a seal after it, for the arrays that it has ``written`` and the gradients.
+    """Gates before the block, and a seal after it, for the gradients and the arrays that it has ``written``.
 
+    There is a gate for each list in ``gradients``, and a list in ``written``, which may be longer after the block.
     ``is_first``: the block copies all parameters into a KVStore. ``indices`` belong to the gradients.
     """
     steps.progress.begin_update()
@@ -168,7 +217,7 @@ def _guarding(
         yield
         return
     probes = [mx.nd.empty(1)] if is_first else []
-    gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]])
+    gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]], written())
     steps.updates.hold(gate, indices, optimizer)
     for probe in probes:
         probe.wait_to_read()
@@ -177,4 +226,4 @@ def _guarding(
         yield
     finally:
         steps.updates.here.updates -= 1
-        failures.seal([array for some in gradients for array in some] + written())
+        failures.seal([array for some in (*gradients, *written()) for array in some])

@@ -189,20 +189,23 @@ EXPORTED int gluon_syncbn_is_readable(void* array) {
   }
 }
 
-// Sets gates before the updates that read these gradients: `counts[i]` of them, on all devices, at gate i of
-// `num_gates`, one after the other. The gates have consecutive numbers, from `first` on.
-EXPORTED int gluon_syncbn_gate(void** gradients, const int* counts, int num_gates, const char* skipped_text,
-                               const char* advice, int64_t* first) {
+// Sets gates before updates. Gate i of `num_gates` opens if `num_gradients[i]` arrays could be computed, on all
+// devices; the `num_others[i]` arrays after them, weights and the like, are only written by the update. Some updates
+// write these without a look at a gradient. The gates have consecutive numbers, from `first` on.
+EXPORTED int gluon_syncbn_gate(void** arrays, const int* num_gradients, const int* num_others, int num_gates,
+                               const char* skipped_text, const char* advice, int64_t* first) {
   return or_code([&] {
     {
       std::lock_guard<std::mutex> lock(gates().mutex);
       *first = gates().last + 1;
       while (gates().last < *first + num_gates - 1) gates().closed.insert(++gates().last);
     }
-    for (int i = 0; i < num_gates; gradients += counts[i++]) {
-      const std::vector<void*> guarded(gradients, gradients + counts[i]);
+    for (int i = 0; i < num_gates; ++i) {
+      const std::vector<void*> gradients(arrays, arrays + num_gradients[i]);
+      arrays += num_gradients[i] + num_others[i];
+      const std::vector<void*> guarded(arrays - num_gradients[i] - num_others[i], arrays);
       const auto has_gradients = std::make_shared<std::atomic<bool>>(false);
-      push([has_gradients] { *has_gradients = true; }, EngineProperty::kOrdinary, kGateThread, guarded, {});
+      push([has_gradients] { *has_gradients = true; }, EngineProperty::kOrdinary, kGateThread, gradients, {});
       // One gate for all needs no heads: a failure shows in some gradient.
       const std::vector<void*> heads_of_step(num_gates > 1, heads().handle());
       push([=, number = *first + i, skipped = std::string(skipped_text),
