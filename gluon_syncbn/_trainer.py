@@ -201,20 +201,21 @@ def _uninterrupted(work: Callable[[], None]) -> None:
     Else one process could leave the others alone within a call of MPI, which cannot be taken back.
     """
     errors: List[BaseException] = []
+    is_over = threading.Event()  # after an interrupt, Python 3.11 takes a thread that runs for one that has ended
 
     def run() -> None:
         try:
             work()
         except BaseException as problem:
             errors.append(problem)
+        is_over.set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    threading.Thread(target=run).start()
     try:
-        thread.join()
+        is_over.wait()
     except KeyboardInterrupt:
         with waiting.cut_short("it was interrupted"):
-            thread.join()
+            is_over.wait()
         raise
     if errors:
         raise errors[0]

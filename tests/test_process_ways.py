@@ -17,8 +17,8 @@ SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, whic
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
     ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew is_checked", {}),
-    ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child", {}),
-    ("mpi", 4, f"{OF_FOUR} own_groups is_checked", {"JOB_HOSTS": "0 1 0 0"}),
+    ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child idle_processes", {}),
+    ("mpi", 4, f"{OF_FOUR} own_groups is_checked abandoned_in_another_group", {"JOB_HOSTS": "0 1 0 0"}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step one_set_of_weights is_checked", BY_ITSELF),
     # As over several hosts.
     ("mpi", 3, f"by_environment {OF_FOUR} one_set_of_weights", {**BY_ITSELF, **NO_MEMORY}),
@@ -28,7 +28,7 @@ LONG = [("horovod", 3, OF_THREE, {**SETS, **NO_MEMORY}), ("horovod", 4, "groups 
 LONG += [("horovod", 4, "groups last_batch statistics_anew", {})]
 LONG += [("mpi", size, "groups branches training", {}) for size in (6, 9)]
 LONG += [("horovod", 2, f"{TURNS} groups last_batch branches last_step", {**BY_ITSELF, **NO_MEMORY})]
-LONG += [("mpi", 4, "groups own_groups branches", {})]
+LONG += [("mpi", 4, "groups own_groups branches", {}), ("horovod", 6, "cut_groups", {**SETS, **NO_MEMORY})]
 LONG += [("mpi", size, f"{TURNS} groups branches", {**BY_ITSELF, **NO_MEMORY}) for size in (2, 4, 7)]
 JOBS += [pytest.param(*job, marks=pytest.mark.long) for job in LONG]
 

@@ -186,6 +186,63 @@ def last_batch():
     train(layer, norm, devices, 9)
 
 
+def idle_processes():
+    """The last process has no devices in the first step of a net, which is an error; or where an exception comes."""
+    is_idle = RANK == SIZE - 1
+
+    def some(layer, raises=False):
+        with gluon_syncbn.devices([] if is_idle else cpus(1), layer):
+            if not is_idle:
+                with autograd.record():
+                    y = layer(mx.nd.array(draw(0, 1)[0][0]))
+                y.backward()
+                mx.nd.waitall()
+            if raises:
+                raise ValueError("a bad batch")
+
+    layer, norm = make(cpus(1))
+    words = "process 0 abandoned|process 1 abandoned" if is_idle else f"for the first time.*gives process {SIZE - 1} no"
+    with pytest.raises(mx.MXNetError, match=words):
+        some(layer)
+    gluon_syncbn.abandon_step()
+    start_again(layer, norm, cpus(1))
+    train(layer, norm, cpus(1), 0)
+    for raising in ([0], range(SIZE)):
+        error, words = (ValueError, "bad batch") if RANK in raising else (mx.MXNetError, "process 0 abandoned the step")
+        with pytest.raises(error, match=words):
+            some(layer, RANK in raising)
+        gluon_syncbn.abandon_step()
+        start_again(layer, norm, cpus(1))
+        train(layer, norm, cpus(1), 1)
+
+
+def cut_groups():
+    """Groups of three processes, of which the first is without its last process for a step."""
+    layer, norm = make(cpus(1), group_size=3)
+    for seed, used in enumerate((None, [0, 1, *range(3, SIZE)], None)):
+        train(layer, norm, cpus(1), seed, used=used)
+
+
+def abandoned_in_another_group():
+    """Processes that do not synchronize with the process that abandons the step hear of it, too."""
+    layer, norm = make(cpus(1), group_size=2)
+    train(layer, norm, cpus(1), 0)
+    x, is_last = mx.nd.array(draw(0, 1)[0][0]), RANK == SIZE - 1
+    error, words = (ValueError, "a bad batch") if is_last else (mx.MXNetError, f"process {SIZE - 1} abandoned the step")
+    with pytest.raises(error, match=words):
+        for _ in range(200):
+            with autograd.record():
+                y = layer(x)
+                if is_last:
+                    raise ValueError("a bad batch")
+            y.backward()
+            mx.nd.waitall()
+            time.sleep(0.05)
+    gluon_syncbn.abandon_step()
+    start_again(layer, norm, cpus(1))
+    train(layer, norm, cpus(1), 1)
+
+
 def backward_after_a_short_step():
     """The last process has no images; the others' backward passes come when all have left `gluon_syncbn.devices`."""
     layer, norm = make(cpus(1))
@@ -737,6 +794,17 @@ def one_set_of_weights():
         trainer.step(1, ignore_stale_grad=True)
     short_batch(net, trainer, devices)
     names_in_another_order()
+    nothing_learns()
+
+
+def nothing_learns():
+    """In the first process, which comes to the meeting nevertheless."""
+    dense = initialized(nn.Dense(1, in_units=2), 1)
+    trainer = averaging_trainer(dense)
+    if RANK == 0:
+        dense.collect_params().setattr("grad_req", "null")
+    with pytest.raises(ValueError, match="process 1 trains other parameters"):
+        trainer.step(1)
 
 
 def short_batch(net, trainer, devices):
