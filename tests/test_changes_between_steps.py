@@ -339,3 +339,42 @@ def test_calls_that_nobody_records_keep_their_modes(mode):
         found.append((outputs, norm.step(shards, training=is_training).outputs))
     for outputs, expected in found:
         check_all("output", [out.asnumpy() for out in outputs], expected, **testing.precision(layer))
+
+
+@pytest.mark.parametrize("order", ["predict first", "train first"])
+def test_recorded_passes_of_both_modes_keep_them(order, mode):
+    """As adversarial training has them; nobody keeps the outputs of the first, and its operators come late."""
+    layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
+    net = testing.initialized(sequential(Late(lambda device: 0.05), layer), 2, mode)
+    random_affine(layer, CHANNELS)
+    norm, (shards, heads) = reference_of(layer), shards_and_heads(SHAPES)
+    for _ in range(3):
+        for is_training in (False, True) if order == "predict first" else (True, False):
+            inputs = testing.on_devices(shards, learn=True)
+            with autograd.record(train_mode=is_training):
+                outputs = [net(x) for x in inputs]
+            autograd.backward(outputs, testing.on_devices(heads), train_mode=is_training)
+            del outputs
+            expected = norm.step(shards, heads, training=is_training)
+            found = inputs, expected.input_gradients
+        check_all("input gradient", [x.grad.asnumpy() for x in found[0]], found[1], **testing.precision(layer))
+    for name, wanted in zip(VECTORS[2:], norm.running()):
+        check(name, getattr(layer, name).data(mx.cpu(1)).asnumpy(), wanted, **testing.precision(layer))
+
+
+def test_the_gradient_of_a_recorded_prediction_is_that_of_its_own_statistics(mode, backend):
+    """Which the training passes after it, in the same record(), have moved when its backward pass comes."""
+    if backend == "portable" and mode != "imperative":
+        return  # it is MXNet's BatchNorm, which reads them then (docs/limits.md)
+    layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
+    testing.initialized(layer, 2, mode)
+    random_affine(layer, CHANNELS)
+    norm, (shards, heads) = reference_of(layer), shards_and_heads(SHAPES)
+    inputs, others = (testing.on_devices(shards, learn=True) for _ in range(2))
+    with autograd.record():
+        with autograd.predict_mode():
+            outputs = [layer(x) for x in inputs]
+        trained = [layer(x) for x in others]
+    expected = norm.step(shards, heads, training=False).input_gradients
+    autograd.backward([*outputs, *trained], [*testing.on_devices(heads), *(0 * y for y in trained)])
+    check_all("input gradient", [x.grad.asnumpy() for x in inputs], expected, **testing.precision(layer))

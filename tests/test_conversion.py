@@ -18,7 +18,7 @@ from gluoncv import model_zoo
 from gluoncv.nn import BatchNormCudnnOff
 from mxnet import autograd, gluon
 from mxnet.gluon import contrib, nn
-from reference import Norm
+from reference import Norm, check_all
 from testing import check_step, cpus, initialized, layers_of, options_of, reference_of, sequential, set_mode, step
 
 from gluon_syncbn import SyncBatchNorm, abandon_step, convert_batchnorm, convert_sync_batchnorm
@@ -442,6 +442,55 @@ def test_a_symbol_block_is_warned_of_by_its_nodes_names():
     with pytest.raises(mx.MXNetError, match=words):
         output.wait_to_read()
     abandon_step()
+
+
+def test_a_net_that_comes_second_in_a_step_is_warned_of_too(mode):
+    encoder, decoder = (set_mode(make_net(SyncBatchNorm, norm), mode) for norm in (SyncBatchNorm, nn.BatchNorm))
+    with pytest.warns(UserWarning, match=f"^1 of the 2 BatchNorm layers of {decoder.name} are not synchronized"):
+        step(lambda x: decoder(encoder(x)), *draw(0, [SHAPES[0]] * 2), cpus(2))
+
+
+class Halving(gluon.SymbolBlock):
+    """A user's, with a forward pass and a method of its own."""
+
+    def forward(self, x, *args):
+        return super().forward(self.half(x), *args)
+
+    def half(self, x):
+        return x * 0.5
+
+
+def test_a_symbol_block_of_a_users_class_keeps_its_methods(mode, backend):
+    """As a block of a net's symbol, which says that it synchronizes, and back; copied, too."""
+    net, data = sequential(SyncBatchNorm(in_channels=4)), mx.sym.var("data")
+    initialized(net, 2)
+    testing.random_affine(net[0], 4)
+    block = set_mode(Halving(net(data), data, params=net.collect_params()), mode)
+    norm, (shards, heads) = reference_of(net[0]), draw()
+    for item in (block, pickle.loads(pickle.dumps(block))):
+        assert isinstance(item, Halving) and item.half(2) == 1
+        item.collect_params().reset_ctx(cpus(2))
+        outputs, _ = step(item, shards, heads, cpus(2))
+        expected = copy.deepcopy(norm).step([shard * np.float32(0.5) for shard in shards], heads)
+        check_all("output", [out.asnumpy() for out in outputs], expected.outputs, **testing.precision(net[0]))
+    assert type(convert_batchnorm(block)) is Halving
+
+
+class Bent(SyncBatchNorm):
+    """A user's, with a forward pass of its own."""
+
+    def hybrid_forward(self, F, *arrays, **parameters):
+        return F.tanh(super().hybrid_forward(F, *arrays, **parameters))
+
+
+def test_a_layer_of_a_users_class_with_a_forward_pass_of_its_own_is_not_converted_back(mode, caplog):
+    net = initialized(sequential(Bent(in_channels=4), SyncBatchNorm(in_channels=4)), 1, mode)
+    x = mx.nd.array(draw()[0][0])
+    before = net(x).asnumpy()
+    convert_batchnorm(net)
+    assert [type(layer) for layer in net] == [Bent, nn.BatchNorm]
+    assert "Bent 'batchnorm" in caplog.text and "is not converted" in caplog.text
+    np.testing.assert_array_equal(net(x).asnumpy(), before)
 
 
 def test_gluoncvs_yolo_with_a_synchronized_base():

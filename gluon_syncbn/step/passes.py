@@ -107,6 +107,15 @@ class Passes:
         """Whether all devices of a group have begun equally many passes of each direction."""
         return self.is_even() and _is_even(self._backwards, self._groups)
 
+    def is_ahead(self, device: mx.Context) -> bool:
+        """Whether a pass on ``device`` may wait for another device that has yet to begin it."""
+        groups = [group for group in self._groups if device in group]
+        return any(
+            counts[device] > min(counts[other] for other in group)
+            for group in groups
+            for counts in (self._forwards, self._backwards)
+        )
+
     def started(self) -> List[mx.Context]:
         """The devices that have had more backward passes than others of their group."""
         least = {id(group): min(self._backwards[device] for device in group) for group in self._groups}
