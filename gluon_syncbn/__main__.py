@@ -23,7 +23,7 @@ from mxnet import autograd
 
 import gluon_syncbn
 from gluon_syncbn.backends import native
-from gluon_syncbn.backends.choose import choose
+from gluon_syncbn.backends.choose import choose, find_backend, why
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.processes import processes_of
@@ -58,7 +58,7 @@ def main() -> int:
     print(f"processes    {engines or 'one only: neither mpi4py nor horovod is installed'}")
     warned = _warnings(group)
     try:
-        is_native = choose(LayerSpec("doctor"), devices).backend.name == "native"
+        is_native = choose(LayerSpec("doctor"), devices).name == "native"
         with gluon_syncbn.profile() if is_native else contextlib.nullcontext() as report:
             milliseconds = _all_reduce(devices, group)
         where = "cpu(0), cpu(1)" + (f" of {group.size} processes" if group else "")
@@ -115,10 +115,10 @@ def _cpu_devices() -> str:
 def _back_end(devices: List[mx.Context], kind: str) -> str:
     """Name the back end on these devices, and the reason."""
     try:
-        choice = choose(LayerSpec("doctor"), devices)
+        backend, reasons = find_backend(LayerSpec("doctor"), devices)
     except RuntimeError as problem:
         return f"none on {kind}: {problem}"
-    return f"{choice.backend.name} on {kind}: {choice.reason}"
+    return f"{backend.name} on {kind}: {why(backend, reasons, devices)}"
 
 
 def _warnings(group: Optional[gluon_syncbn.ProcessGroup]) -> List[str]:

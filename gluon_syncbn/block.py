@@ -170,7 +170,7 @@ class SyncBatchNorm(nn.BatchNorm):
     @property
     def backend(self) -> str:
         """The back end that the layer uses on its devices: 'native' or 'portable'."""
-        return choose(self._sync.spec(), self._sync.devices()).backend.name
+        return choose(self._sync.spec(), self._sync.devices()).name
 
     def cast(self, dtype):
         """Cast as `nn.BatchNorm`: parameters and statistics stay in float32 for float16, and for bfloat16, too."""

@@ -110,7 +110,7 @@ class Synchronization:
         with self._making:  # threads of several devices may come here for the first time together
             made = self._made
             if made is None or made.group.devices != devices or made.spec != spec:
-                backend = choose(spec, devices).backend
+                backend = choose(spec, devices)
                 group = backend.make_group(spec.but(num_devices=len(devices)), devices)
                 self._made = made = _Made(spec, backend, group)
             return made.backend, made.group

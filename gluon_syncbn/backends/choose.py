@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from typing import Dict, List, NamedTuple, Sequence, Tuple
+from typing import Dict, List, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -18,14 +18,7 @@ from gluon_syncbn.layer.spec import LayerSpec
 BACKENDS: Dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), PortableBackend())}
 _VARIABLE = "GLUON_SYNCBN_BACKEND"
 _log = logging.getLogger("gluon_syncbn")
-_said = set()
-
-
-class Choice(NamedTuple):
-    """A back end, and why it was taken."""
-
-    backend: Backend
-    reason: str
+_said: Set[str] = set()
 
 
 def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backend, List[str]]:
@@ -49,20 +42,25 @@ def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backen
     raise RuntimeError(f"{spec.where}: backend={requested!r} cannot run here: {'; and '.join(reasons)}.")
 
 
-def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Choice:
+def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Backend:
     """The back end for a layer on ``devices``; logs each different choice once (INFO, logger ``gluon_syncbn``).
 
     Warns (UserWarning), once, where the compiled kernels cannot run on a GPU: a slow layer should not go unnoticed.
     Raises as `find_backend`.
     """
     backend, reasons = find_backend(spec, devices)
-    choice = Choice(backend, "; and ".join(reasons) or backend.description(devices))
+    choice = f"{backend.name}: {why(backend, reasons, devices)}"
     if choice not in _said:
         _said.add(choice)
-        _log.info("back end %s: %s.", backend.name, choice.reason)
+        _log.info("back end %s.", choice)
         if reasons and spec.kvstore is None and any(device.device_type == "gpu" for device in devices):
             warnings.warn(
                 f"{spec.where} runs on the {backend.name} back end, which is slower: {reasons[0]}.",
                 stacklevel=users_line(),
             )
-    return choice
+    return backend
+
+
+def why(backend: Backend, reasons: List[str], devices: Sequence[mx.Context]) -> str:
+    """Why a back end was taken, after these `reasons` against others."""
+    return "; and ".join(reasons) or backend.description(devices)

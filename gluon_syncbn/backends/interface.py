@@ -67,17 +67,9 @@ class Backend(ABC):
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, group: str, devices: Sequence[mx.Context]):
         """Batch Normalization with the statistics of the whole group, as an NDArray of the shape and dtype of x.
 
-        Parameters
-        ----------
-        arrays : five NDArrays
-            x, of any shape with at least 2 dimensions, in float32, float64, float16 or bfloat16; gamma, beta, running
-            mean and running variance, of shape (C,) and ``spec.dtype``.
-        spec : LayerSpec
-            The layer, with its activation, after which NaN stays NaN.
-        group : str
-            The id of the group.
-        devices : sequence of mx.Context
-            The devices of the group.
+        ``arrays`` are x, of at least 2 dimensions, in float32, float64, float16 or bfloat16; and gamma, beta, running
+        mean and running variance, of shape (C,) and ``spec.dtype``. ``group`` is its id. NaN stays NaN after the
+        activation.
         """
 
     @abstractmethod
@@ -91,26 +83,9 @@ class Backend(ABC):
         dtype: Any,
         after: Optional[Entry],
     ) -> Tuple[Entry, Entry]:
-        """The same as nodes of a graph.
+        """The same as nodes of a graph: the last node, and the order token for the layer's next call in the graph.
 
-        Parameters
-        ----------
-        norm : Norm
-            The node that they replace; the last of them has its name, its hidden attributes and its activation.
-        spec : LayerSpec
-            The layer, but for its activation.
-        group : str
-            The id of the group; or for an open one, which is made when MXNet makes the node, the JSON text of the spec.
-        devices : sequence of mx.Context
-            The devices of the group that are known before they come.
-        kind : Kind
-        dtype
-            The dtype of x, if it is known.
-        after : Entry, optional
-            The order token of the call that must come before this one.
-
-        Returns
-        -------
-        out, order_token : Entry
-            The last node, and ``after`` for the next call of the layer in the same graph.
+        The nodes replace ``norm``, and the last has its name, hidden attributes and activation. ``group`` is the id of
+        the group; or the JSON text of the spec, of which the node makes an open group. ``devices`` are those that are
+        known before they come, and ``dtype`` is x's, if it is known. ``after`` is the previous call's order token.
         """

@@ -57,7 +57,7 @@ def set_graph(block: HybridBlock, graph: Tuple) -> None:
 def exporting(block: HybridBlock, graph: Tuple) -> Iterator[None]:
     """Let ``export`` write this graph, with all of its parameters: a partitioned graph may have others."""
     inputs = graph[1].list_inputs()
-    kept = block._cached_graph, block._cached_op_args
+    kept = kept_graph(block)
     block._cached_graph = graph
     if block._cached_op_args:  # else nothing has run, and they may have no shapes yet
         parameters = block.collect_params().items()

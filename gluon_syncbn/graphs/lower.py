@@ -93,7 +93,7 @@ class Lowering:
             spec = norm.spec.but(num_devices=norm.num_devices)
             if symbol_synchronizes(spec):
                 devices = [mx.gpu(0)] if mx.context.num_gpus() else []
-                nodes = choose(spec, devices).backend.nodes
+                nodes = choose(spec, devices).nodes
                 return _New(norm, partial(nodes, norm, spec, spec.to_json(), [], self._kind, dtype), spec.fuse)
         if is_bfloat16(dtype) and not mxnet_takes_bfloat16():
             return _New(norm, lambda _: (_in_float32(norm), None))

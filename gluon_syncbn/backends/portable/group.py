@@ -1,27 +1,8 @@
 """The groups of the portable back end: the devices that share one layer's statistics, and where they meet.
 
-Each device runs on a thread of its own, and comes to a `Rendezvous` with one vector. Devices meet in *rounds*. A round
-has a key, and is in one of three states:
-
-``gathering``
-    From the arrival of the first device, at which its timeout begins, until the arrival of the last. Devices that have
-    come sleep.
-``exchanging``
-    The last device to arrive computes the result of all vectors, outside of the lock. The round has left the table: a
-    device that comes again opens the next round.
-``done``
-    There is a result, or an error, the same for every device of the round.
-
-Every wait ends: with the arrival of the last device; with the timeout, or earlier (`waiting`), which fails the round
-and takes it off the table; with an error of the exchange. The sleepers leave an exchange that does not return after
-one more timeout.
-
-All forward passes of a layer on one device run in program order, since each writes the running statistics. So they
-share one key, and the n-th round has the n-th pass of every device. The backward passes of a layer that is called
-several times per step come in any order; their key is the number of the forward round that they answer.
-
-A device that arrives after its round has failed opens a new round, as the next step does. So `abandon_step` lets all
-pending work end before the next step begins.
+The protocol is the one in csrc/meeting/rendezvous.h, for devices that have a thread each. The devices that have come
+sleep; the last one computes the result of all vectors, outside of the lock. The sleepers leave an exchange through a
+KVStore that does not return after one more timeout.
 """
 
 import threading
