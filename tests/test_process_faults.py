@@ -85,8 +85,10 @@ def test_the_others_say_so_in_time(way, fault, direction):
         assert set(errors) == {VICTIM} and re.search("has ended", errors[VICTIM][1]), done.stdout
     else:
         assert set(errors) >= survivors, done.stdout
+        # A slow machine may take 20 s; and `waitall` waits for Horovod's operation, which ends 30 s after it was stopped.
+        most = TIMEOUT + (60 if fault == "stopped" and not are_told else 20)
         for seconds, text in (errors[rank] for rank in survivors):
-            assert seconds < TIMEOUT + 20, done.stdout  # of a slow machine; who hangs takes minutes
+            assert seconds < most, done.stdout
             assert re.search(words, text) or (not are_told and re.search(ENDED[False], text)), text
         # Whoever comes first to its timeout ends a Horovod job, which the other may see before its own.
         assert any(re.search(words, errors[rank][1]) for rank in survivors), done.stdout
