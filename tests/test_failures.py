@@ -679,6 +679,35 @@ def test_ctrl_c_in_an_update_comes_after_all_devices(kind, mode):
     assert all(same(arrays[:1], arrays[1:]) and not same(arrays, before[name]) for name, arrays in after.items())
 
 
+WATCHED = """
+import os, signal, threading, time
+from testing import *
+signal.signal(signal.SIGINT, signal.default_int_handler)
+layer, dense = initialized(SyncBatchNorm(in_channels=3), 2), initialized(nn.Dense(1, in_units=2), 1)
+trainer = mx.gluon.Trainer(dense.collect_params(), 'sgd', kvstore=None)
+def update():
+    with autograd.record():
+        loss = dense(mx.nd.ones((1, 2)))
+    loss.backward()
+    trainer.step(1)
+update()  # the first waits for all
+with autograd.record():
+    layer(mx.nd.ones((2, 3)))
+time.sleep(1)  # from here on Ctrl-C is watched for
+update()
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+began = time.monotonic()
+try:
+    mx.nd.waitall()
+except (KeyboardInterrupt, mx.MXNetError):
+    print('ENDED', time.monotonic() - began < 30)
+"""
+
+
+def test_ctrl_c_ends_a_wait_after_an_update_too(backend):
+    assert "ENDED True" in testing.run_python(WATCHED, GLUON_SYNCBN_TIMEOUT=100).stdout
+
+
 @pytest.mark.parametrize("kind", [gluon.Trainer, OwnStep])
 @pytest.mark.parametrize("kvstore", [None, "device"])
 def test_no_trainer_and_no_optimizer_changes_a_weight_in_a_failed_step(kvstore, kind, mode):

@@ -41,15 +41,8 @@ class Link:
                 name = self._spec.name
                 key = f"{name}.{self._processes.count_layers(name)}"
                 self.place = Place(key, key, "layer", name, [self._spec.facts(None)], self._subsets())
-        group, where = self._processes.group, f"{self._spec.where}: forward pass"
-        idle = set(range(group.size)).difference(active_sets.active_ranks(group, set_id, range(group.size)))
-        if idle and not self._processes.knows(self.place):
-            raise SyncBatchNormError(
-                f"the net trains for the first time, and gluon_syncbn.devices gives process {min(idle)} no devices. "
-                f"Train a first step on all processes"
-            )
-        with self._processes.together(where, self.seconds, self.place):
-            members = active_sets.active_ranks(group, set_id, self._members(chunk))
+        self._meet(self.place, set_id)
+        members = active_sets.active_ranks(self._processes.group, set_id, self._members(chunk))
         # Whoever exchanges under a key does so each time, so all number its rounds alike.
         return number_of(f"{self.place.key}.{chunk}.{tuple(members)}"), members
 
@@ -60,8 +53,25 @@ class Link:
                 return
             self.place = place._replace(subsets=self._subsets())
         if self.place.subsets and self._processes.group.needs_subsets:
-            with self._processes.together(f"{self._spec.where}: forward pass", self.seconds, self.place):
-                pass  # the sets of all nets are made in one order, that of the program
+            with self._processes.in_order:  # of the program
+                self._meet(self.place, active_sets.current)
+
+    def _meet(self, place: Place, set_id: int) -> None:
+        """Let the processes compare the net, and make its sets of processes. All of them must train it, the first time.
+
+        Raises as `Processes.together`.
+        """
+        group, where = self._processes.group, f"{self._spec.where}: forward pass"
+        idle = set(range(group.size)).difference(active_sets.active_ranks(group, set_id, range(group.size)))
+        if idle and not self._processes.knows(place):
+            error = (
+                f"{where}: the net trains for the first time, and gluon_syncbn.devices gives process {min(idle)} no "
+                f"devices. Train a first step on all processes."
+            )
+            group.fail(error)
+            raise SyncBatchNormError(error)
+        with self._processes.together(where, self.seconds, place):
+            pass
 
     @property
     def processes_id(self) -> int:

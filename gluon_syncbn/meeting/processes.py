@@ -74,6 +74,7 @@ class Processes:
         self._lock = threading.Lock()  # of `_net_locks`, `_layers` and `_seen`
         self._resume_lock = threading.Lock()  # of the thread that prepares 1. and 2.
         self._net_locks: Dict[str, threading.Lock] = defaultdict(threading.Lock)  # of the thread that compares a net
+        self.in_order = threading.RLock()  # of the thread that has sets of processes made
         self._has_met = False  # 2. has ended here
         self._compared: Dict[str, Sequence[Tuple[int, ...]]] = {}  # the subsets of each net
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
@@ -118,7 +119,8 @@ class Processes:
         if self.group.needs_subsets and 0 < len(active) < self.group.size:
             groups = [subset for net in sorted(self._compared) for subset in self._compared[net]]
             cut = [tuple(rank for rank in group if rank in active) for group in (range(self.group.size), *groups)]
-            self.group.add_subsets(list(dict.fromkeys(filter(None, cut))), seconds)
+            with self.in_order:
+                self.group.add_subsets(list(dict.fromkeys(filter(None, cut))), seconds)
 
     def _prepare(self, place: Optional[Place], occasion: Occasion) -> None:
         with self._resume_lock:
@@ -206,7 +208,8 @@ class Processes:
         with self._lock:
             self._check_names(place, list(names))
         if self.group.needs_subsets:
-            self.group.add_subsets(place.subsets, occasion.seconds)
+            with self.in_order:
+                self.group.add_subsets(place.subsets, occasion.seconds)
         self._compared[place.net] = place.subsets
 
     def _check_names(self, place: Place, names: List[str]) -> None:
@@ -256,6 +259,7 @@ def processes_of(group: ProcessGroup) -> Processes:
 
 
 def abandon_on_all_processes(is_under_way: bool) -> None:
-    """Abandon the step, so that no process waits for this one."""
+    """Abandon the step, so that no process waits for this one, in all groups whose processes have met."""
     for group in groups_in_use():
-        group.abandon(is_under_way)
+        if "_agreements" in vars(group):
+            group.abandon(is_under_way)

@@ -5,9 +5,10 @@ portable back end here. Without the compiled library no signal is noticed, and a
 """
 
 import contextlib
+import signal
 import threading
 import time
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Iterator, NamedTuple, Optional
 
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import ADVICE, listed_reasons
@@ -93,6 +94,14 @@ def cut_short_from_now_on(because: str, process_grace: float = GRACE_SECONDS, gr
     _cut.now = (because, time.monotonic(), grace)
     if library.core is not None:
         library.core.gluon_syncbn_cut_waits_short(because.encode(), grace, process_grace)
+
+
+def handle(number: int, handler: Callable[..., Any]) -> None:
+    """Set the handler of a signal, as `signal.signal`; waits that are under way notice the signal nevertheless."""
+    signal.signal(number, handler)
+    if library.core is not None:
+        library.core.gluon_syncbn_watch_signals(1)
+        library.core.gluon_syncbn_watch_signals(0)
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:

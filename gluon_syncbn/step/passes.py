@@ -51,6 +51,7 @@ class Passes:
         self._groups: List[Group] = []
         self._callers: Dict[mx.Context, threading.Thread] = {}  # of the last forward passes
         self._forwards: Counter = Counter()
+        self._recorded: Counter = Counter()  # of these
         self._backwards: Counter = Counter()
         self._backwards_before: Counter = Counter()  # the last forward pass
 
@@ -141,6 +142,7 @@ class Passes:
             self._devices, self._groups = devices, list(self._groups_of(devices).values())
         self._backwards_before[device] = self._backwards[device]
         self._forwards[device] += 1
+        self._recorded[device] += mx.autograd.is_recording()
         self._callers[device] = threading.current_thread()
 
     def end_backward(self, device: mx.Context) -> None:
@@ -148,7 +150,7 @@ class Passes:
 
         The layer may have moved since, or have been called for a prediction.
         """
-        if self._devices_now() == self._devices and self._backwards[device] < self._forwards[device]:
+        if self._devices_now() == self._devices and self._backwards[device] < self._recorded[device]:
             self._backwards[device] += 1
 
     def _devices_now(self) -> List[mx.Context]:

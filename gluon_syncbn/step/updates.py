@@ -31,6 +31,7 @@ from gluon_syncbn.base.mxnet_private import (
     weights_of,
 )
 from gluon_syncbn.base.walk import users_line
+from gluon_syncbn.meeting import waiting
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.step.unmet import check_met, check_module
@@ -150,11 +151,11 @@ def _holding_ctrl_c() -> Iterator[None]:
         yield
         return
     came: List[Any] = []
-    signal.signal(signal.SIGINT, lambda *event: came.append(event))
+    waiting.handle(signal.SIGINT, lambda *event: came.append(event))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        waiting.handle(signal.SIGINT, handler)
         if came:
             handler(*came[-1])
 

@@ -74,7 +74,8 @@ WaitingTimes& waiting_times() {
 
 void begin_watch() {
   std::lock_guard<std::mutex> lock(shared().mutex);
-  if (shared().watches++ > 0) return;
+  shared().watches += 1;
+  // Also in a watch that is under way: the program may have set another action.
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0 || is_ours(found) || !is_handled(found)) continue;

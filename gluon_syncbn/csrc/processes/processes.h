@@ -2,14 +2,15 @@
 //
 // The protocol
 // ------------
-// An exchange has a key (the layer, its group, the direction; or a subject that Python compares) and a number, its
+// An exchange has a key (the layer, the members, the direction; or a subject that Python compares) and a number, its
 // round. Forward passes under a key are numbered as they come; a backward pass has the number of its forward pass. Each
 // member sends its vector to the others, and puts vectors that arrive into a mailbox, by key and round. When all
 // vectors of a round are there, the thread that put the last one there calls the waiting device back. All members get
 // one row per member, in the order of ranks: the same input, in the same order, gives the same bits.
 //
 // No thread waits for an exchange. It ends with its last message, or with an error: when its timeout, or less
-// (meeting/waiting.h), is over, or when a member has ended or abandoned the step. The watchdog looks for both.
+// (meeting/waiting.h), is over, when a member has ended, or when any process has abandoned the step. The watchdog looks
+// for all of these.
 //
 // A process is in one of three states:
 //
