@@ -690,6 +690,8 @@ def update():
         loss = dense(mx.nd.ones((1, 2)))
     loss.backward()
     trainer.step(1)
+with autograd.record():
+    [layer(mx.nd.ones((2, 3), ctx=device)) for device in cpus(2)]
 update()  # the first waits for all
 with autograd.record():
     layer(mx.nd.ones((2, 3)))
@@ -705,7 +707,7 @@ except (KeyboardInterrupt, mx.MXNetError):
 
 
 def test_ctrl_c_ends_a_wait_after_an_update_too(backend):
-    assert "ENDED True" in testing.run_python(WATCHED, GLUON_SYNCBN_TIMEOUT=100).stdout
+    assert "ENDED True" in testing.run_python(WATCHED, GLUON_SYNCBN_TIMEOUT=60).stdout
 
 
 @pytest.mark.parametrize("kind", [gluon.Trainer, OwnStep])
