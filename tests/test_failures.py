@@ -607,6 +607,52 @@ def test_groups_that_train_in_a_thread_each_are_not_taken_for_steps_that_broke_o
     assert not caplog.text
 
 
+@pytest.mark.parametrize("how", ["one thread", "a thread per device"])
+def test_two_nets_whose_passes_alternate_are_not_taken_for_steps_that_broke_off(how, mode, caplog):
+    """Each device goes back through two stages; or its thread records both nets before it calls ``backward()``."""
+    first, second = small_net(mode), small_net(mode)
+    for net in (first, second):
+        Ways.in_one_scope(net, parts())
+
+    def go_back(rank):
+        forward(second, [2 * inputs[rank]])[0].backward()  # MXNet takes an array in one graph alone
+        losses[rank].backward()
+
+    def record_both(rank):
+        time.sleep(0.1 * rank)
+        both = forward(first, [inputs[rank]]) + forward(second, [2 * inputs[rank]])
+        for loss in both:
+            loss.backward()
+
+    for _ in range(3):
+        inputs = parts()
+        if how == "one thread":
+            losses = forward(first, inputs)
+            for rank in range(2):
+                go_back(rank)
+        else:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(record_both, range(2)))
+    mx.nd.waitall()
+    assert not caplog.text
+
+
+def test_a_step_that_broke_off_is_noticed_where_threads_live_on(mode, caplog):
+    """Each device has a thread for its forward passes, and the main thread calls ``backward()``."""
+    net = small_net(mode)
+    Ways.in_one_scope(net, parts())
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+
+        def losses():
+            return [pool.submit(forward, net, [part]).result()[0] for pool, part in zip((one, other), parts())]
+
+        autograd.backward(losses())
+        losses()[0].backward()
+        autograd.backward(losses())
+        mx.nd.waitall()
+    assert caplog.text.count(LATE) == 1
+
+
 def test_groups_that_take_turns_in_one_thread_are_not_taken_for_steps_that_broke_off(mode, caplog):
     net = small_net(mode, 4)
     gluon_syncbn.convert_sync_batchnorm(net, group_size=2)
@@ -739,3 +785,51 @@ def test_gradients_that_are_added_outside_a_trainer_are_cleared_too(backend):
     gluon_syncbn.abandon_step()
     gradients = [parameter.list_grad() for parameter in net.collect_params().values() if parameter.grad_req == "add"]
     assert all((gradient.asnumpy() == 0).all() for some in gradients for gradient in some)
+
+
+@pytest.mark.parametrize("kvstore", [None, "device"])
+def test_states_that_a_failed_update_has_moved_to_their_devices_are_as_before(kvstore, mode, tmp_path):
+    """MXNet does so in the first update after ``load_states``, whose arrays are all on one device."""
+    net, file = small_net(mode), str(tmp_path / "states")
+
+    def make_trainer():
+        options = {"learning_rate": 0.01, "momentum": 0.9}
+        return gluon.Trainer(net.collect_params(), "sgd", options, kvstore=kvstore, update_on_kvstore=False)
+
+    trainer = make_trainer()
+    inputs = parts()
+    for _ in range(2):  # with gradients that are alike, since nothing adds them up without a store
+        train(net, trainer, inputs)
+    mx.nd.waitall()
+    trainer.save_states(file)
+    trainer = make_trainer()
+    trainer.load_states(file)
+    before = learned(net)
+    with contextlib.suppress(mx.MXNetError):
+        train(net, trainer, inputs[:1])
+    gluon_syncbn.abandon_step()
+    assert all(same(arrays, before[name]) for name, arrays in learned(net).items())
+    train(net, trainer, inputs)
+    mx.nd.waitall()
+    for name, arrays in learned(net).items():
+        assert all(abs(array).max() < 100 for array in arrays), name
+        assert kvstore is None or same(arrays[:1], arrays[1:]), name
+
+
+@pytest.mark.parametrize("between", [autograd.pause, autograd.predict_mode])
+def test_a_static_net_in_both_modes_waits_for_no_device_that_is_yet_to_be_called(between):
+    """Its input may wait for the device, in another net."""
+    maker, judge = small_net("imperative"), small_net("static")
+    gluon_syncbn.convert_sync_batchnorm(maker, timeout=5)
+    maker, judge = sequential(*maker[:4]), initialized(sequential(SyncBatchNorm(timeout=5), nn.Dense(2)), 2, "static")
+    for _ in range(3):
+        with autograd.record():
+            losses = []
+            for part in parts():
+                made = maker(part)
+                with between():
+                    kept = judge(made)
+                losses.append(judge(made).sum())
+                del kept  # else both calls would be in one mode, where the package cannot wait
+        autograd.backward(losses)
+        mx.nd.waitall()

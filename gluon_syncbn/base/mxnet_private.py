@@ -291,14 +291,22 @@ def weights_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]
 
 def states_of(trainer: mx.gluon.Trainer) -> Dict[Any, List[mx.nd.NDArray]]:
     """The arrays in the state of its optimizer, by the parameter's index."""
-    if not type(trainer._optimizer).__module__.startswith("mxnet."):  # its states may be views of each other
-        return {}
-    updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
     found: Dict[Any, List[mx.nd.NDArray]] = {}
-    for updater in updaters:
-        for index, state in getattr(updater, "states", {}).items():
+    for updater in updaters_of(trainer) if _has_states_apart(trainer._optimizer) else ():
+        for index, state in updater.states.items():
             found.setdefault(index, []).extend(_arrays_in(state))
     return found
+
+
+def updaters_of(trainer: mx.gluon.Trainer) -> List[mx.optimizer.Updater]:
+    """The updaters that have the states of its optimizer: its KVStore's, or one for each device."""
+    updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
+    return [updater for updater in updaters or () if isinstance(updater, mx.optimizer.Updater)]
+
+
+def _has_states_apart(optimizer: mx.optimizer.Optimizer) -> bool:
+    """Whether no state is a view of another, as in MXNet's own optimizers."""
+    return type(optimizer).__module__.startswith("mxnet.")
 
 
 def _arrays_in(state) -> List[mx.nd.NDArray]:
@@ -341,8 +349,8 @@ class ModuleUpdate(NamedTuple):
 def updates_of_module(module: mx.mod.Module) -> List[ModuleUpdate]:
     """One for each parameter that learns; one for all where there is no KVStore, as for a Trainer."""
     group, count = module._exec_group, len(contexts_of_module(module))
-    updater = module._kvstore._updater if module._update_on_kvstore else module._updater
-    states = getattr(updater, "states", {})
+    updaters = updaters_of_module(module) if _has_states_apart(module._optimizer) else []
+    states = {key: state for updater in updaters for key, state in updater.states.items()}
     found = []
     for i, (name, gradients, weights) in enumerate(zip(group.param_names, group.grad_arrays, group.param_arrays)):
         keys = [name, *range(i * count, (i + 1) * count)]
@@ -352,6 +360,12 @@ def updates_of_module(module: mx.mod.Module) -> List[ModuleUpdate]:
     if module._kvstore:
         return found
     return [ModuleUpdate(*([one for some in field for one in some] for field in zip(*found)))] if found else []
+
+
+def updaters_of_module(module: mx.mod.Module) -> List[mx.optimizer.Updater]:
+    """The updater that has the states of its optimizer."""
+    updater = module._kvstore._updater if module._update_on_kvstore else module._updater
+    return [updater] if isinstance(updater, mx.optimizer.Updater) else []
 
 
 def added_gradients_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:

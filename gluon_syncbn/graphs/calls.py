@@ -96,24 +96,26 @@ class _NetGraph:
             for layer in self._layers():
                 layer.take_place()
             self._is_placed = True
-        layers = [sync for sync in self._layers() if not is_frozen(sync.layer)]
+        layers = self._layers()
         # A backward pass shows at a layer that learns.
-        first = next((sync for sync in layers if sync.passes.arrays()), layers[0] if layers else None)
-        if device is not None and self._is_static:
-            self._end_other_mode(device, may_wait=first is None or not first.passes.is_ahead(device))
+        learning = (sync for sync in layers if not is_frozen(sync.layer) and sync.passes.arrays())
+        first = next(learning, None) or next((sync for sync in layers if not is_frozen(sync.layer)), None)
+        if device is not None and layers and self._is_static:
+            self._end_other_mode(device)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None and is_followed():
             steps.progress.note_forward(first.passes)
 
-    def _end_other_mode(self, device: mx.Context, may_wait: bool) -> None:
+    def _end_other_mode(self, device: mx.Context) -> None:
         """Let the calls before run first if they were in the other mode: where nobody has their outputs any more, MXNet
         gives the mode of a call of a static graph to all that are pending. Their operators read or write running
         statistics. If these calls may wait for a device that is yet to be called, nothing is done."""
         is_training = mx.autograd.is_training()
         before, self._modes[device] = self._modes.get(device, is_training), is_training
-        for array in self.statistics(device) if may_wait and before != is_training else ():
-            failures.wait_to_write(array)
+        if before != is_training and not steps.progress.is_ahead(device):
+            for array in self.statistics(device):
+                failures.wait_to_write(array)
 
     def statistics(self, device: mx.Context) -> List[mx.nd.NDArray]:
         """The running statistics that its synchronized layers have on this device."""

@@ -82,7 +82,7 @@ def synchronize(block: SymbolBlock, **options) -> None:
 def _synchronized(kind: Any) -> Any:
     """Return the class that blocks of this class get. It keeps the methods of a user's class, its ``forward`` too."""
     if kind is SymbolBlock or issubclass(kind, SynchronizedSymbolBlock):
-        return SynchronizedSymbolBlock
+        return SynchronizedSymbolBlock if kind is SymbolBlock else kind
     own = {"__module__": kind.__module__, "__reduce_ex__": _reduce}
     return type(f"Synchronized{kind.__name__}", (kind, SynchronizedSymbolBlock), own)
 

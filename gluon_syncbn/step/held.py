@@ -7,7 +7,7 @@ choose the learning rate by it. So the numbers are remembered at the gates, and 
 
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 
@@ -27,25 +27,34 @@ class _Held(NamedTuple):
     optimizer: "weakref.ref[mx.optimizer.Optimizer]"
     numbers: Dict[str, Any]
     counts: Dict[int, Dict[Any, int]]  # by device
+    # Of each updater, the states and whether they are on the right device: MXNet makes and moves them in an update.
+    updaters: List[Tuple[mx.optimizer.Updater, Dict[Any, Any], Dict[Any, bool]]]
 
     def opened(self) -> List[bool]:
         return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
 
     def undo(self, opened: List[bool]) -> None:
-        """Take back the counts of weights whose gates have not opened."""
+        """Take back the counts and states of weights whose gates have not opened."""
         optimizer = self.optimizer()
         if optimizer is None or all(opened):
             return
         held = [index for some, is_open in zip(self.indices, opened) if not is_open for index in some]
-        for device, counts in _counts(optimizer).items():
-            before = self.counts.get(device, {})
+        for updater, states, synced in self.updaters:
             for index in held:
-                counts.pop(index, None)
-                if index in before:
-                    counts[index] = before[index]
+                _put_back(updater.states, index, states)
+                _put_back(updater.states_synced, index, synced)
+        for device, counts in _counts(optimizer).items():
+            for index in held:
+                _put_back(counts, index, self.counts.get(device, {}))
         if not any(opened):
             for name, value in self.numbers.items():
                 setattr(optimizer, name, value)
+
+
+def _put_back(now: Dict, key: Any, before: Dict) -> None:
+    now.pop(key, None)
+    if key in before:
+        now[key] = before[key]
 
 
 class _Here(threading.local):
@@ -64,8 +73,14 @@ class Updates:
         self._lock = threading.Lock()
         self._held: List[_Held] = []  # oldest first
 
-    def hold(self, gate: int, indices: Sequence[List[Any]], optimizer: Optional[mx.optimizer.Optimizer]) -> None:
-        """Remember the optimizer's numbers until these gates, one for each list of indices, have opened."""
+    def hold(
+        self,
+        gate: int,
+        indices: Sequence[List[Any]],
+        optimizer: Optional[mx.optimizer.Optimizer],
+        updaters: Sequence[mx.optimizer.Updater],
+    ) -> None:
+        """Remember the optimizer's numbers and states until these gates, one for each list of indices, have opened."""
         if optimizer is None:
             return
         numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
@@ -73,7 +88,8 @@ class Updates:
         with self._lock:
             while self._held and all(self._held[0].opened()):
                 del self._held[0]
-            self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts))
+            known = [(item, dict(item.states), dict(item.states_synced)) for item in updaters]
+            self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts, known))
 
     def drop_last(self) -> None:
         """Forget the update that was held last: it has not begun."""

@@ -14,7 +14,8 @@ the note is taken away before the call, looked at after it, and put back.
 import threading
 import weakref
 from collections import Counter
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from types import MappingProxyType
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -45,6 +46,12 @@ class Passes:
         self._groups_of = groups_of
         self.forget()
 
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        layer = self._layer()
+        return "" if layer is None else layer.name
+
     def forget(self) -> None:
         """Begin anew: nothing is under way."""
         self._devices: List[mx.Context] = []
@@ -55,7 +62,12 @@ class Passes:
         self._backwards: Counter = Counter()
         self._backwards_before: Counter = Counter()  # the last forward pass
 
-    def is_unfinished(self, device: Optional[mx.Context] = None, is_first: bool = False) -> bool:
+    def is_unfinished(
+        self,
+        device: Optional[mx.Context] = None,
+        is_first: bool = False,
+        callers_of_backward: Mapping[mx.Context, threading.Thread] = MappingProxyType({}),
+    ) -> bool:
         """Whether a step broke off in the group of ``device``, which is about to begin a forward pass; or in any group.
 
         If the pass ``is_first`` in its ``record()``, groups that this thread alone has called count, too. Groups that
@@ -68,15 +80,22 @@ class Passes:
         """
         if device is None:
             return any(map(self._is_broken, self._groups))
-        me = {threading.current_thread()}
-        for group in self._groups:
-            if {*map(self._callers.get, group)} == me:
-                is_broken = (device in group or is_first) and self._is_broken(group)
-            else:
-                is_broken = device in group and (self._lacks_backward(device, group) or self._has_lost(device, group))
-            if is_broken:
+        if is_first and self.broke_off_here():
+            return True
+        for group in (group for group in self._groups if device in group):
+            if self._is_mine(group):
+                if self._is_broken(group):
+                    return True
+            elif self._lacks_backward(device, group) or self._has_lost(device, group, callers_of_backward):
                 return True
         return False
+
+    def broke_off_here(self) -> bool:
+        """Whether a step broke off in a group that this thread alone has called."""
+        return any(self._is_mine(group) and self._is_broken(group) for group in self._groups)
+
+    def _is_mine(self, group: Group) -> bool:
+        return {*map(self._callers.get, group)} == {threading.current_thread()}
 
     def _is_broken(self, group: Group) -> bool:
         # In this order: between the two looks, the threads of other devices may run both passes of the new step. If
@@ -92,13 +111,22 @@ class Passes:
             for other in group
         )
 
-    def _has_lost(self, device: mx.Context, group: Group) -> bool:
-        """Whether a step broke off, where the device that lacks a backward pass goes on, or its thread has ended."""
+    def _has_lost(
+        self, device: mx.Context, group: Group, callers_of_backward: Mapping[mx.Context, threading.Thread]
+    ) -> bool:
+        """Whether a step broke off, so that no thread will call the backward passes that are missing: the device that
+        lacks one goes on, its thread has ended, or another thread calls the backward passes of all devices."""
+        if not self._is_broken(group):
+            return False
         most = max(self._backwards[other] for other in group)
-        late = [other for other in group if self._backwards[other] < most]
-        return self._is_broken(group) and any(
-            other == device or (other in self._callers and not self._callers[other].is_alive()) for other in late
-        )
+        for other in group:
+            caller = self._callers.get(other)
+            if self._backwards[other] == most:
+                if callers_of_backward.get(other, caller) is not caller:
+                    return True
+            elif other == device or (caller is not None and not caller.is_alive()):
+                return True
+        return False
 
     def is_even(self) -> bool:
         """Whether all devices of a group have begun equally many forward passes."""

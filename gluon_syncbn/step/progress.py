@@ -31,6 +31,7 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.has_begun = False  # no layer has been called in it yet
+        self.first: Callable[[], Optional[Passes]] = lambda: None  # of the layers that were called in it
         self.nets: Set[Block] = set()  # whose layers were called in it for the first time
 
 
@@ -58,6 +59,9 @@ class Progress:
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # whose backward passes are counted
         self._uneven: weakref.WeakSet[Passes] = weakref.WeakSet()  # that some device has yet to begin
         self._heads: Counter = Counter()  # of backward passes, by device, since weights were updated
+        self._callers_of_backward: Dict[mx.Context, threading.Thread] = {}  # the last
+        # By the first layer of a record(), the watched layers that have followed it.
+        self._followers: weakref.WeakKeyDictionary[Passes, weakref.WeakSet[Passes]] = weakref.WeakKeyDictionary()
         # By thread: the layers that it has called in its last record(), or in it now, and that no backward() has
         # reached since; and those that were open when the thread entered the next record().
         self._open: Dict[int, Set[Passes]] = {}
@@ -73,7 +77,6 @@ class Progress:
         """Note that this thread has entered ``autograd.record()``: the first layer that it calls from now on counts."""
         self.has_trained |= trains
         self.scope.has_begun = True
-        self.scope.nets.clear()
         me = threading.get_ident()
         with self._lock:
             if not self._inside[me] and not self._answers_late:
@@ -90,9 +93,11 @@ class Progress:
 
     def show_new_net(self) -> None:
         """Call `when_net_is_new` for nets whose layers were new in this thread's last ``record()``, once per net."""
-        nets, self.scope.nets = self.scope.nets - set(self._nets), set()
-        for net in nets:
-            self._nets.add(net)
+        nets, self.scope.nets = self.scope.nets, set()
+        with self._lock:
+            new = [net for net in nets if net not in self._nets]
+            self._nets.update(new)
+        for net in new:
             self.when_net_is_new(net)
 
     def is_under_way(self) -> bool:
@@ -151,16 +156,41 @@ class Progress:
         self.note_forward(passes)
         is_first = self.scope.has_begun and mx.autograd.is_recording()
         leads = mx.autograd.is_recording() and passes not in self._called and self._meet(passes)
-        self.scope.has_begun = self.scope.has_begun and not is_first
+        if is_first:
+            self.scope.has_begun, self.scope.first = False, weakref.ref(passes)
+        first = self.scope.first()
         with self._lock:
             if is_first or leads:
                 self._watched.add(passes)
+            if first is not None and first is not passes and mx.autograd.is_recording() and passes in self._watched:
+                self._followers.setdefault(first, weakref.WeakSet()).add(passes)
             self._heads[device] += 0
             passes.begin_forward(device)
             if passes.is_even():
                 self._uneven.discard(passes)
             else:
                 self._uneven.add(passes)
+
+    def broken_off(self, passes: Passes, device: mx.Context) -> Optional[Passes]:
+        """The layer at which it shows that a step broke off before this forward pass; None if none did.
+
+        It is the layer that is called; or one that followed it in the last ``record()`` that began with it: after a
+        teacher, or a layer that is frozen.
+        """
+        is_first = self.scope.has_begun
+        if passes.is_unfinished(device, is_first, self._callers_of_backward):
+            return passes
+        with self._lock:
+            followers = list(self._followers.get(passes, ())) if is_first else []
+        return next((item for item in followers if item.broke_off_here()), None)
+
+    def is_ahead(self, device: mx.Context) -> bool:
+        """Whether work on ``device`` may wait for another device, whose pass Python has yet to begin."""
+        with self._lock:
+            passes = {*self._uneven, *self._watched}
+            if self._heads[device] > min(self._heads.values(), default=0):
+                return True
+        return any(item.is_ahead(device) for item in passes)
 
     def _meet(self, passes: Passes) -> bool:
         """Note a layer that is called for the first time. Returns whether it is the first of its net that learns."""
@@ -187,7 +217,9 @@ class Progress:
     def begin_backward(self, devices: Iterable[mx.Context]) -> None:
         """Note that a backward pass begins, of an array on each of these devices."""
         with self._lock:
-            self._heads.update(devices)
+            listed = list(devices)
+            self._heads.update(listed)
+            self._callers_of_backward.update(dict.fromkeys(listed, threading.current_thread()))
 
     def begin_gradients(self) -> None:
         """Note that it is about to write the gradients of Parameters."""

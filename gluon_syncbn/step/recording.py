@@ -39,15 +39,14 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     """Begin a forward pass of a `SyncBatchNorm`; in training, abandon the step before if that broke off."""
     if not mx.autograd.is_training():
         return
-    passes, is_first = sync.passes, steps.progress.scope.has_begun
-    looked_at = steps.progress.watched() if is_first else [passes]
-    broken = [item for item in looked_at if item.is_unfinished(device, is_first)] if mx.autograd.is_recording() else []
-    if broken:
-        started = ", ".join(map(str, broken[0].started()))
+    passes = sync.passes
+    broken = steps.progress.broken_off(passes, device) if mx.autograd.is_recording() else None
+    if broken is not None:
+        started = ", ".join(map(str, broken.started()))
         _log.warning(
             "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is abandoned now. (Did an "
             "exception come in between?) Its gradients are undefined.",
-            sync.layer.name,
+            broken.name,
             started,
         )
         abandon_step()

@@ -27,6 +27,8 @@ from gluon_syncbn.base.mxnet_private import (
     parameters_of,
     reduces_gradients,
     states_of,
+    updaters_of,
+    updaters_of_module,
     updates_of_module,
     weights_of,
 )
@@ -106,7 +108,9 @@ def guarding_trainer(update):
         is_first = is_first_update(self)
         # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
         # needed where the gradients of some device may be of the step before.
-        ignores_stale = kwargs.get("ignore_stale_grad") or any(word is True for word in args)
+        ignores_stale = kwargs.get(
+            "ignore_stale_grad", args[-1] if len(args) > (update.__name__ != "_update") else False
+        )
         if is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(self):
             indices = [list(by_index)]
         else:
@@ -117,7 +121,7 @@ def guarding_trainer(update):
             weights, states = weights_of(parameters), states_of(self)
             return [[array for i in some for array in (*weights[i], *states.get(i, ()))] for some in indices]
 
-        with _guarding(gradients, written, is_first, optimizer_of(self), indices):
+        with _guarding(gradients, written, is_first, optimizer_of(self), indices, updaters_of(self)):
             return update(self, *args, **kwargs)
 
     return guarded
@@ -190,7 +194,8 @@ def guarding_module(update):
         def written():
             return [item.written for item in updates_of_module(self)]
 
-        with _guarding(gradients, written, False, optimizer_of(self), indices):
+        guard = _guarding(gradients, written, False, optimizer_of(self), indices, updaters_of_module(self))
+        with guard, _holding_ctrl_c():
             return update(self, *args, **kwargs)
 
     return guarded
@@ -207,6 +212,7 @@ def _guarding(
     is_first: bool = False,
     optimizer: Optional[mx.optimizer.Optimizer] = None,
     indices: Sequence[List[Any]] = (),
+    updaters: Sequence[mx.optimizer.Updater] = (),
 ) -> Iterator[None]:
     """Gates before the block, and a seal after it, for the gradients and the arrays that it has ``written``.
 
@@ -219,7 +225,7 @@ def _guarding(
         return
     probes = [mx.nd.empty(1)] if is_first else []
     gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]], written())
-    steps.updates.hold(gate, indices, optimizer)
+    steps.updates.hold(gate, indices, optimizer, updaters)
     for probe in probes:
         probe.wait_to_read()
     steps.updates.here.updates += 1
