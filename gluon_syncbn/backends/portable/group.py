@@ -77,7 +77,7 @@ class Rendezvous:
             if current.vectors[rank] is not None:
                 self._fail(current, self._twice_text(current, rank), key)
             current.vectors[rank] = vector
-            is_last = not current.missing() and not current.error
+            is_last = not current.missing()
             if is_last:
                 del self._rounds[key]
             else:
