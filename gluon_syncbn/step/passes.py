@@ -14,7 +14,6 @@ the note is taken away before the call, looked at after it, and put back.
 import threading
 import weakref
 from collections import Counter
-from types import MappingProxyType
 from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
@@ -62,13 +61,14 @@ class Passes:
         self._backwards: Counter = Counter()
         self._backwards_before: Counter = Counter()  # the last forward pass
 
-    def is_unfinished(
-        self,
-        device: Optional[mx.Context] = None,
-        is_first: bool = False,
-        callers_of_backward: Mapping[mx.Context, threading.Thread] = MappingProxyType({}),
+    def is_unfinished(self) -> bool:
+        """Whether a step broke off in any group, or its backward passes are under way."""
+        return any(map(self._is_broken, self._groups))
+
+    def broke_off_before(
+        self, device: mx.Context, is_first: bool, callers_of_backward: Mapping[mx.Context, threading.Thread]
     ) -> bool:
-        """Whether a step broke off in the group of ``device``, which is about to begin a forward pass; or in any group.
+        """Whether a step broke off in the group of ``device``, which is about to begin a forward pass.
 
         If the pass ``is_first`` in its ``record()``, groups that this thread alone has called count, too. Groups that
         other threads have called do not: their backward passes may be under way.
@@ -78,8 +78,6 @@ class Passes:
         another has called ``backward()``. But all run one program: a device has broken off if it lacks a backward pass
         that another device had before its same forward pass.
         """
-        if device is None:
-            return any(map(self._is_broken, self._groups))
         if is_first and self.broke_off_here():
             return True
         for group in (group for group in self._groups if device in group):

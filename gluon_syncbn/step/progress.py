@@ -178,7 +178,7 @@ class Progress:
         teacher, or a layer that is frozen.
         """
         is_first = self.scope.has_begun
-        if passes.is_unfinished(device, is_first, self._callers_of_backward):
+        if passes.broke_off_before(device, is_first, self._callers_of_backward):
             return passes
         with self._lock:
             followers = list(self._followers.get(passes, ())) if is_first else []
@@ -200,10 +200,10 @@ class Progress:
             return False
         self.scope.nets.add(net)
         leader = self._leaders.get(net, lambda: None)()
-        if leader is None and passes.arrays():
+        leads = leader is None and bool(passes.arrays())
+        if leads:
             self._leaders[net] = weakref.ref(passes)
-            return True
-        return False
+        return leads
 
     def note_forward(self, passes: Passes) -> None:
         """Note that this thread calls a synchronized layer, or a graph of which this one is to count."""
