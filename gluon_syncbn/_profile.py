@@ -164,7 +164,7 @@ def profile() -> Iterator[Report]:
     One slow GPU, or one with larger images, makes all others wait. The report shows where they wait, how long, and for
     which device. Profile some steps after the first ones, which are slower. Entering and leaving the block waits for
     all pending work. Only the devices of this process are measured; waiting times include the exchange with other
-    processes. On GPUs the kernel time ends when the second kernel is launched. Nothing is recorded outside of the
+    processes. On GPUs the kernel time ends with the second kernel. Nothing is recorded outside of the
     block.
 
     Yields

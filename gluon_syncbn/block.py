@@ -41,7 +41,8 @@ class SyncBatchNorm(nn.BatchNorm):
     and the backward pass sends the gradient through mean and variance to every device (Ioffe and Szegedy, 2015,
     algorithm 1, summed over devices). The layer replaces `mxnet.gluon.nn.BatchNorm`: it has the same parameter names
     and the same ``.params`` files, and its gradients are those that one device would compute on the concatenated batch.
-    In prediction mode, with ``use_global_stats``, and on one device it *is* `nn.BatchNorm` and does not synchronize.
+    In prediction mode, with ``use_global_stats``, and alone on one device (one process, without ``renorm``) it *is*
+    `nn.BatchNorm` and does not synchronize.
 
     Every device must run the layer the same number of times per step. If a device does not come, all devices that wait
     for it fail with an error (see ``timeout``). After you have caught the error, call `gluon_syncbn.abandon_step`

@@ -75,6 +75,8 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
         the function of a layer.)
     ValueError
         An option has an impossible value. Nothing has been converted then.
+    RuntimeError
+        The chosen back end, or process group, cannot be had here, or lacks an option. Nothing has been converted then.
 
     Examples
     --------

@@ -3,17 +3,18 @@
 The script is not changed and sees its own arguments, as in ``python script.py ...``. With ``-m`` a module is run, as in
 ``python -m module ...``. For GluonCV's training scripts::
 
-    python -m gluon_syncbn.run train_ssd.py --network resnet50_v1 --gpus 0,1,2,3 --syncbn
+    python -m gluon_syncbn.run train_ssd.py --network resnet50_v1 --data-shape 512 --gpus 0,1 --syncbn
 
 In a job of several processes, started by ``horovodrun`` or ``mpirun``, layers synchronize over all of them::
 
-    horovodrun -np 4 python -m gluon_syncbn.run train_faster_rcnn.py --horovod --norm-layer syncbn
+    horovodrun -np 4 python -m gluon_syncbn.run train_faster_rcnn.py --dataset coco --use-fpn --horovod \
+        --norm-layer syncbn --kv-store device
 
 Some scripts make plain BatchNorm layers in spite of their options: GluonCV's train_ssd.py and train_yolo3.py in a
 process with one device. Others have no such option. ``--convert`` before the script's name converts the net where the
 script makes its Trainer::
 
-    horovodrun -np 4 python -m gluon_syncbn.run --convert train_ssd.py --horovod
+    horovodrun -np 4 python -m gluon_syncbn.run --convert train_ssd.py --network mobilenet0.25 --horovod
 
 ``GLUON_SYNCBN_PROCESS_GROUP`` chooses the library that connects them ('horovod', 'mpi'), or 'none'. The default is MPI
 if ``mpirun`` has started them and mpi4py is installed, and else Horovod, which the script initializes.

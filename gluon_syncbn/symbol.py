@@ -72,8 +72,8 @@ def SyncBatchNorm(
     **options
         The other options of `gluon_syncbn.SyncBatchNorm`. ``kvstore`` and ``process_group`` must be names. In a job of
         several processes ``num_devices`` counts the devices of one process. The limits of Batch Renormalization cannot
-        be changed later. The ``backend`` 'auto' takes 'native' where it is compiled and MXNet sees no GPU. The nodes
-        that follow are fused when the symbol is bound; the symbol itself does not change.
+        be changed later. The ``backend`` 'auto' takes 'native' where it is compiled and, if MXNet sees a GPU, its
+        kernels run there. The nodes that follow are fused when the symbol is bound; the symbol itself does not change.
 
     Returns
     -------

@@ -75,7 +75,8 @@ def test_one_layer_that_was_left_out(mode):
     assert result.layers[-1].text == "its class has a forward pass of its own"
 
 
-def test_a_batch_normalization_that_is_no_layer(mode):
+@pytest.mark.parametrize("others", [True, False], ids=["beside a layer", "alone"])
+def test_a_batch_normalization_that_is_no_layer(mode, others):
     """Only the numbers show it."""
 
     class Own(nn.HybridBlock):
@@ -83,10 +84,12 @@ def test_a_batch_normalization_that_is_no_layer(mode):
             mean = F.mean(x, axis=(0, 2, 3), keepdims=True)
             return F.broadcast_sub(x, mean)
 
-    net = sequential(lambda: nn.Conv2D(8, 3), lambda: SyncBatchNorm(), lambda: Own(), lambda: nn.Dense(3))
+    layers = [lambda: SyncBatchNorm()] if others else []
+    net = sequential(lambda: nn.Conv2D(8, 3), *layers, lambda: Own(), lambda: nn.Dense(3))
     result = gluon_syncbn.check(initialized(net, 2, mode), images())
-    assert states(result) == ["synchronized"] and not result.is_synchronized
-    assert result.differences["outputs"].found > 1e-3 and result.differences["running statistics"].found < 1e-5
+    assert states(result) == ["synchronized"] * others and not result.is_synchronized
+    assert result.differences["outputs"].found > 1e-3 and "NOT synchronized" in str(result)
+    assert not others or result.differences["running statistics"].found < 1e-5
 
 
 def everything(net):

