@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import mxnet as mx
-from testing import HANG, ROOT
+from testing import HANG, ROOT, run_python
 
 CHECK = Path(ROOT, "tests", "csrc", "check_c_api.cpp")
 OURS = Path(ROOT, "gluon_syncbn", "csrc", "mxnet", "c_api.h")
@@ -33,3 +33,29 @@ def test_a_difference_would_be_seen(tmp_path):
     words = compile_check(tmp_path / "check.cpp").stderr
     assert "static assertion failed: CustomOpFBFunc" in words and "kCPUPinned" in words
     assert words.count("static assertion failed") == 4  # two members have changed places
+
+
+OTHER_ENGINE = """
+import ctypes
+import logging
+from testing import *
+from gluon_syncbn.base import library
+
+logging.basicConfig(level=logging.INFO)
+assert library.core.gluon_syncbn_connect(ctypes.c_void_p(ctypes.CDLL({other!r})._handle)) == 0
+for mode in MODES:
+    layer, norm = SyncBatchNorm(in_channels=3, backend="native"), reference.Norm(np.ones(3), np.zeros(3))
+    set_mode(initialized(layer, 2), mode)
+    for seed in range(3):
+        check_step(layer, norm, *shards_and_heads([(2, 3, 4, 4), (1, 3, 4, 4)], seed=seed))
+"""
+
+
+def test_an_engine_with_another_interface(tmp_path):
+    """Passes then wait on the threads of MXNet's custom operators, and nothing crashes."""
+    (libmxnet,) = mx.libinfo.find_lib_path()
+    other = str(tmp_path / "other.so")
+    source = os.path.join(ROOT, "tests", "csrc", "other_engine.cpp")
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", source, "-Wl,--no-as-needed", libmxnet, "-o", other, "-ldl"]
+    subprocess.run(command, check=True)
+    assert "engine completes no operations of others" in run_python(OTHER_ENGINE.format(other=other)).stderr

@@ -130,6 +130,7 @@ def test_a_script_may_end_without_reading_its_last_gradients(mode, backend):
 
 
 SIGNALS = """
+import faulthandler
 import pytest
 from endings import *
 from testing import GRACE, shorten_grace
@@ -177,6 +178,22 @@ right_step(GRACE + 1)
 raises(KeyboardInterrupt, lambda: interrupted(1, waiting_output(net).asnumpy), GRACE + 0.9)
 right_step()
 raises(KeyboardInterrupt, lambda: interrupted(0))
+# A handler that is set while a device waits, as a notebook does for each cell.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+output = waiting_output(net)
+time.sleep(0.5)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+raises(KeyboardInterrupt, lambda: interrupted(1, output.asnumpy), GRACE + 0.9)
+right_step()
+# One in C, which calls the handler that it has found: ours.
+signal.signal(signal.SIGTERM, lambda *_: calls.append(2))
+output = waiting_output(net)
+time.sleep(0.5)
+faulthandler.register(signal.SIGTERM, open(os.devnull, "w"), chain=True)
+send(signal.SIGTERM, 1)
+raises(mx.MXNetError, output.asnumpy, GRACE + 0.9)
+assert calls == [1, 1, 2]
+right_step()
 # An exception leaves a step of some devices.
 def leave():
     with gluon_syncbn.devices(DEVICES):

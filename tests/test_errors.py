@@ -143,3 +143,14 @@ def test_naive_engine_and_a_timeout_of_the_environment(backend):
     assert "RuntimeError: SyncBatchNorm 'stem': MXNET_ENGINE_TYPE=NaiveEngine" in done.stderr
     words = "GLUON_SYNCBN_TIMEOUT: the timeout must be a positive number of seconds, not 'tomorrow'"
     assert words in run_python(NAIVE, status=1, GLUON_SYNCBN_TIMEOUT="tomorrow").stderr
+
+
+MANY = """
+from gluon_syncbn.base import library
+print([library.core.gluon_syncbn_make_processes(0, 1, b"", 1, 0) for _ in range(1026)][1022:])
+"""
+
+
+def test_too_many_groups_of_processes():
+    """Which are never dropped; the id -1 is an error in Python."""
+    assert run_python(MANY).stdout == "[1022, 1023, -1, -1]\n"

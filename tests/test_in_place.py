@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import test_layer
 from mxnet.gluon import nn
-from testing import MODES, check_step, check_steps, initialized, reference_of, run_python, sequential, shards_and_heads
+from testing import (
+    MODES,
+    check_step,
+    check_steps,
+    cpus,
+    initialized,
+    observe,
+    reference_of,
+    run_python,
+    sequential,
+    shards_and_heads,
+)
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm
 
@@ -49,6 +60,15 @@ CASES = [case for case in itertools.product([False, True], MODES, DTYPES) if cas
 def test_the_numbers_are_the_references(leaky, mode, dtype, axis):
     net, norm = make(leaky, GAMMA, mode, dtype, axis)
     check_steps(net, norm, lambda seed: draw(dtype, axis, seed), layer=net[0])
+
+
+def test_a_slope_that_float16_rounds_to_0(mode):
+    """The input could not be recovered from the output."""
+    net = sequential(lambda: nn.BatchNorm(in_channels=CHANNELS), lambda: nn.LeakyReLU(1e-8))
+    convert_sync_batchnorm(net, backend="native", in_place=True)
+    shards, heads = draw("float16")
+    seen = observe(initialized(net, 2, mode, "float16"), shards, heads, cpus(2), layer=net[0])
+    assert all(np.isfinite(array).all() for array in (*seen.outputs, *seen.input_gradients))
 
 
 def test_with_what_follows_it_and_renorm(mode):

@@ -16,6 +16,7 @@ from testing import (
     check_running,
     check_step,
     check_steps,
+    cpus,
     initialized,
     observe,
     reference_of,
@@ -69,6 +70,21 @@ def test_the_numbers_are_the_references(mode, dtype, devices):
         met += [*np.where(d > 0.5, "high d", np.where(d < -0.5, "low d", "d"))]
         check_step(layer, norm, shards, heads)
     assert set(met) == {"high r", "low r", "r", "high d", "low d", "d"}  # or this shows nothing of one of them
+
+
+def test_nan_stays(mode):
+    """A batch with NaN leaves NaN in the running statistics of its channel; later batches must not look right there."""
+    layer, norm = make(2, BOUND, mode=mode)
+    for number in range(3):
+        shards, heads = draw(2, number)
+        if number == 1:
+            shards[0][0, 2, 0, 0] = np.nan
+        seen, expected = observe(layer, shards, heads, cpus(2)), norm.step(shards, heads)
+        for arrays, sized in ((seen.outputs, expected.outputs), (seen.input_gradients, expected.input_gradients)):
+            for array, item in zip(arrays, sized):
+                np.testing.assert_allclose(array, item.value, 1e-4, 1e-4)
+                assert np.isnan(array).all((0, 2, 3)).tolist() == [False, False, number > 0, False]
+    assert np.isnan(layer.running_mean.data(mx.cpu(1)).asnumpy()).tolist() == [False, False, True, False]
 
 
 def test_limits_that_are_set_between_steps(mode):

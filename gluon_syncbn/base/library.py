@@ -126,7 +126,9 @@ _PROTOTYPES = {
     "before_fork": (None, []),
     "after_fork": (None, [c_int]),
     "try_engine": (c_int, []),
-    "watch_signals": (None, [c_int]),
+    "begin_watch": (None, []),
+    "renew_watch": (None, []),
+    "end_watch": (None, []),
     "signalled_at": (c_double, []),
     "instruction_set": (c_char_p, []),
     "start_profile": (c_int, []),
@@ -179,4 +181,4 @@ def numbers(array):
 def set_last_error(text: str) -> None:
     """Set the text of the error with which this thread's callback ends."""
     if core is not None:
-        core.gluon_syncbn_leave_error(text.encode())
+        core.gluon_syncbn_leave_error(text.encode(errors="replace"))

@@ -80,6 +80,8 @@ class ProcessGroup(ABC):
         self.id: int = library.core.gluon_syncbn_make_processes(
             self.rank, self.size, _REASONS.encode(), self.can_resume, not self.sends_to_each
         )
+        if self.id < 0:
+            raise CommunicatorError("this process has made 1,024 groups of processes; use these again")
         self._has_ended = threading.Event()
         threading.Thread(target=self._carry, name=f"gluon_syncbn {self.name}", daemon=True).start()
 

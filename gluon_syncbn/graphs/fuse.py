@@ -94,7 +94,8 @@ def _activation_of(node: Node) -> Optional[Tuple[str, Dict[str, str]]]:
         return RELU, {"activation": "relu"}
     if operator in ("LeakyReLU", "leaky_relu") and node.attrs.get("act_type", "leaky") == "leaky":
         slope = float(node.attrs.get("slope", 0.25))
-        return (LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if slope > 0 else None
+        is_exact = slope > 1e-4  # else float16 has too few digits of the output to recover the input from
+        return (LEAKY_RELU, {"activation": "leaky", "slope": repr(slope)}) if is_exact else None
     return None
 
 

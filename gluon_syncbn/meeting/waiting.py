@@ -100,8 +100,7 @@ def handle(number: int, handler: Callable[..., Any]) -> None:
     """Set the handler of a signal, as `signal.signal`; waits that are under way notice the signal nevertheless."""
     signal.signal(number, handler)
     if library.core is not None:
-        library.core.gluon_syncbn_watch_signals(1)
-        library.core.gluon_syncbn_watch_signals(0)
+        library.core.gluon_syncbn_renew_watch()
 
 
 def wait(changed: threading.Condition, began: float, timeout: float, enough: Callable[[], bool]) -> Optional[Waited]:
@@ -112,8 +111,10 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
     is_watching = False
     try:
         while not enough():
-            if library.core is not None and not is_watching and time.monotonic() > began + POLL_SECONDS:
-                library.core.gluon_syncbn_watch_signals(1)
+            if is_watching:
+                library.core.gluon_syncbn_renew_watch()
+            elif library.core is not None and time.monotonic() > began + POLL_SECONDS:
+                library.core.gluon_syncbn_begin_watch()
                 is_watching = True
             waited = _ended(began, timeout)
             if waited is not None:
@@ -122,7 +123,7 @@ def wait(changed: threading.Condition, began: float, timeout: float, enough: Cal
         return None
     finally:
         if is_watching:
-            library.core.gluon_syncbn_watch_signals(0)
+            library.core.gluon_syncbn_end_watch()
 
 
 def _ended(began: float, timeout: float) -> Optional[Waited]:

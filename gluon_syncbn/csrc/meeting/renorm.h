@@ -7,7 +7,6 @@
 // Normalization.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,9 +19,14 @@ struct RenormLimits {
   double d_max = 0;
 
   // r and d of a channel; `ratio` is σ/σ_running, `distance` (mean − running mean)/σ_running.
-  double r(double ratio) const { return std::max(1 / r_max, std::min(r_max, ratio)); }
-  double d(double distance) const { return std::max(-d_max, std::min(d_max, distance)); }
+  double r(double ratio) const { return held(ratio, 1 / r_max, r_max); }
+  double d(double distance) const { return held(distance, -d_max, d_max); }
   bool is_off() const { return r_max == 1 && d_max == 0; }
+
+ private:
+  static double held(double value, double low, double high) {  // NaN stays
+    return value < low ? low : value > high ? high : value;
+  }
 };
 
 // r and d of each channel, from the statistics of the mini-batch and the running statistics.

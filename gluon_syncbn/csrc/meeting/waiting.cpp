@@ -19,20 +19,32 @@ constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 // Time of the last signal, by the steady clock. The handler writes nothing else.
 std::atomic<int64_t> signalled{INT64_MIN};
 
-// The program's own actions. A handler may still read one, on another thread, when the next watch begins, so a new
-// action gets memory of its own. It is never freed, as actions do not change often.
-std::atomic<const struct sigaction*> before[kNumSignals];
+// An action of the program's own, and the one that it had before. A handler may still read one, on another thread, when
+// the next watch begins, so a new action gets memory of its own. It is never freed, as actions do not change often.
+struct Action {
+  struct sigaction own;
+  const Action* earlier;
+};
+std::atomic<const Action*> before[kNumSignals];
+
+// The action that our handler is calling. If that calls our handler, which was in force when it was set (as
+// faulthandler's does), the earlier action is meant.
+std::atomic<const Action*> called[kNumSignals];
 
 void on_signal(int number, siginfo_t* information, void* context) {
   signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   for (size_t i = 0; i < kNumSignals; ++i) {
     if (kSignals[i] != number) continue;
-    const struct sigaction& action = *before[i].load();
-    if (action.sa_flags & SA_SIGINFO) {
-      action.sa_sigaction(number, information, context);
+    const Action* const caller = called[i];
+    const Action* const action = caller ? caller->earlier : before[i].load();
+    if (!action) continue;
+    called[i] = action;
+    if (action->own.sa_flags & SA_SIGINFO) {
+      action->own.sa_sigaction(number, information, context);
     } else {
-      action.sa_handler(number);
+      action->own.sa_handler(number);
     }
+    called[i] = caller;
   }
 }
 
@@ -73,14 +85,21 @@ WaitingTimes& waiting_times() {
 }
 
 void begin_watch() {
+  {
+    std::lock_guard<std::mutex> lock(shared().mutex);
+    shared().watches += 1;
+  }
+  renew_watch();
+}
+
+void renew_watch() {
   std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().watches += 1;
-  // Also in a watch that is under way: the program may have set another action.
+  if (shared().watches == 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0 || is_ours(found) || !is_handled(found)) continue;
-    const struct sigaction* known = before[i];
-    if (!known || !is_same(*known, found)) before[i] = new struct sigaction(found);
+    const Action* const known = before[i];
+    if (!known || !is_same(known->own, found)) before[i] = new Action{found, known};
     struct sigaction ours = found;
     ours.sa_flags |= SA_SIGINFO;
     ours.sa_sigaction = on_signal;
@@ -93,7 +112,8 @@ void end_watch() {
   if (--shared().watches > 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
-    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found)) sigaction(kSignals[i], before[i], nullptr);
+    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found))
+      sigaction(kSignals[i], &before[i].load()->own, nullptr);
   }
 }
 
@@ -173,7 +193,8 @@ EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double grace, do
   shared().because = because;
 }
 
-// Begins a watch, or ends one.
-EXPORTED void gluon_syncbn_watch_signals(int begin) { begin ? begin_watch() : end_watch(); }
+EXPORTED void gluon_syncbn_begin_watch() { begin_watch(); }
+EXPORTED void gluon_syncbn_renew_watch() { renew_watch(); }
+EXPORTED void gluon_syncbn_end_watch() { end_watch(); }
 
 EXPORTED double gluon_syncbn_signalled_at() { return seconds_of(signalled_at()); }

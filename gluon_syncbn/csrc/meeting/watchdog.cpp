@@ -51,7 +51,9 @@ OpenWaits look(Watchdog& dog, std::unique_lock<std::mutex>& lock) {
   lock.lock();
   if (!is_long) {
     dog.signals.reset();
-  } else if (!dog.signals) {
+  } else if (dog.signals) {
+    renew_watch();
+  } else {
     dog.signals.emplace();
   }
   dog.looks = false;

@@ -94,16 +94,23 @@ void push(std::function<void()> operation, EngineProperty property, int thread, 
 }
 
 void push_async(std::function<void(OnComplete)> operation, int thread, void* token) {
-  using Operation = std::function<void(OnComplete)>;
+  // Builds of MXNet with an asynchronous engine for GPUs pass one argument more, before `on_complete`.
+  struct Operation {
+    const Operation* self;
+    std::function<void(OnComplete)> run;
+  };
   const auto run = [](void*, void* on_complete, void* pushed) {
-    const Operation mine = *static_cast<Operation*>(pushed);  // the engine drops it when the operation is complete
+    if (static_cast<Operation*>(pushed)->self != pushed) throw dmlc::Error("another interface");
+    const auto mine = static_cast<Operation*>(pushed)->run;  // the engine drops it when the operation is complete
     mine(*static_cast<OnComplete*>(on_complete));
   };
   const auto drop = [](void* pushed) { delete static_cast<Operation*>(pushed); };
   const int context[] = {kCpu, thread};
   const EngineProperty property = EngineProperty::kOrdinary;
-  check_mxnet(mxnet().engine_push_async(run, new Operation(std::move(operation)), drop, context, nullptr, 0, &token, 1,
-                                        &property, kPriority, "SyncBatchNorm", false),
+  auto* const pushed = new Operation{nullptr, std::move(operation)};
+  pushed->self = pushed;
+  check_mxnet(mxnet().engine_push_async(run, pushed, drop, context, nullptr, 0, &token, 1, &property, kPriority,
+                                        "SyncBatchNorm", false),
               "MXNet's engine took no operation");
 }
 

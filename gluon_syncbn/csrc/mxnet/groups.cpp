@@ -33,7 +33,7 @@ int asked(const std::function<int()>& ask) {
 }
 
 Link connect(int64_t id) {
-  double facts[4];
+  double facts[4] = {};
   asked([&] { return python().connect(id, facts); });
   if (facts[0] == 1) return {};
   const std::shared_ptr<Processes> processes = find_processes(static_cast<int64_t>(facts[3]));

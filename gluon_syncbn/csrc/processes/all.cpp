@@ -77,6 +77,7 @@ std::shared_ptr<Processes> find_processes(int64_t id) { return entry(id).process
 
 using namespace gluon_syncbn;
 
+// Returns the id, or -1 if there are too many.
 EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* advice, int can_resume,
                                              int must_be_asked) {
   static const int is_watched = pthread_atfork(nullptr, nullptr, forget_in_child);
@@ -85,7 +86,8 @@ EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* adv
   made->outside = std::make_shared<Outside>(must_be_asked != 0);
   made->processes = std::make_shared<Processes>(rank, size, advice, made->outside, can_resume != 0);
   const size_t id = num_entries++;
-  entries.at(id) = made.release();
+  if (id >= kMost) return -1;
+  entries[id] = made.release();
   return static_cast<int64_t>(id);
 }
 

@@ -6,8 +6,8 @@ struct Running {
   double shift = 0, pending = 0, sum = 0, squares = 0;
   int64_t tiles = 0;
 
-  // Settled whenever the tiles have doubled, the shift is the mean of at least half of the values seen: close enough
-  // that float32 loses nothing, and next to no work. Tiles of columns `settles` every time: they are few.
+  // Settled whenever the tiles have doubled, the shift is the mean of at least a quarter of the values seen: close
+  // enough that float32 loses nothing, and next to no work. Tiles of columns `settles` every time: they are few.
   inline void add(double size, double total, double total_squares, bool settles) {
     pending += size;
     sum += total;
