@@ -1,8 +1,11 @@
 """The methods of MXNet that this package extends, because MXNet has no hook there. The table lists all of them.
 
-Each row has an owner, some of its methods, a decorator, and the reason. The decorated method does the work of the
-original, and some work of its own. A function of MXNet's library is extended in place of several methods that call it.
+Each row has an owner, some of its methods, a function, and the reason. The function is called with the original method
+and its arguments; it calls the original, and does some work of its own. A function of MXNet's library is extended in
+place of several methods that call it.
 """
+
+import functools
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
@@ -57,6 +60,16 @@ def install_hooks() -> None:
     if steps.progress.when_net_is_new is warn_of_plain_norms:
         return
     steps.progress.when_net_is_new = warn_of_plain_norms
-    for owner, names, extended in _EXTENSIONS:
+    for owner, names, function in _EXTENSIONS:
         for name in names.split():
-            setattr(owner, name, extended(getattr(owner, name)))
+            setattr(owner, name, extended(getattr(owner, name), function))
+
+
+def extended(original, function):
+    """The method that calls ``function`` with the original and its arguments."""
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    return call

@@ -1,6 +1,5 @@
 """Executors of symbols: MXNet binds the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
 
-import functools
 import os
 import threading
 import warnings
@@ -46,38 +45,23 @@ def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
         return _kept[key][1]
 
 
-def lowering_bind(bind):
+def lowering_bind(bind, symbol, /, *args, **kwargs):
     """``Symbol.bind`` and ``simple_bind``, as a Module calls them."""
-
-    @functools.wraps(bind)
-    def lowered_bind(self, *args, **kwargs):
-        lowered = _lowered(self, Kind())
-        return _bind(bind, lowered, has_what_runs(lowered), args, kwargs)
-
-    return lowered_bind
+    lowered = _lowered(symbol, Kind())
+    return _bind(bind, lowered, has_what_runs(lowered), args, kwargs)
 
 
-def lowering_partition(optimize_for):
+def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
     """``Symbol.optimize_for``, which takes a symbol apart for a partitioner: it gets the lowered copy.
 
     Nothing is fused, as in a net with a partitioner. A net's graph has been lowered before, for its layers.
     """
-
-    @functools.wraps(optimize_for)
-    def lowered_optimize_for(self, *args, **kwargs):
-        return optimize_for(_lowered(self, Kind(is_partitioned=True, fuses=False)), *args, **kwargs)
-
-    return lowered_optimize_for
+    return optimize_for(_lowered(symbol, Kind(is_partitioned=True, fuses=False)), *args, **kwargs)
 
 
-def following_reshape(reshape):
+def following_reshape(reshape, executor, /, *args, **kwargs):
     """``Executor.reshape``, which binds another executor; a Module calls it for a batch of another size."""
-
-    @functools.wraps(reshape)
-    def followed_reshape(self, *args, **kwargs):
-        return _bind(reshape, self, self in steps.progress.executors, args, kwargs)
-
-    return followed_reshape
+    return _bind(reshape, executor, executor in steps.progress.executors, args, kwargs)
 
 
 def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:

@@ -17,7 +17,6 @@ again, and cannot copy a net whose hook holds a function.
 """
 
 import contextlib
-import functools
 import threading
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
@@ -224,82 +223,67 @@ def keeping_graphs(blocks: List[Block]) -> Iterator[None]:
                 _graphs[net] = made
 
 
-def lowering_what_runs(build):
+def lowering_what_runs(build, net, *args):
     """``HybridBlock._build_cache``: it makes an operator of the lowered copy of the graph; the net keeps the graph."""
-
-    @functools.wraps(build)
-    def _build_cache(self, *args):
-        with _making:
-            set_graph(self, plain_graph_of(self))
-            _graphs.pop(self, None)
-            if not _is_complete(self):
-                drop_graph(self)
-            inputs, plain = kept = self._get_graph(*args)
-            is_lowered, is_partitioned = bool(layers_of(self).all()) or is_marked(plain), has_partitioner(self)
-            if is_lowered:
-                flat = flatten(args, "input")[0]
-                find_shapes(self, plain, flat)
-                given = zip(inputs, (item for item in flat if item is not None))
-                dtypes = {data.name: x.dtype for data, x in given if isinstance(x, mx.nd.NDArray)}
-                kind = Kind(is_static(self), is_partitioned, not has_operator_hook(self) and not is_partitioned)
-                lowering = Lowering(plain, layers_of(self), dtypes, kind)
-                say(self.name, lowering.fused)
-                set_graph(self, (inputs, lowering.symbol))
-            made = _NetGraph(self, is_lowered)
-            try:
-                build(self, *args)
-                if is_partitioned:
-                    made.partitioned, made.plain = graph_of(self), kept
-            finally:
-                if not made.partitioned:
-                    set_graph(self, kept)
-            _graphs[self] = made
-
-    return _build_cache
-
-
-def following_changes(call):
-    """``HybridBlock._call_cached_op``: makes the lowered copy anew if layers have changed, and watches the outputs."""
-
-    @functools.wraps(call)
-    def _call_cached_op(self, *args):
-        is_made = has_operator(self)  # before the graph, which another thread may be making
-        graph = _graphs.get(self)
-        if not is_made or graph is None or graph.is_out_of_date(self):
-            graph = _make(self, args)
-        buffers = cpu_resources.buffers_of(self)
-        device = _device_of(args)
-        if graph is None or not graph.is_lowered:
-            return cpu_resources.in_one_call(buffers, device, call, self, *args)
-        graph.begin_forward(device)
+    with _making:
+        set_graph(net, plain_graph_of(net))
+        _graphs.pop(net, None)
+        if not _is_complete(net):
+            drop_graph(net)
+        inputs, plain = kept = net._get_graph(*args)
+        is_lowered, is_partitioned = bool(layers_of(net).all()) or is_marked(plain), has_partitioner(net)
+        if is_lowered:
+            flat = flatten(args, "input")[0]
+            find_shapes(net, plain, flat)
+            given = zip(inputs, (item for item in flat if item is not None))
+            dtypes = {data.name: x.dtype for data, x in given if isinstance(x, mx.nd.NDArray)}
+            kind = Kind(is_static(net), is_partitioned, not has_operator_hook(net) and not is_partitioned)
+            lowering = Lowering(plain, layers_of(net), dtypes, kind)
+            say(net.name, lowering.fused)
+            set_graph(net, (inputs, lowering.symbol))
+        made = _NetGraph(net, is_lowered)
         try:
-            out = cpu_resources.in_one_call(buffers, device, call, self, *args)
-        except mx.MXNetError:
-            with _making:
-                drop_operator(self)  # it would raise another error from now on, about itself
-            raise
-        if device is not None and mx.autograd.is_training() and failures.is_in_use():
-            error = f"an operator of '{self.name}', or one before it, had failed on {device}."
-            outputs = [item for item in flatten(out, "output")[0] if item is not None]
-            failures.watch(outputs, error, graph.statistics(device))
-        return out
-
-    return _call_cached_op
+            build(net, *args)
+            if is_partitioned:
+                made.partitioned, made.plain = graph_of(net), kept
+        finally:
+            if not made.partitioned:
+                set_graph(net, kept)
+        _graphs[net] = made
 
 
-def exporting_plain_graphs(export):
+def following_changes(call, net, *args):
+    """``HybridBlock._call_cached_op``: makes the lowered copy anew if layers have changed, and watches the outputs."""
+    is_made = has_operator(net)  # before the graph, which another thread may be making
+    graph = _graphs.get(net)
+    if not is_made or graph is None or graph.is_out_of_date(net):
+        graph = _make(net, args)
+    buffers = cpu_resources.buffers_of(net)
+    device = _device_of(args)
+    if graph is None or not graph.is_lowered:
+        return cpu_resources.in_one_call(buffers, device, call, net, *args)
+    graph.begin_forward(device)
+    try:
+        out = cpu_resources.in_one_call(buffers, device, call, net, *args)
+    except mx.MXNetError:
+        with _making:
+            drop_operator(net)  # it would raise another error from now on, about itself
+        raise
+    if device is not None and mx.autograd.is_training() and failures.is_in_use():
+        error = f"an operator of '{net.name}', or one before it, had failed on {device}."
+        outputs = [item for item in flatten(out, "output")[0] if item is not None]
+        failures.watch(outputs, error, graph.statistics(device))
+    return out
+
+
+def exporting_plain_graphs(export, net, /, *args, **kwargs):
     """``HybridBlock.export`` writes the graph of the plain net, frozen as its layers are now.
 
     Of a net that a partitioner took apart (``optimize_for``) it writes the whole: the parts have nodes that only this
     package can load.
     """
-
-    @functools.wraps(export)
-    def plain_export(self, *args, **kwargs):
-        kept = plain_graph_of(self)
-        if not kept or not is_marked(kept[1]):
-            return export(self, *args, **kwargs)
-        with exporting(self, unmarked_graph_of(self)):
-            return export(self, *args, **kwargs)
-
-    return plain_export
+    kept = plain_graph_of(net)
+    if not kept or not is_marked(kept[1]):
+        return export(net, *args, **kwargs)
+    with exporting(net, unmarked_graph_of(net)):
+        return export(net, *args, **kwargs)

@@ -6,7 +6,6 @@ calls: the layer of a node is found again by the name of its running mean and by
 attribute. The node is marked, too, so that a SymbolBlock that is made of the graph synchronizes.
 """
 
-import functools
 import threading
 from collections import defaultdict
 from typing import Dict, List, Optional
@@ -66,31 +65,21 @@ def set_layers(net: Block, layers: Layers) -> None:
         vars(net)[_ATTRIBUTE] = layers
 
 
-def noting_layers(get_graph):
+def noting_layers(get_graph, net, *args):
     """``HybridBlock._get_graph``: the layers of a graph that is made are noted."""
-
-    @functools.wraps(get_graph)
-    def _get_graph(self, *args):
-        if graph_of(self):
-            return get_graph(self, *args)
-        outer, _tracing.layers = _tracing.layers, Layers()
-        try:
-            made = get_graph(self, *args)
-            set_layers(self, _tracing.layers)
-        finally:
-            _tracing.layers = outer
-        return made
-
-    return _get_graph
+    if graph_of(net):
+        return get_graph(net, *args)
+    outer, _tracing.layers = _tracing.layers, Layers()
+    try:
+        made = get_graph(net, *args)
+        set_layers(net, _tracing.layers)
+    finally:
+        _tracing.layers = outer
+    return made
 
 
-def dropping_layers(clear):
+def dropping_layers(clear, net):
     """``HybridBlock._clear_cached_op``: the layers of a graph that is dropped are forgotten."""
-
-    @functools.wraps(clear)
-    def _clear_cached_op(self):
-        clear(self)
-        if not isinstance(self, SymbolBlock):  # it keeps its graph
-            vars(self).pop(_ATTRIBUTE, None)
-
-    return _clear_cached_op
+    clear(net)
+    if not isinstance(net, SymbolBlock):  # it keeps its graph
+        vars(net).pop(_ATTRIBUTE, None)

@@ -104,7 +104,7 @@ def give_buffers(owner: Any, buffers: GraphsBuffers) -> None:
 
 
 def in_one_call(
-    buffers: Optional[GraphsBuffers], device: Optional[mx.Context], function: Callable, *args, **kwargs
+    buffers: Optional[GraphsBuffers], device: Optional[mx.Context], function: Callable, /, *args, **kwargs
 ) -> Any:
     """Return ``function(*args, **kwargs)``, which makes the graph that keeps these buffers, or calls it on this device,
     or is a backward pass (None).

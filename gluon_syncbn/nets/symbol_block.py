@@ -138,19 +138,14 @@ def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
     return layer
 
 
-def synchronizing_what_is_marked(make):
+def synchronizing_what_is_marked(make, block, /, *args, **kwargs):
     """``SymbolBlock.__init__``: a block of synchronized nodes becomes a `SynchronizedSymbolBlock`.
 
     gluoncv's FeatureExpander calls a net with a symbol and makes a block of the result: without this, the nodes would
     train, but `gluon_syncbn.devices`, ``num_devices=None`` and the order of calls would not reach them.
     """
-
-    @functools.wraps(make)
-    def __init__(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        symbol = graph_of(self)[1]
-        refuse_what_runs(symbol, self.name)
-        if is_marked(symbol):
-            synchronize(self)
-
-    return __init__
+    make(block, *args, **kwargs)
+    symbol = graph_of(block)[1]
+    refuse_what_runs(symbol, block.name)
+    if is_marked(symbol):
+        synchronize(block)

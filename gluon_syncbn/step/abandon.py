@@ -10,7 +10,6 @@ no weight is updated. If the program does not do it, the next ``autograd.record(
 step if nobody has seen it.
 """
 
-import functools
 import logging
 import sys
 
@@ -95,7 +94,7 @@ def _with_cause(error: str, pending: str) -> str:
     return error if pending in error else f"{error} MXNet's own error: {pending}"
 
 
-def failing_what_cannot_be_read(read):
+def failing_what_cannot_be_read(read, *array):
     """``asnumpy``, ``wait_to_read``, ``waitall``: when they raise, the step has failed, for any operator.
 
     MXNet then forgets the error for all arrays that share it, and runs the operators after them. So the step fails
@@ -104,22 +103,15 @@ def failing_what_cannot_be_read(read):
     `SyncBatchNormError`.
     """
 
-    @functools.wraps(read)
-    def reading(*array):
-        with noticing_what_cannot_end(sys._getframe(1)):
-            return _read(read, *array)
-
-    return reading
+    with noticing_what_cannot_end(sys._getframe(2)):  # the caller of the extended method
+        return _read(read, *array)
 
 
-def failing_with_all_work(wait_for_all):
+def failing_with_all_work(wait_for_all) -> int:
     """``MXNDArrayWaitAll``, which ``waitall`` calls under each of its names."""
-
-    def wait() -> int:
-        check_call(wait_for_all())
-        return 0
-
-    return functools.update_wrapper(failing_what_cannot_be_read(wait), wait_for_all)
+    with noticing_what_cannot_end(sys._getframe(2)):
+        _read(lambda: check_call(wait_for_all()))
+    return 0
 
 
 def _read(read, *array):

@@ -3,7 +3,6 @@
 Each function but `begin_forward` makes the extended form of a method (`gluon_syncbn._hooks`).
 """
 
-import functools
 import logging
 from typing import Iterable, NamedTuple, Optional
 
@@ -20,19 +19,14 @@ from gluon_syncbn.step.unmet import check_met
 _log = logging.getLogger("gluon_syncbn")
 
 
-def noticing_record(enter):
+def noticing_record(enter, scope):
     """The beginning of ``autograd.record()``, and so of a step."""
-
-    @functools.wraps(enter)
-    def __enter__(self):
-        if is_record(self):
-            leave_failed_step()
-            steps.progress.close_if_balanced()
-            check_met()
-            steps.progress.begin_record(trains(self))
-        enter(self)  # last: Ctrl-C behind it would leave autograd recording
-
-    return __enter__
+    if is_record(scope):
+        leave_failed_step()
+        steps.progress.close_if_balanced()
+        check_met()
+        steps.progress.begin_record(trains(scope))
+    enter(scope)  # last: Ctrl-C behind it would leave autograd recording
 
 
 def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
@@ -56,22 +50,17 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     cpu_resources.open_step()
 
 
-def noticing_end_of_record(leave):
+def noticing_end_of_record(leave, scope, kind, value, trace):
     """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
-
-    @functools.wraps(leave)
-    def __exit__(self, kind, value, trace):
-        try:
-            if is_record(self):
-                steps.progress.end_record()
-        finally:
-            leave(self, kind, value, trace)
-        if is_record(self):
-            if kind is not None and steps.layers.in_use():
-                abandon_step()
-            steps.progress.show_new_net()
-
-    return __exit__
+    try:
+        if is_record(scope):
+            steps.progress.end_record()
+    finally:
+        leave(scope, kind, value, trace)
+    if is_record(scope):
+        if kind is not None and steps.layers.in_use():
+            abandon_step()
+        steps.progress.show_new_net()
 
 
 class _Head(NamedTuple):
@@ -81,87 +70,75 @@ class _Head(NamedTuple):
     ctx: mx.Context
 
 
-def counting_backward(backward):
+def counting_backward(
+    backward, num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
+):
     """``MXAutogradBackwardEx``: ``backward()`` of an array, and of several with ``autograd.backward``; and
     ``autograd.grad``, which ends the step unless more is to be done with its graph."""
 
-    @functools.wraps(backward)
-    def counted_backward(num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest):
-        def call() -> int:
-            args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
-            if failures.is_in_use():
-                cpu_resources.open_step()
-            if steps.progress.has_copies_in_graphs:  # it may go from device to device, and so in several calls
-                return backward(*args)
-            return cpu_resources.in_one_call(None, None, backward, *args)
-
-        found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
-        if num_variables:  # autograd.grad
-            steps.progress.begin_backward(head.ctx for head in found)
-            code = call()
-            if code == 0 and not retain_graph.value and not create_graph.value:
-                steps.progress.end_grad()
-            return code
+    def call() -> int:
+        args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
         if failures.is_in_use():
-            for head in found:
-                failures.watch([head], f"an operator before backward() on {head.ctx} had failed.", are_heads=True)
+            cpu_resources.open_step()
+        if steps.progress.has_copies_in_graphs:  # it may go from device to device, and so in several calls
+            return backward(*args)
+        return cpu_resources.in_one_call(None, None, backward, *args)
+
+    found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
+    if num_variables:  # autograd.grad
         steps.progress.begin_backward(head.ctx for head in found)
-        steps.progress.begin_gradients()
-        try:
-            code = call()
-        finally:
-            reached = steps.progress.end_gradients()
-        if code == 0:
-            steps.progress.note_backward(reached)
+        code = call()
+        if code == 0 and not retain_graph.value and not create_graph.value:
+            steps.progress.end_grad()
         return code
+    if failures.is_in_use():
+        for head in found:
+            failures.watch([head], f"an operator before backward() on {head.ctx} had failed.", are_heads=True)
+    steps.progress.begin_backward(head.ctx for head in found)
+    steps.progress.begin_gradients()
+    try:
+        code = call()
+    finally:
+        reached = steps.progress.end_gradients()
+    if code == 0:
+        steps.progress.note_backward(reached)
+    return code
 
-    return counted_backward
 
-
-def noticing_copies(copyto):
+def noticing_copies(copyto, array, other):
     """``copyto`` of an array, which ``as_in_context`` calls: backward passes may go from device to device then."""
-
-    @functools.wraps(copyto)
-    def noticed_copyto(self, other):
-        if not (steps.progress.has_copies_in_graphs or cpu_resources.shared_because()) and mx.autograd.is_recording():
-            devices = device_of(self), device_of(other) if isinstance(other, mx.nd.NDArray) else other
-            are_cpus = all(getattr(device, "device_type", "") == "cpu" for device in devices)
-            if are_cpus and devices[0] != devices[1]:
-                # Whether autograd has computed this array, or computes its gradient.
-                steps.progress.has_copies_in_graphs = has_fresh_gradient(self) or take_fresh_gradient(self)
-        return copyto(self, other)
-
-    return noticed_copyto
+    if not (steps.progress.has_copies_in_graphs or cpu_resources.shared_because()) and mx.autograd.is_recording():
+        devices = device_of(array), device_of(other) if isinstance(other, mx.nd.NDArray) else other
+        are_cpus = all(getattr(device, "device_type", "") == "cpu" for device in devices)
+        if are_cpus and devices[0] != devices[1]:
+            # Whether autograd has computed this array, or computes its gradient.
+            steps.progress.has_copies_in_graphs = has_fresh_gradient(array) or take_fresh_gradient(array)
+    return copyto(array, other)
 
 
-def noticing_forward_of_symbols(forward):
+def noticing_forward_of_symbols(forward, executor, /, is_train=False, **kwargs):
     """``Executor.forward``; in training a step of symbols and Modules begins with it.
 
     MXNet gives operators that are pending the mode of the next call. So calls in the other mode run first. And it does
     not know that the call writes running statistics: ``Module.get_params`` would read the statistics from before.
     """
-
-    @functools.wraps(forward)
-    def noticed_forward(self, is_train=False, **kwargs):
-        executors = steps.progress.executors
-        if self in executors:
-            if executors[self] not in (None, bool(is_train)):
-                for output in self.outputs:
-                    output.wait_to_read()
-            executors[self] = bool(is_train)
-        if is_train:
-            leave_failed_step()
-            if self in executors:
-                steps.progress.close_if_balanced()
-                cpu_resources.open_step()
-                if any(array is not None for array in self.grad_arrays or ()):
-                    steps.progress.open_executors.add(self)
-        outputs = forward(self, is_train, **kwargs)
-        if is_train:
-            _watch_statistics(self, outputs)
-        return outputs
-
-    return noticed_forward
+    executors = steps.progress.executors
+    if executor in executors:
+        if executors[executor] not in (None, bool(is_train)):
+            for output in executor.outputs:
+                output.wait_to_read()
+        executors[executor] = bool(is_train)
+    if is_train:
+        leave_failed_step()
+        if executor in executors:
+            steps.progress.close_if_balanced()
+            cpu_resources.open_step()
+            if any(array is not None for array in executor.grad_arrays or ()):
+                steps.progress.open_executors.add(executor)
+    outputs = forward(executor, is_train, **kwargs)
+    if is_train:
+        _watch_statistics(executor, outputs)
+    return outputs
 
 
 def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optional[mx.nd.NDArray]]) -> None:
@@ -173,14 +150,9 @@ def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optiona
         failures.watch([array for array in arrays if device_of(array) == device], error, executor.aux_arrays)
 
 
-def noticing_backward_of_symbols(backward):
+def noticing_backward_of_symbols(backward, executor, /, *args, **kwargs):
     """``Executor.backward``."""
-
-    @functools.wraps(backward)
-    def noticed_backward(self, *args, **kwargs):
-        done = backward(self, *args, **kwargs)
-        _watch_statistics(self, self.grad_arrays or ())
-        steps.progress.open_executors.discard(self)
-        return done
-
-    return noticed_backward
+    done = backward(executor, *args, **kwargs)
+    _watch_statistics(executor, executor.grad_arrays or ())
+    steps.progress.open_executors.discard(executor)
+    return done

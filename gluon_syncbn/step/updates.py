@@ -8,7 +8,6 @@ error before anything is copied.
 """
 
 import contextlib
-import functools
 import signal
 import threading
 import warnings
@@ -80,71 +79,51 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
         yield
 
 
-def noting_trainer(init):
+def noting_trainer(init, trainer, /, *args, **kwargs):
     """``Trainer.__init__``: a step may fail before the first update."""
-
-    @functools.wraps(init)
-    def noted(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        steps.updates.trainers[self] = False
-
-    return noted
+    init(trainer, *args, **kwargs)
+    steps.updates.trainers[trainer] = False
 
 
-def guarding_trainer(update):
+def guarding_trainer(update, trainer, /, *args, **kwargs):
     """A method of Trainer that reads gradients, or updates weights."""
+    check_met(parameters_of(trainer))
+    steps.updates.before_update()
+    if not failures.is_in_use():
+        return update(trainer, *args, **kwargs)
+    if not steps.updates.trainers.get(trainer) and update.__name__ != "update":
+        _warn_if_alone(trainer)
+    steps.updates.trainers[trainer] = True
+    parameters = parameters_of(trainer)
+    by_index = gradients_of(parameters)
+    is_first = is_first_update(trainer)
+    # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
+    # needed where the gradients of some device may be of the step before.
+    ignores_stale = kwargs.get("ignore_stale_grad", args[-1] if len(args) > (update.__name__ != "_update") else False)
+    if is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(trainer):
+        indices = [list(by_index)]
+    else:
+        indices = [[index] for index in by_index]
+    gradients = [[array for index in some for array in by_index[index]] for some in indices]
 
-    @functools.wraps(update)
-    def guarded(self, *args, **kwargs):
-        check_met(parameters_of(self))
-        steps.updates.before_update()
-        if not failures.is_in_use():
-            return update(self, *args, **kwargs)
-        if not steps.updates.trainers.get(self) and update.__name__ != "update":
-            _warn_if_alone(self)
-        steps.updates.trainers[self] = True
-        parameters = parameters_of(self)
-        by_index = gradients_of(parameters)
-        is_first = is_first_update(self)
-        # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
-        # needed where the gradients of some device may be of the step before.
-        ignores_stale = kwargs.get(
-            "ignore_stale_grad", args[-1] if len(args) > (update.__name__ != "_update") else False
-        )
-        if is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(self):
-            indices = [list(by_index)]
-        else:
-            indices = [[index] for index in by_index]
-        gradients = [[array for index in some for array in by_index[index]] for some in indices]
+    def written():
+        weights, states = weights_of(parameters), states_of(trainer)
+        return [[array for i in some for array in (*weights[i], *states.get(i, ()))] for some in indices]
 
-        def written():
-            weights, states = weights_of(parameters), states_of(self)
-            return [[array for i in some for array in (*weights[i], *states.get(i, ()))] for some in indices]
-
-        with _guarding(gradients, written, is_first, optimizer_of(self), indices, updaters_of(self)):
-            return update(self, *args, **kwargs)
-
-    return guarded
+    with _guarding(gradients, written, is_first, optimizer_of(trainer), indices, updaters_of(trainer)):
+        return update(trainer, *args, **kwargs)
 
 
-def finishing_update(update):
+def finishing_update(update, trainer, /, *args, **kwargs):
     """``Trainer._update`` and ``_allreduce_grads``, which update one device after the other: Ctrl-C waits for the last.
 
     They are guarded, too, where a subclass of Trainer has a ``step`` of its own.
     """
 
-    @functools.wraps(update)
-    def held(self, *args, **kwargs):
-        with _holding_ctrl_c():
-            return update(self, *args, **kwargs)
-
-    guarded = guarding_trainer(held)
-
-    @functools.wraps(update)
-    def finished(self, *args, **kwargs):
-        return (held if steps.updates.here.updates else guarded)(self, *args, **kwargs)
-
-    return finished
+    with _holding_ctrl_c():
+        if steps.updates.here.updates:
+            return update(trainer, *args, **kwargs)
+        return guarding_trainer(update, trainer, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -178,27 +157,22 @@ def _warn_if_alone(trainer: mx.gluon.Trainer) -> None:
         )
 
 
-def guarding_module(update):
+def guarding_module(update, module, /, *args, **kwargs):
     """``Module.update``. It also watches the outputs of the Module's graphs: nothing else of ours sees them run."""
+    check_module(module)
+    if not failures.is_in_use():
+        return update(module, *args, **kwargs)
+    for outputs in outputs_of_module(module):
+        failures.watch(outputs, f"an operator of the Module on {device_of(outputs[0])} had failed.", are_heads=True)
+    updates = updates_of_module(module)
+    gradients, indices = [item.gradients for item in updates], [item.keys for item in updates]
 
-    @functools.wraps(update)
-    def guarded(self, *args, **kwargs):
-        check_module(self)
-        if not failures.is_in_use():
-            return update(self, *args, **kwargs)
-        for outputs in outputs_of_module(self):
-            failures.watch(outputs, f"an operator of the Module on {device_of(outputs[0])} had failed.", are_heads=True)
-        updates = updates_of_module(self)
-        gradients, indices = [item.gradients for item in updates], [item.keys for item in updates]
+    def written():
+        return [item.written for item in updates_of_module(module)]
 
-        def written():
-            return [item.written for item in updates_of_module(self)]
-
-        guard = _guarding(gradients, written, False, optimizer_of(self), indices, updaters_of_module(self))
-        with guard, _holding_ctrl_c():
-            return update(self, *args, **kwargs)
-
-    return guarded
+    guard = _guarding(gradients, written, False, optimizer_of(module), indices, updaters_of_module(module))
+    with guard, _holding_ctrl_c():
+        return update(module, *args, **kwargs)
 
 
 def _all_in(arrays: Dict[int, List[mx.nd.NDArray]]) -> List[mx.nd.NDArray]:
