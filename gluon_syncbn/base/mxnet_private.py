@@ -6,7 +6,8 @@
 import contextlib
 import ctypes
 import inspect
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from collections import defaultdict
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
@@ -279,34 +280,47 @@ def is_first_update(trainer: mx.gluon.Trainer) -> bool:
     return not trainer._kv_initialized or any(not item._deferred_init for item in trainer._params_to_init)
 
 
-def gradients_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]]:
-    """Gradients on all devices, by the parameter's index in ``parameters``."""
-    return {i: list(parameter._grad) for i, parameter in enumerate(parameters) if has_gradient(parameter)}
+class Update(NamedTuple):
+    """Arrays that an optimizer updates together or not at all: of one parameter, or of several."""
+
+    keys: List[Any]  # in the optimizer: its number or name, for a Module also a number for each device
+    gradients: List[mx.nd.NDArray]
+    written: List[mx.nd.NDArray]  # its weights, and the arrays in the state of the optimizer
 
 
-def weights_of(parameters: Iterable[Parameter]) -> Dict[int, List[mx.nd.NDArray]]:
-    """Weights that learn on all devices, by the parameter's index in ``parameters``."""
-    return {i: arrays_of(parameter) for i, parameter in enumerate(parameters) if parameter.grad_req != "null"}
+def joined(updates: List[Update]) -> List[Update]:
+    """All of them as one; none if there is none."""
+    return [Update(*([one for some in field for one in some] for field in zip(*updates)))] if updates else []
 
 
-def states_of(trainer: mx.gluon.Trainer) -> Dict[Any, List[mx.nd.NDArray]]:
-    """The arrays in the state of its optimizer, by the parameter's index."""
-    found: Dict[Any, List[mx.nd.NDArray]] = {}
-    for updater in updaters_of(trainer) if _has_states_apart(trainer._optimizer) else ():
-        for index, state in updater.states.items():
-            found.setdefault(index, []).extend(_arrays_in(state))
+def updates_of(parameters: Iterable[Parameter], states: Mapping[Any, List[mx.nd.NDArray]] = {}) -> List[Update]:
+    """One for each parameter that learns, on all devices; the key is its number."""
+    learning = [(i, item) for i, item in enumerate(parameters) if has_gradient(item)]
+    return [Update([i], list(item._grad), [*arrays_of(item), *states.get(i, ())]) for i, item in learning]
+
+
+def updates_of_trainer(trainer: mx.gluon.Trainer) -> List[Update]:
+    return updates_of(trainer._params, _states_of(trainer))
+
+
+def _states_of(trainer) -> Dict[Any, List[mx.nd.NDArray]]:
+    """The arrays in the state of the optimizer of a Trainer or a Module, by key. In MXNet's own optimizers no state is
+    a view of another."""
+    found: Dict[Any, List[mx.nd.NDArray]] = defaultdict(list)
+    is_known = type(trainer._optimizer).__module__.startswith("mxnet.")
+    for updater in updaters_of(trainer) if is_known else ():
+        for key, state in updater.states.items():
+            found[key] += _arrays_in(state)
     return found
 
 
-def updaters_of(trainer: mx.gluon.Trainer) -> List[mx.optimizer.Updater]:
-    """The updaters that have the states of its optimizer: its KVStore's, or one for each device."""
-    updaters = [getattr(trainer._kvstore, "_updater", None)] if trainer._update_on_kvstore else trainer._updaters
+def updaters_of(trainer) -> List[mx.optimizer.Updater]:
+    """The updaters that have the states of the optimizer of a Trainer or a Module: its KVStore's, or its own."""
+    if trainer._update_on_kvstore:
+        updaters = [getattr(trainer._kvstore, "_updater", None)]
+    else:
+        updaters = trainer._updaters if isinstance(trainer, mx.gluon.Trainer) else [trainer._updater]
     return [updater for updater in updaters or () if isinstance(updater, mx.optimizer.Updater)]
-
-
-def _has_states_apart(optimizer: mx.optimizer.Optimizer) -> bool:
-    """Whether no state is a view of another, as in MXNet's own optimizers."""
-    return type(optimizer).__module__.startswith("mxnet.")
 
 
 def _arrays_in(state) -> List[mx.nd.NDArray]:
@@ -338,34 +352,16 @@ def reduces_gradients(trainer: mx.gluon.Trainer) -> bool:
     return trainer._kvstore is not None or type(trainer)._allreduce_grads is not mx.gluon.Trainer._allreduce_grads
 
 
-class ModuleUpdate(NamedTuple):
-    """A parameter in ``Module.update``, or all of them."""
-
-    keys: List[Any]  # in the optimizer: its name, or a number for each device
-    gradients: List[mx.nd.NDArray]
-    written: List[mx.nd.NDArray]  # its weights, and the arrays in the state of the optimizer
-
-
-def updates_of_module(module: mx.mod.Module) -> List[ModuleUpdate]:
+def updates_of_module(module: mx.mod.Module) -> List[Update]:
     """One for each parameter that learns; one for all where there is no KVStore, as for a Trainer."""
-    group, count = module._exec_group, len(contexts_of_module(module))
-    updaters = updaters_of_module(module) if _has_states_apart(module._optimizer) else []
-    states = {key: state for updater in updaters for key, state in updater.states.items()}
+    group, count, states = module._exec_group, len(contexts_of_module(module)), _states_of(module)
     found = []
     for i, (name, gradients, weights) in enumerate(zip(group.param_names, group.grad_arrays, group.param_arrays)):
         keys = [name, *range(i * count, (i + 1) * count)]
         written = _arrays_in([weights, *(states[key] for key in keys if key in states)])
-        found.append(ModuleUpdate(keys, _arrays_in(gradients), written))
+        found.append(Update(keys, _arrays_in(gradients), written))
     found = [item for item in found if item.gradients]
-    if module._kvstore:
-        return found
-    return [ModuleUpdate(*([one for some in field for one in some] for field in zip(*found)))] if found else []
-
-
-def updaters_of_module(module: mx.mod.Module) -> List[mx.optimizer.Updater]:
-    """The updater that has the states of its optimizer."""
-    updater = module._kvstore._updater if module._update_on_kvstore else module._updater
-    return [updater] if isinstance(updater, mx.optimizer.Updater) else []
+    return found if module._kvstore else joined(found)
 
 
 def added_gradients_of_module(module: mx.mod.Module) -> List[mx.nd.NDArray]:

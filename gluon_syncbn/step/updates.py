@@ -17,19 +17,19 @@ import mxnet as mx
 from mxnet.gluon import Parameter
 
 from gluon_syncbn.base.mxnet_private import (
+    Update,
     device_of,
-    gradients_of,
     is_first_update,
     is_for_one_process,
+    joined,
     optimizer_of,
     outputs_of_module,
     parameters_of,
     reduces_gradients,
-    states_of,
     updaters_of,
-    updaters_of_module,
+    updates_of,
     updates_of_module,
-    weights_of,
+    updates_of_trainer,
 )
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.meeting import waiting
@@ -75,7 +75,7 @@ def guard_update(parameters: Union[Dict[str, Parameter], Iterable[Parameter]]) -
         yield
         return
     steps.updates.guarded.update(listed)
-    with _guarding([_all_in(gradients_of(listed))], lambda: [_all_in(weights_of(listed))]):
+    with _guarding(lambda: joined(updates_of(listed))):
         yield
 
 
@@ -94,23 +94,17 @@ def guarding_trainer(update, trainer, /, *args, **kwargs):
     if not steps.updates.trainers.get(trainer) and update.__name__ != "update":
         _warn_if_alone(trainer)
     steps.updates.trainers[trainer] = True
-    parameters = parameters_of(trainer)
-    by_index = gradients_of(parameters)
     is_first = is_first_update(trainer)
     # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
     # needed where the gradients of some device may be of the step before.
     ignores_stale = kwargs.get("ignore_stale_grad", args[-1] if len(args) > (update.__name__ != "_update") else False)
-    if is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(trainer):
-        indices = [list(by_index)]
-    else:
-        indices = [[index] for index in by_index]
-    gradients = [[array for index in some for array in by_index[index]] for some in indices]
+    has_one_gate = is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(trainer)
 
-    def written():
-        weights, states = weights_of(parameters), states_of(trainer)
-        return [[array for i in some for array in (*weights[i], *states.get(i, ()))] for some in indices]
+    def updates() -> List[Update]:
+        found = updates_of_trainer(trainer)
+        return joined(found) if has_one_gate else found
 
-    with _guarding(gradients, written, is_first, optimizer_of(trainer), indices, updaters_of(trainer)):
+    with _guarding(updates, is_first, optimizer_of(trainer), updaters_of(trainer)):
         return update(trainer, *args, **kwargs)
 
 
@@ -164,42 +158,31 @@ def guarding_module(update, module, /, *args, **kwargs):
         return update(module, *args, **kwargs)
     for outputs in outputs_of_module(module):
         failures.watch(outputs, f"an operator of the Module on {device_of(outputs[0])} had failed.", are_heads=True)
-    updates = updates_of_module(module)
-    gradients, indices = [item.gradients for item in updates], [item.keys for item in updates]
-
-    def written():
-        return [item.written for item in updates_of_module(module)]
-
-    guard = _guarding(gradients, written, False, optimizer_of(module), indices, updaters_of_module(module))
+    guard = _guarding(lambda: updates_of_module(module), False, optimizer_of(module), updaters_of(module))
     with guard, _holding_ctrl_c():
         return update(module, *args, **kwargs)
 
 
-def _all_in(arrays: Dict[int, List[mx.nd.NDArray]]) -> List[mx.nd.NDArray]:
-    return [array for some in arrays.values() for array in some]
-
-
 @contextlib.contextmanager
 def _guarding(
-    gradients: Sequence[Sequence[mx.nd.NDArray]],
-    written: Callable[[], List[List[mx.nd.NDArray]]],
+    updates: Callable[[], List[Update]],
     is_first: bool = False,
     optimizer: Optional[mx.optimizer.Optimizer] = None,
-    indices: Sequence[List[Any]] = (),
     updaters: Sequence[mx.optimizer.Updater] = (),
 ) -> Iterator[None]:
-    """Gates before the block, and a seal after it, for the gradients and the arrays that it has ``written``.
+    """Gates before the block, one for each update, and a seal after it, when updates may have written more arrays.
 
-    There is a gate for each list in ``gradients``, and a list in ``written``, which may be longer after the block.
-    ``is_first``: the block copies all parameters into a KVStore. ``indices`` belong to the gradients.
+    ``is_first``: the block copies all parameters into a KVStore.
     """
     steps.progress.begin_update()
+    before = updates()
+    gradients = [item.gradients for item in before]
     if not any(gradients):
         yield
         return
     probes = [mx.nd.empty(1)] if is_first else []
-    gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]], written())
-    steps.updates.hold(gate, indices, optimizer, updaters)
+    gate = failures.gate([[*probes, *gradients[0]], *gradients[1:]], [item.written for item in before])
+    steps.updates.hold(gate, [item.keys for item in before], optimizer, updaters)
     for probe in probes:
         probe.wait_to_read()
     steps.updates.here.updates += 1
@@ -207,4 +190,4 @@ def _guarding(
         yield
     finally:
         steps.updates.here.updates -= 1
-        failures.seal([array for some in (*gradients, *written()) for array in some])
+        failures.seal([array for item in updates() for array in (*item.gradients, *item.written)])
