@@ -153,10 +153,6 @@ class Synchronization:
         """The processes that the layer synchronizes with; None if there are none."""
         return find(self.options.process_group, self.spec().where)
 
-    def synchronized_passes(self, set_id: int) -> int:
-        """How many forward passes were met by exactly the devices of this set (`gluon_syncbn.meeting.active_set`)."""
-        return 0 if self._group is None else self._group.rounds(set_id)
-
     def trains_here(self) -> bool:
         """Whether it was called to train, synchronized, on the devices that it has now."""
         return self._trained_on == self.devices()

@@ -38,10 +38,6 @@ class LayerGroup(ABC):
     def connect(self) -> Any:
         """Find the other processes, if there are some, and return the link to them. The layer is about to train."""
 
-    @abstractmethod
-    def rounds(self, set_id: int) -> int:
-        """How many forward passes were met by exactly the devices of this active set."""
-
     def set_limits(self, limits: Tuple[float, float]) -> None:  # noqa: B027
         """Set r_max and d_max of Batch Renormalization, where the back end has it. Nothing may be running."""
 

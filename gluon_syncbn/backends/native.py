@@ -222,9 +222,6 @@ class NativeGroup(LayerGroup):
         _groups[self.id].spec = _groups[self.id].spec.with_limits(limits)
         library.core.gluon_syncbn_set_limits(self.id, *limits)
 
-    def rounds(self, set_id: int) -> int:
-        return library.core.gluon_syncbn_rounds(self.id, set_id)
-
 
 class NativeBackend(Backend):
     name = "native"

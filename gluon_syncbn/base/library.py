@@ -80,7 +80,6 @@ _PROTOTYPES = {
     "register": (c_int, [c_char_p]),
     "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),
     "drop_group": (None, [c_int64]),
-    "rounds": (c_int64, [c_int64, c_int64]),
     "set_limits": (None, [c_int64, c_double, c_double]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),

@@ -58,7 +58,7 @@ class Rendezvous:
         self._exchange, self._advice = exchange, advice
         self._rounds: Dict[int, _Round] = {}
         self._changed = threading.Condition()
-        self.rounds = 0  # that were ever opened
+        self._opened = 0  # rounds, so far
 
     def all_reduce(self, rank: int, vector: np.ndarray, key: int = 0) -> Tuple[Any, int]:
         """Bring ``vector``. Returns the result of the vectors of all ranks, and the number of the round.
@@ -71,8 +71,8 @@ class Rendezvous:
         """
         with self._changed:
             if key not in self._rounds:
-                self.rounds += 1
-                self._rounds[key] = _Round(self.rounds, len(self._ranks))
+                self._opened += 1
+                self._rounds[key] = _Round(self._opened, len(self._ranks))
             current = self._rounds[key]
             if current.vectors[rank] is not None:
                 self._fail(current, self._twice_text(current, rank), key)
@@ -157,10 +157,6 @@ class Group(LayerGroup):
         if profile.is_on():
             raise RuntimeError(f"{where}: gluon_syncbn.profile() does not see layers on the portable back end.")
         check_groups(self.spec, self.spec.num_devices)
-
-    def rounds(self, set_id: int) -> int:
-        members = self._members.get(set_id, {}).values()
-        return sum(forward.rounds for rank, forward, _ in members if rank == 0)
 
     def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int]:
         """The moments of the whole mini-batch, and the number of this forward round."""

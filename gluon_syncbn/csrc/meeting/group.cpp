@@ -178,15 +178,6 @@ Membership Group::membership_of(const std::string& device, int64_t active_set) {
                               "symbol again before it is bound to other devices.");
 }
 
-int64_t Group::rounds(int64_t active_set) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  int64_t sum = 0;
-  for (const auto& [device, member] : members_[active_set]) {
-    if (member.rank == 0) sum += static_cast<int64_t>(member.forward->rounds());
-  }
-  return sum;
-}
-
 void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const {
   std::map<size_t, std::vector<std::string>> neighbours;
   for (size_t i = 0; i < devices_.size(); ++i) {

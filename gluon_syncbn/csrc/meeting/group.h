@@ -94,9 +94,6 @@ class Group : public std::enable_shared_from_this<Group> {
   // The place of `device` in the active set. Subgroups are made when the first device comes.
   Membership membership_of(const std::string& device, int64_t active_set);
 
-  // Forward rounds so far with exactly this active set.
-  int64_t rounds(int64_t active_set);
-
   // True once: the caller is to warn the user.
   bool is_first_warning() { return !has_warned_.exchange(true); }
 

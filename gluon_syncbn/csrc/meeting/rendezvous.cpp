@@ -115,11 +115,6 @@ size_t Rendezvous::open_rounds() const {
   return gathering_.size();
 }
 
-uint64_t Rendezvous::rounds() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return opened_;
-}
-
 OpenWaits Rendezvous::end_overdue() {
   OpenWaits open;
   std::vector<std::pair<RoundPtr, std::string>> missed;

@@ -85,9 +85,6 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   // Rounds that wait for ranks now.
   size_t open_rounds() const;
 
-  // Rounds that were ever opened.
-  uint64_t rounds() const;
-
   OpenWaits end_overdue() override;
 
  private:

@@ -78,11 +78,6 @@ EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec*
 // Forgets a group; calls that are under way keep it until they are done.
 EXPORTED void gluon_syncbn_drop_group(int64_t id) { gluon_syncbn::drop_group(id); }
 
-// Forward rounds of a group with exactly this active set.
-EXPORTED int64_t gluon_syncbn_rounds(int64_t id, int64_t active_set) {
-  return gluon_syncbn::find_group(id)->rounds(active_set);
-}
-
 // Sets the limits of Batch Renormalization. No operator may be running.
 EXPORTED void gluon_syncbn_set_limits(int64_t id, double r_max, double d_max) {
   gluon_syncbn::find_group(id)->limits = {r_max, d_max};
