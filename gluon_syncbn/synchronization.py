@@ -23,7 +23,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.unmet import follow
+from gluon_syncbn.step.unmet import LastLook
 
 
 class _Made(NamedTuple):
@@ -49,7 +49,8 @@ class Synchronization:
         self._made: Optional[_Made] = None
         self._making = threading.Lock()
         self._trained_on: List[mx.Context] = []
-        follow(self)
+        self.last_look = LastLook(self)
+        steps.layers.add(self)
 
     @property
     def layer_or_none(self) -> Optional[nn.BatchNorm]:

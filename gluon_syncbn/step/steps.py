@@ -1,15 +1,63 @@
-"""The state of a process's steps, in one object: `steps`."""
+"""The state of a process's steps, in one object, `steps`: its layers, how far a step has come, and held updates."""
 
-from typing import NamedTuple
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Set
 
+import mxnet as mx
+
+from gluon_syncbn.base.mxnet_private import contexts_of
+from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.step.held import Updates
-from gluon_syncbn.step.layers import SynchronizedLayers
 from gluon_syncbn.step.progress import Progress
+
+if TYPE_CHECKING:  # a layer's module imports this one
+    from gluon_syncbn.synchronization import Synchronization
+
+
+class SynchronizedLayers:
+    """The layers that were made in this process, in `steps.layers`."""
+
+    def __init__(self) -> None:
+        self.nets = Nets()  # that have trained with other processes
+        self._lock = threading.Lock()
+        self._made: weakref.WeakSet[Synchronization] = weakref.WeakSet()
+        self._used_gpus = False  # when work was last waited for
+        self._lost_gpus = False
+
+    def add(self, sync: "Synchronization") -> None:
+        """Add a layer that was just made."""
+        with self._lock:
+            self._made.add(sync)
+
+    def made(self) -> "List[Synchronization]":
+        """All layers, synchronized yet or not."""
+        with self._lock:
+            return list(self._made)
+
+    def in_use(self) -> "Dict[Synchronization, Any]":
+        """The layers that have synchronized, and were not converted back since."""
+        found = {sync: sync.layer_or_none for sync in self.made() if sync.has_group}
+        return {sync: layer for sync, layer in found.items() if layer is not None}
+
+    def blocks(self) -> List[Any]:
+        """The blocks of the layers in use."""
+        return list(self.in_use().values())
+
+    def devices_in_use(self) -> Set[mx.Context]:
+        """The devices of all layers; no GPUs in a process forked by one that had used them, where CUDA fails."""
+        layers = [layer for layer in (sync.layer_or_none for sync in self.made()) if layer is not None]
+        devices = {device for layer in layers for device in contexts_of(layer.running_mean)}
+        gpus = {device for device in devices if device.device_type == "gpu"}
+        self._used_gpus = bool(gpus)
+        return devices - gpus if self._lost_gpus else devices
+
+    def lose_gpus(self) -> None:
+        """Use no GPU any more in a process that was just forked, if its parent has used some."""
+        self._lost_gpus = self._lost_gpus or self._used_gpus
 
 
 class Steps(NamedTuple):
-    """The layers that take part, how far Python has come, and updates that are held."""
-
     layers: SynchronizedLayers
     progress: Progress
     updates: Updates
