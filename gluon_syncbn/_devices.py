@@ -174,7 +174,9 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], layers: Seq
         ends = np.cumsum([2 * size for size in channels.values()])
         received.update({(rank, key): part for key, part in zip(channels, np.split(row, ends))})
     for key, layer in sent.items():
-        found = (received.get((rank, key)) for rank in layer._sync.link.peers() if rank in active)
+        link = layer._sync.link
+        assert link is not None  # since it has a key
+        found = (received.get((rank, key)) for rank in link.peers() if rank in active)
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:
             for parameter, vector in zip(_statistics(layer), np.split(vectors, 2)):

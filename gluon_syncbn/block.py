@@ -13,8 +13,14 @@ from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import mark
 from gluon_syncbn.graphs.trace import Layers, tracing
-from gluon_syncbn.layer.decision import check_devices, symbol_synchronizes
-from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_axis, check_option_names
+from gluon_syncbn.layer.spec import (
+    OPTIONS,
+    LayerSpec,
+    check_axis,
+    check_devices,
+    check_option_names,
+    symbol_synchronizes,
+)
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.recording import begin_forward

@@ -16,8 +16,7 @@ from gluon_syncbn.base.mxnet_private import set_attributes, unique_name
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.graphs.graph import Entry, Graph
 from gluon_syncbn.graphs.norms import Norm, count_others, mark, refuse_what_runs, replace_norms
-from gluon_syncbn.layer.decision import check_groups, symbol_synchronizes
-from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names
+from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_groups, check_option_names, symbol_synchronizes
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 
 __all__ = ["SyncBatchNorm", "convert_symbol", "plain_symbol"]

@@ -16,8 +16,7 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.graphs.graph import Entry, Kind
 from gluon_syncbn.graphs.norms import Norm
-from gluon_syncbn.layer.decision import check_devices, check_groups, synchronizes
-from gluon_syncbn.layer.spec import Facts, LayerSpec
+from gluon_syncbn.layer.spec import Facts, LayerSpec, check_devices, check_groups, synchronizes
 from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
@@ -119,16 +118,16 @@ class Synchronization:
     def set_limits(self, limits: Tuple[float, float]) -> None:
         """Set r_max and d_max of Batch Renormalization. Nothing may be running."""
         with self._making:
-            self.options = self.options.with_limits(limits)
+            self.options = self.options.but(renorm=limits)
             if self._made is not None:
-                self._made = self._made._replace(spec=self._made.spec.with_limits(limits))
+                self._made = self._made._replace(spec=self._made.spec.but(renorm=limits))
                 self._made.group.set_limits(limits)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Let each device compute by itself within the block, and then restore the group, which other graphs know."""
         kept = self.options, self._made
-        self.options, self._made = self.options.for_one_device(), None
+        self.options, self._made = self.options.but(num_devices=None, group_size=1, process_group="none"), None
         try:
             yield
         finally:

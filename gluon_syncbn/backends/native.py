@@ -121,6 +121,7 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
+    r_max, d_max = spec.renorm or (1.0, 0.0)  # with these limits it is Batch Normalization
     _groups[group_id] = _CompiledGroup(spec)
     struct = _GroupSpecStruct(
         name=spec.name.encode(),
@@ -131,8 +132,8 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
         epsilon=spec.epsilon,
         scale=spec.scale,
         dtype=_DTYPE_FLAGS[spec.dtype],
-        r_max=spec.limits[0],
-        d_max=spec.limits[1],
+        r_max=r_max,
+        d_max=d_max,
     )
     names = None if devices is None else library.strings([str(device) for device in devices])
     library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
@@ -219,7 +220,7 @@ class NativeGroup(LayerGroup):
         return self.link
 
     def set_limits(self, limits):
-        _groups[self.id].spec = _groups[self.id].spec.with_limits(limits)
+        _groups[self.id].spec = _groups[self.id].spec.but(renorm=limits)
         library.core.gluon_syncbn_set_limits(self.id, *limits)
 
 

@@ -26,7 +26,7 @@ from gluon_syncbn.graphs.fuse import fuse
 from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node
 from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
 from gluon_syncbn.graphs.trace import Layers
-from gluon_syncbn.layer.decision import symbol_synchronizes
+from gluon_syncbn.layer.spec import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
 _log = logging.getLogger("gluon_syncbn")

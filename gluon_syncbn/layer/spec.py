@@ -1,4 +1,4 @@
-"""The record of a synchronized layer, made and checked once.
+"""The record of a synchronized layer, made and checked once, and the decision whether a call synchronizes.
 
 The same record is in the block, in the marks of graphs, in groups, in ``repr``, and in the facts that processes
 compare; the compiled core has its numbers as a struct. A new option is a field here, a line in the signature of
@@ -18,6 +18,7 @@ import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.base.mxnet_private import has_optimizer
+from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.distributed.process_group import ProcessGroupLike, check_process_group
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
@@ -62,10 +63,6 @@ class LayerSpec:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)
 
-    def with_limits(self, limits: Tuple[float, float]) -> "LayerSpec":
-        """A copy with another r_max and d_max of Batch Renormalization."""
-        return self.but(renorm=limits)
-
     def options(self) -> Dict[str, Any]:
         """The options of `gluon_syncbn.SyncBatchNorm`, by name."""
         return {name: getattr(self, name) for name in OPTIONS}
@@ -81,10 +78,6 @@ class LayerSpec:
         return default_timeout() if self.timeout is None else self.timeout
 
     @property
-    def has_groups(self) -> bool:
-        return self.group_size is not None
-
-    @property
     def has_groups_of_one(self) -> bool:
         """Whether each device normalizes with its own images."""
         return self.group_size == 1
@@ -95,18 +88,9 @@ class LayerSpec:
         return self.renorm is not None
 
     @property
-    def limits(self) -> Tuple[float, float]:
-        """r_max and d_max; with the default, Batch Renormalization is Batch Normalization."""
-        return self.renorm or (1.0, 0.0)
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is plain Batch Normalization on any devices."""
         return self.use_global_stats or (self.has_groups_of_one and not self.renormalizes)
-
-    def for_one_device(self) -> "LayerSpec":
-        """A copy with which each device computes by itself."""
-        return self.but(num_devices=None, group_size=1, process_group="none")
 
     def checked(self) -> "LayerSpec":
         """A copy with normalized values. TypeError or ValueError if an option has an impossible value."""
@@ -138,18 +122,6 @@ class LayerSpec:
             raise ValueError(f"{where}: scale must be true or false, not {self.scale!r}.")
         return self.but(**made)
 
-    def check_devices(self, devices: Sequence[mx.Context]) -> None:
-        """Refuse devices of this process that could never meet: ValueError, or RuntimeError as `check_engine`."""
-        shown = ", ".join(str(device) for device in devices)
-        if len(set(devices)) != len(devices):
-            raise ValueError(f"{self.where}: its parameters name one device twice ({shown}).")
-        if self.num_devices is not None and self.num_devices != len(devices):
-            raise ValueError(
-                f"{self.where}: num_devices={self.num_devices}, but its parameters live on {len(devices)} ({shown}). "
-                f"Initialize the net on the devices that train, or leave num_devices out."
-            )
-        self.check_engine(len(devices))
-
     def check_engine(self, num_devices: Optional[int]) -> None:
         """RuntimeError if MXNet runs on its NaiveEngine, where no device could ever wait for another."""
         if num_devices is not None and num_devices > 1 and os.environ.get("MXNET_ENGINE_TYPE") == "NaiveEngine":
@@ -161,11 +133,6 @@ class LayerSpec:
     def native_options(self) -> List[str]:
         """The given options that only the native back end has."""
         return [name for name in ("in_place", "renorm") if getattr(self, name)]
-
-    def check_total(self, total: int) -> None:
-        """ValueError unless ``group_size`` divides this number of devices, of all processes together."""
-        if self.group_size is not None and total % self.group_size:
-            raise ValueError(f"{self.where}: group_size={self.group_size} does not divide its {total} devices.")
 
     def groups_of(self, devices: Sequence[mx.Context], first: int = 0) -> Dict[int, List[mx.Context]]:
         """The devices that synchronize among themselves, in rank order, by number of the group.
@@ -221,6 +188,54 @@ class LayerSpec:
 
 # The options of `gluon_syncbn.SyncBatchNorm` that `nn.BatchNorm` does not have.
 OPTIONS = tuple(field.name for field in dataclasses.fields(LayerSpec))[7:]
+
+
+def synchronizes(spec: LayerSpec, num_devices: Optional[int]) -> bool:
+    """Whether a layer on this many devices of a process synchronizes when it trains, or is `nn.BatchNorm` there.
+
+    A layer of a symbol that was loaded from a file finds its processes when it trains: the user may only want to
+    predict, where there are none.
+    """
+    if spec.is_plain:
+        return False
+    if num_devices != 1 or spec.renormalizes:
+        return True
+    return not is_connected(spec.process_group) or find(spec.process_group, spec.where) is not None
+
+
+def symbol_synchronizes(spec: LayerSpec) -> bool:
+    """Whether a node of a symbol synchronizes. Whether its groups fit its processes shows when devices train it."""
+    return not spec.is_plain and (spec.group_size is not None or synchronizes(spec, spec.num_devices))
+
+
+def check_devices(spec: LayerSpec, devices: Sequence[mx.Context], does_synchronize: bool) -> None:
+    """Raise an error if the layer could not be on these devices, or, where they are not known, on ``num_devices``."""
+    if does_synchronize:
+        spec.check_dtype()
+    if devices:
+        shown = ", ".join(map(str, devices))
+        if len(set(devices)) != len(devices):
+            raise ValueError(f"{spec.where}: its parameters name one device twice ({shown}).")
+        if spec.num_devices not in (None, len(devices)):
+            raise ValueError(
+                f"{spec.where}: num_devices={spec.num_devices}, but its parameters live on {len(devices)} ({shown}). "
+                f"Initialize the net on the devices that train, or leave num_devices out."
+            )
+        spec.check_engine(len(devices))
+        if mx.autograd.is_training():
+            check_groups(spec, len(devices))
+    elif does_synchronize:
+        spec.check_engine(spec.num_devices)
+        check_groups(spec, spec.num_devices)
+
+
+def check_groups(spec: LayerSpec, num_devices: Optional[int]) -> None:
+    """ValueError unless its groups fit this many devices in each process, as far as the processes are known."""
+    if spec.group_size is not None and is_connected(spec.process_group):
+        group = find(spec.process_group, spec.where)
+        total = (num_devices or 0) * (1 if group is None else group.size)
+        if total % spec.group_size:
+            raise ValueError(f"{spec.where}: group_size={spec.group_size} does not divide its {total} devices.")
 
 
 def different_facts(a: Facts, b: Facts) -> List[str]:

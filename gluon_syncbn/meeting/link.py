@@ -7,8 +7,7 @@ from typing import List, Optional, Sequence, Tuple
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
-from gluon_syncbn.layer.decision import check_groups
-from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, default_timeout
+from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, check_groups, default_timeout
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.positions import Place
 from gluon_syncbn.meeting.processes import Processes, processes_of

@@ -17,8 +17,7 @@ from gluon_syncbn.backends.interface import LayerGroup
 from gluon_syncbn.backends.portable.kvstore import stores
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
-from gluon_syncbn.layer.decision import check_groups
-from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.layer.spec import LayerSpec, check_groups
 from gluon_syncbn.meeting import profile, waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
