@@ -6,11 +6,10 @@ modules, and `uninstall` restores them, also in modules that were imported in be
 has its nets converted where it makes its Trainer.
 """
 
-import functools
 import gc
 import logging
 import sys
-from typing import Any, List, Set, Tuple
+from typing import List, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, Parameter, Trainer
@@ -22,9 +21,9 @@ from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import convert_sync_batchnorm, is_plain
 from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
+from gluon_syncbn.step.steps import steps
 
 _log = logging.getLogger(__name__)
-_inits: List[Any] = []  # Trainer's constructor and its replacement, while nets are converted
 
 
 class ContribSyncBatchNorm(SyncBatchNorm):
@@ -70,17 +69,14 @@ def install(convert: bool = False) -> None:
     ...                                   norm_kwargs={'num_devices': 4})
     """
     _replace(_THEIRS, _OURS)
-    if convert and not _inits:
-        _inits[:] = Trainer.__init__, _then_converting(Trainer.__init__)
-        Trainer.__init__ = _inits[1]
+    if convert:
+        steps.updates.when_trainer_is_made = _convert_nets_of
 
 
 def uninstall() -> None:
     """Undo `install`. Layers that were made in between remain `SyncBatchNorm` layers."""
     _replace(_OURS, _THEIRS)
-    if _inits and Trainer.__init__ is _inits[1]:  # or another has been put in its place since
-        Trainer.__init__ = _inits[0]
-    _inits.clear()
+    steps.updates.when_trainer_is_made = None
 
 
 def _replace(old: Tuple, new: Tuple) -> None:
@@ -95,30 +91,22 @@ def _replace(old: Tuple, new: Tuple) -> None:
                 setattr(module, attribute, others[id(value)])
 
 
-def _then_converting(original):
-    """Return a constructor for Trainer that converts the nets of its parameters."""
-
-    @functools.wraps(original)
-    def make_and_convert(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        if not _inits:
-            return
-        nets = _nets_of(parameters_of(self))
-        names = ", ".join(f"{net.name} ({type(net).__name__})" for net in nets)
-        together = Block(prefix="")  # they may share layers, and all of them must drop their graphs
-        together.nets = nets
-        blocks = all_blocks(together)
-        if any(map(is_plain, blocks)):
-            convert_sync_batchnorm(together)
-            _log.info("converted for a Trainer: %s.", names)
-        elif not any(isinstance(block, (SyncBatchNorm, SynchronizedSymbolBlock)) for block in blocks):
-            _log.warning(
-                "a Trainer was made, and the blocks that have its parameters (%s) have no BatchNorm layer that can be "
-                "converted: nothing synchronizes.",
-                names or "none was found",
-            )
-
-    return make_and_convert
+def _convert_nets_of(trainer: Trainer) -> None:
+    """Convert the nets of the Trainer's parameters."""
+    nets = _nets_of(parameters_of(trainer))
+    names = ", ".join(f"{net.name} ({type(net).__name__})" for net in nets)
+    together = Block(prefix="")  # they may share layers, and all of them must drop their graphs
+    together.nets = nets
+    blocks = all_blocks(together)
+    if any(map(is_plain, blocks)):
+        convert_sync_batchnorm(together)
+        _log.info("converted for a Trainer: %s.", names)
+    elif not any(isinstance(block, (SyncBatchNorm, SynchronizedSymbolBlock)) for block in blocks):
+        _log.warning(
+            "a Trainer was made, and the blocks that have its parameters (%s) have no BatchNorm layer that can be "
+            "converted: nothing synchronizes.",
+            names or "none was found",
+        )
 
 
 def _nets_of(parameters: List[Parameter]) -> List[Block]:

@@ -83,6 +83,8 @@ def noting_trainer(init, trainer, /, *args, **kwargs):
     """``Trainer.__init__``: a step may fail before the first update."""
     init(trainer, *args, **kwargs)
     steps.updates.trainers[trainer] = False
+    if steps.updates.when_trainer_is_made is not None:
+        steps.updates.when_trainer_is_made(trainer)
 
 
 def guarding_trainer(update, trainer, /, *args, **kwargs):
