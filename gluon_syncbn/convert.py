@@ -21,7 +21,7 @@ from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names, check_renorm
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, plain_norms, restore, synchronize
+from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, class_of_both, plain_norms, restore, synchronize
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
 
@@ -315,28 +315,9 @@ def _own(block: Block) -> List[str]:
     return sorted(_OURS & (own | {"backend"} & vars(block).keys()))
 
 
-_made: Dict[Type[Block], Type[SyncBatchNorm]] = {}
-
-
 def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
     """Return the class that layers of this class get. It keeps the attributes of a user's class."""
-    if kind is _base_of(kind):
-        return SyncBatchNorm
-    if kind not in _made:
-        own = {
-            "__module__": kind.__module__,
-            "__reduce_ex__": lambda self, _: (_remake, (kind,), self.__getstate__()),
-            "hybrid_forward": SyncBatchNorm.hybrid_forward,
-            "_converted_from": kind,
-        }
-        _made[kind] = type(f"Sync{kind.__name__}", (kind, SyncBatchNorm), own)
-    return _made[kind]
-
-
-def _remake(kind: Type[Block]) -> SyncBatchNorm:
-    """Make an empty layer, for pickle."""
-    made = _synchronized(kind)
-    return made.__new__(made)
+    return SyncBatchNorm if kind is _base_of(kind) else class_of_both(kind, SyncBatchNorm, "hybrid_forward")
 
 
 def _is_convertible_symbol(block: Block) -> bool:

@@ -10,7 +10,7 @@ import functools
 from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock
+from mxnet.gluon import Block, SymbolBlock
 
 from gluon_syncbn.backends.choose import BACKENDS
 from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regroup, set_graph, set_name, set_parameter
@@ -74,27 +74,29 @@ def synchronize(block: SymbolBlock, **options) -> None:
     set_graph(block, (data, graph.symbol()))
     set_layers(block, noted)
     kind: Any = type(block)
-    block._converted_from, block.__class__ = kind, _synchronized(kind)
+    block._converted_from = kind
+    if not isinstance(block, SynchronizedSymbolBlock):
+        block.__class__ = (
+            SynchronizedSymbolBlock if kind is SymbolBlock else class_of_both(kind, SynchronizedSymbolBlock)
+        )
     drop_graph(block)
 
 
 @functools.lru_cache(maxsize=None)
-def _synchronized(kind: Any) -> Any:
-    """Return the class that blocks of this class get. It keeps the methods of a user's class, its ``forward`` too."""
-    if kind is SymbolBlock or issubclass(kind, SynchronizedSymbolBlock):
-        return SynchronizedSymbolBlock if kind is SymbolBlock else kind
-    own = {"__module__": kind.__module__, "__reduce_ex__": _reduce}
-    return type(f"Synchronized{kind.__name__}", (kind, SynchronizedSymbolBlock), own)
+def class_of_both(kind: Any, ours: Any, *names: str) -> Any:
+    """A user's class that is one of ours, too: of the user's methods it has all but ``names``."""
+
+    def reduce(self, _):
+        """As `object.__reduce_ex__`, for a class that pickle cannot import."""
+        return (_remake, (kind, ours, *names), *object.__reduce_ex__(self, 2)[2:])
+
+    own = {"__module__": kind.__module__, "__reduce_ex__": reduce, **{name: getattr(ours, name) for name in names}}
+    return type(f"Sync{kind.__name__}", (kind, ours), own)
 
 
-def _reduce(self, _):
-    """As `object.__reduce_ex__`, for a class that pickle cannot import."""
-    return (_remake, (self._converted_from,), *object.__reduce_ex__(self, 2)[2:])
-
-
-def _remake(kind: Any) -> SymbolBlock:
-    """Make an empty block, for pickle."""
-    made = _synchronized(kind)
+def _remake(*classes) -> Block:
+    """An empty block, for pickle."""
+    made = class_of_both(*classes)
     return made.__new__(made)
 
 
