@@ -32,10 +32,22 @@ Several processes
 """
 
 import types
+from importlib import metadata
 
-from gluon_syncbn.base.requirements import check_mxnet
-
-check_mxnet()
+try:
+    import mxnet
+except AttributeError as problem:  # names that newer versions of NumPy lack
+    raise ImportError(
+        f"gluon_syncbn: MXNet cannot be imported with NumPy {metadata.version('numpy')} (another package may have "
+        f"replaced an older one). Run: pip install 'numpy<1.24'"
+    ) from problem
+except ModuleNotFoundError as problem:
+    if problem.name != "mxnet":
+        raise
+    raise ImportError(
+        "gluon_syncbn: MXNet is not installed. Run: pip install 'mxnet==1.9.1' 'numpy<1.24', or for GPUs mxnet-cu117 "
+        "or mxnet-cu112 in place of mxnet."
+    ) from problem
 
 from gluon_syncbn.mxnet_engine.cpu_resources import set_cpu_resources
 
@@ -61,7 +73,7 @@ from gluon_syncbn.symbol import convert_symbol, plain_symbol
 
 watch_exits_and_forks()
 install_hooks()
-del check_mxnet, install_hooks, set_cpu_resources, watch_exits_and_forks
+del install_hooks, set_cpu_resources, watch_exits_and_forks
 
 __version__ = "0.1.0"
 

@@ -10,11 +10,27 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.meeting import profile as notes
-from gluon_syncbn.meeting.profile import Pass
+from gluon_syncbn.base import library
 from gluon_syncbn.step.steps import steps
 
 _SHOWN = 30  # rows of a printed table, and bars of a picture
+
+
+class Pass(NamedTuple):
+    """One pass of one layer on one device, as csrc/meeting/profile.cpp notes it; times by `time.monotonic`.
+
+    ``meeting`` and ``round_id`` say with which other passes it met.
+    """
+
+    layer: str
+    device: str
+    direction: str
+    meeting: str
+    round_id: int
+    started: float
+    arrived: float
+    left: float
+    ended: float
 
 
 class Row(NamedTuple):
@@ -186,6 +202,8 @@ def profile() -> Iterator[Report]:
     ...         train(batch)
     >>> print(report)
     """
+    if library.core is None:
+        raise RuntimeError(f"gluon_syncbn.profile needs the compiled operator: {library.unavailable_reason}.")
     report = Report()
     mx.nd.waitall()
     gc.collect()  # a net that the program has dropped may still exist
@@ -194,13 +212,20 @@ def profile() -> Iterator[Report]:
             raise RuntimeError(
                 f"gluon_syncbn.profile: {layer.name} runs on the portable back end, which keeps no notes."
             )
-    notes.start()
+    if not library.core.gluon_syncbn_start_profile():
+        raise RuntimeError("gluon_syncbn.profile: another profile is under way; there can be one at a time.")
     started = time.monotonic()
     try:
         yield report
         mx.nd.waitall()
     finally:
-        report._fill(notes.stop(), time.monotonic() - started)
+        lines = library.core.gluon_syncbn_stop_profile().decode().splitlines()
+        report._fill(list(map(_pass_of, lines)), time.monotonic() - started)
+
+
+def _pass_of(line: str) -> Pass:
+    layer, device, direction, meeting, round_id, *times = line.split("\t")
+    return Pass(layer, device, direction, meeting, int(round_id), *map(float, times))
 
 
 def _row(layer: str, direction: str, passes: Sequence[Pass], device_seconds: float) -> Row:

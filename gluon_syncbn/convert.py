@@ -315,7 +315,7 @@ def _own(block: Block) -> List[str]:
     return sorted(_OURS & (own | {"backend"} & vars(block).keys()))
 
 
-def _synchronized(kind: Type[Block]) -> Type[SyncBatchNorm]:
+def _synchronized(kind: Any) -> Any:
     """Return the class that layers of this class get. It keeps the attributes of a user's class."""
     return SyncBatchNorm if kind is _base_of(kind) else class_of_both(kind, SyncBatchNorm, "hybrid_forward")
 

@@ -2,16 +2,9 @@
 
 import sys
 from types import FrameType
-from typing import Iterator, List, Optional, Protocol, Sequence, runtime_checkable
+from typing import Iterator, List, Optional
 
 from mxnet.gluon import Block
-
-
-@runtime_checkable
-class _HidesBlocks(Protocol):
-    """A `SynchronizedSymbolBlock`, whose layers Gluon does not know as children."""
-
-    def hidden_blocks(self) -> Sequence[Block]: ...
 
 
 def all_blocks(root: Block) -> List[Block]:
@@ -24,7 +17,7 @@ def all_blocks(root: Block) -> List[Block]:
         if id(block) not in found:
             found[id(block)] = block
             waiting.extend(reversed(list(blocks_in(vars(block), set()))))
-            if isinstance(block, _HidesBlocks):
+            if hasattr(block, "hidden_blocks"):  # a `SynchronizedSymbolBlock`
                 waiting.extend(block.hidden_blocks())
     return list(found.values())
 

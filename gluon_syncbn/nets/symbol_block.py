@@ -74,8 +74,8 @@ def synchronize(block: SymbolBlock, **options) -> None:
     set_graph(block, (data, graph.symbol()))
     set_layers(block, noted)
     kind: Any = type(block)
-    block._converted_from = kind
     if not isinstance(block, SynchronizedSymbolBlock):
+        block._converted_from = kind
         block.__class__ = (
             SynchronizedSymbolBlock if kind is SymbolBlock else class_of_both(kind, SynchronizedSymbolBlock)
         )

@@ -15,10 +15,11 @@ import numpy as np
 
 from gluon_syncbn.backends.interface import LayerGroup
 from gluon_syncbn.backends.portable.kvstore import stores
+from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.layer.spec import LayerSpec, check_groups
-from gluon_syncbn.meeting import profile, waiting
+from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
 
@@ -153,7 +154,7 @@ class Group(LayerGroup):
             raise RuntimeError(
                 f"{where}: it runs on the portable back end, which does not synchronize several processes."
             )
-        if profile.is_on():
+        if library.core is not None and library.core.gluon_syncbn_is_profiling():
             raise RuntimeError(f"{where}: gluon_syncbn.profile() does not see layers on the portable back end.")
         check_groups(self.spec, self.spec.num_devices)
 
