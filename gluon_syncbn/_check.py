@@ -28,7 +28,6 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.convert import drop_graphs, is_plain
 from gluon_syncbn.graphs.calls import keeping_graphs
-from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.nets.left_plain import names_left_plain
 from gluon_syncbn.step.abandon import abandon_step
@@ -297,7 +296,7 @@ class _TrialPasses:
         """Return the arrays of all processes, which may differ in their first axis."""
         if self._group is None:
             return [array]
-        with processes_of(self._group).together(_NAME, seconds_for_processes(None)) as all_of_them:
+        with processes_of(self._group).together(_NAME) as all_of_them:
             rows = all_of_them.gather_each(_NAME, array.ravel())
         return [row.astype(array.dtype).reshape(-1, *array.shape[1:]) for row in rows]
 

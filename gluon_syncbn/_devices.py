@@ -12,7 +12,6 @@ from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.distributed.default import find, groups_in_use
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting.active_set import active_sets
-from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import abandon_on_all_processes, processes_of
 from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
@@ -104,11 +103,11 @@ def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
     find(None, _WHERE)  # the group that the environment variable names may not have been made yet
     ranks = {}
     for group in groups_in_use():
-        processes, seconds = processes_of(group), seconds_for_processes(None)
-        with processes.together(_WHERE, seconds) as all_of_them:
+        processes = processes_of(group)
+        with processes.together(_WHERE) as all_of_them:
             counts = all_of_them.gather("active", np.array([len(chosen)], dtype=np.float64))[:, 0]
             ranks[group] = counts.nonzero()[0].tolist()
-            processes.let_meet(ranks[group], seconds)
+            processes.let_meet(ranks[group], all_of_them.seconds)
     if not chosen and not any(ranks.values()):
         raise ValueError(f"{_WHERE}: the list of devices is empty; at least one must take part.")
     return ranks
@@ -164,7 +163,7 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], layers: Seq
     arrays = [arrays_of(parameter)[0] for layer in sent.values() for parameter in _statistics(layer)]
     mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in arrays)])
     sizes = {key: layer.running_mean.shape[0] for key, layer in sent.items()}
-    with processes_of(group).together(_WHERE, seconds_for_processes(None)) as all_of_them:
+    with processes_of(group).together(_WHERE) as all_of_them:
         all_sizes = all_of_them.gather_json("statistics", sizes)
         rows = all_of_them.gather_each("statistics.rows", mine)
     if group.rank in active:

@@ -14,7 +14,7 @@ from gluon_syncbn.base.library import LIBMXNET
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.graphs.bind import following_reshape, lowering_bind, lowering_partition
 from gluon_syncbn.graphs.calls import exporting_plain_graphs, following_changes, lowering_what_runs
-from gluon_syncbn.graphs.trace import dropping_layers, noting_layers
+from gluon_syncbn.graphs.trace import noting_layers
 from gluon_syncbn.nets.left_plain import warn_of_plain_norms
 from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
 from gluon_syncbn.step.abandon import failing_what_cannot_be_read, failing_with_all_work
@@ -45,7 +45,6 @@ _EXTENSIONS = [
     (mx.gluon.Trainer, "_update _allreduce_grads", finishing_update),  # Ctrl-C between devices; a subclass's own step
     (mx.mod.Module, "update", guarding_module),  # nor without a Trainer
     (HybridBlock, "_get_graph", noting_layers),  # a graph has nodes, and no layers
-    (HybridBlock, "_clear_cached_op", dropping_layers),  # they go with the graph
     (HybridBlock, "_build_cache", lowering_what_runs),  # in the graph that runs, the operator replaces plain nodes
     (HybridBlock, "_call_cached_op", following_changes),  # layers may have moved or changed since
     (HybridBlock, "export", exporting_plain_graphs),  # files must load without this package

@@ -23,7 +23,6 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
-from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.meeting.statistics import Moments, merge
 from gluon_syncbn.step.abandon import abandon_step
@@ -203,7 +202,7 @@ def _over_processes(
     vectors = list(packed.values())
     rows = np.concatenate(vectors)[np.newaxis]
     if group is not None:
-        with processes_of(group).together(_NAME, seconds_for_processes(None)) as all_of_them:
+        with processes_of(group).together(_NAME) as all_of_them:
             rows = all_of_them.gather(_NAME, rows[0])
     parts = np.split(rows, np.cumsum([item.size for item in vectors])[:-1], axis=1)
     return {layer: merge(part) for layer, part in zip(packed, parts)}

@@ -14,7 +14,6 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.meeting.link import seconds_for_processes
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import steps
@@ -182,7 +181,7 @@ class DistributedTrainer(gluon.Trainer):
         They meet twice before a call of MPI, which takes nothing back: the first meeting may end well in some processes
         and with an error in others, and then the second one ends with an error in all.
         """
-        with processes_of(self._group).together(f"{_NAME}: the {occasion}", seconds_for_processes(None)) as all_of_them:
+        with processes_of(self._group).together(f"{_NAME}: the {occasion}") as all_of_them:
             return all_of_them.gather(f"{_NAME}.{self._number}.{occasion}", np.array(facts, dtype=np.float64))
 
     def _check_same(self, rows: np.ndarray) -> None:

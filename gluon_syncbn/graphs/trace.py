@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from typing import Dict, List, Optional
 
-from mxnet.gluon import Block, SymbolBlock
+from mxnet.gluon import Block
 
 from gluon_syncbn.base.mxnet_private import graph_of
 from gluon_syncbn.graphs.norms import CALL, Norm
@@ -38,24 +38,18 @@ class Layers:
         return list(dict.fromkeys(layer for calls in self._calls.values() for layer in calls))
 
 
-class _Tracing(threading.local):
-    """The layers of the graph that a thread is making."""
-
-    layers: Optional[Layers] = None
-
-
-_tracing = _Tracing()
+_tracing = threading.local()  # `layers`: of the graph that a thread is making
 _ATTRIBUTE = "_syncbn_layers"  # of a net; so it is copied with the graph, and goes with it
 
 
 def tracing() -> Optional[Layers]:
     """The layers of the graph that this thread is making for a net; None if a user calls blocks with symbols."""
-    return _tracing.layers
+    return getattr(_tracing, "layers", None)
 
 
 def layers_of(net: Block) -> Layers:
-    """The layers in the graph that the net keeps."""
-    return vars(net).get(_ATTRIBUTE) or Layers()
+    """The layers in the graph that the net keeps, if it keeps one."""
+    return (vars(net).get(_ATTRIBUTE) if graph_of(net) else None) or Layers()
 
 
 def set_layers(net: Block, layers: Layers) -> None:
@@ -69,17 +63,10 @@ def noting_layers(get_graph, net, *args):
     """``HybridBlock._get_graph``: the layers of a graph that is made are noted."""
     if graph_of(net):
         return get_graph(net, *args)
-    outer, _tracing.layers = _tracing.layers, Layers()
+    outer, _tracing.layers = tracing(), Layers()
     try:
         made = get_graph(net, *args)
         set_layers(net, _tracing.layers)
     finally:
         _tracing.layers = outer
     return made
-
-
-def dropping_layers(clear, net):
-    """``HybridBlock._clear_cached_op``: the layers of a graph that is dropped are forgotten."""
-    clear(net)
-    if not isinstance(net, SymbolBlock):  # it keeps its graph
-        vars(net).pop(_ATTRIBUTE, None)

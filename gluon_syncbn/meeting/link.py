@@ -1,19 +1,15 @@
 """The connection of one layer of this process with the same layer in the other processes of a job."""
 
-import os
 import threading
 from typing import List, Optional, Sequence, Tuple
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
-from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, LayerSpec, check_groups, default_timeout
+from gluon_syncbn.layer.spec import LayerSpec, check_groups
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.positions import Place
-from gluon_syncbn.meeting.processes import Processes, processes_of
-
-# Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
-DEFAULT_SECONDS = 600.0
+from gluon_syncbn.meeting.processes import Processes, processes_of, seconds_for_processes
 
 
 class Link:
@@ -69,7 +65,7 @@ class Link:
             )
             group.fail(error)
             raise SyncBatchNormError(error)
-        with self._processes.together(where, self.seconds, place):
+        with self._processes.together(where, self._spec.timeout, place):
             pass
 
     @property
@@ -96,13 +92,6 @@ class Link:
         """The ranks of each group of the layer, in this process or another."""
         groups = self.size * self._num_devices // self._devices_per_group
         return [tuple(self._members(chunk)) for chunk in range(groups)] if groups > 1 else []
-
-
-def seconds_for_processes(timeout: Optional[float]) -> float:
-    """How long processes wait for each other, if a layer has this ``timeout``."""
-    if timeout is not None:
-        return timeout
-    return default_timeout() if TIMEOUT_VARIABLE in os.environ else DEFAULT_SECONDS
 
 
 def link_of(spec: LayerSpec) -> Optional[Link]:

@@ -32,12 +32,21 @@ from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import groups_in_use
 from gluon_syncbn.distributed.process_group import CommunicatorError, ExchangeError, ProcessGroup
-from gluon_syncbn.layer.spec import Facts, different_facts
+from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, Facts, default_timeout, different_facts
 from gluon_syncbn.meeting.positions import Place
 
 HOST_MEMORY = "GLUON_SYNCBN_HOST_MEMORY"
+# Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
+DEFAULT_SECONDS = 600.0
 _ORDER = "Every process must make the same nets, and first train them in the same order"
 _log = logging.getLogger("gluon_syncbn")
+
+
+def seconds_for_processes(timeout: Optional[float]) -> float:
+    """How long processes wait for each other, if a layer has this ``timeout``."""
+    if timeout is not None:
+        return timeout
+    return default_timeout() if TIMEOUT_VARIABLE in os.environ else DEFAULT_SECONDS
 
 
 class Occasion(NamedTuple):
@@ -89,13 +98,15 @@ class Processes:
         return f"{within} within hosts, through {self.group.name} between them" if several else within
 
     @contextlib.contextmanager
-    def together(self, where: str, seconds: float, place: Optional[Place] = None) -> Iterator[Occasion]:
+    def together(
+        self, where: str, timeout: Optional[float] = None, place: Optional[Place] = None
+    ) -> Iterator[Occasion]:
         """Prepare exchanges of the layer at this place, or outside of layers. All processes do so together.
 
         Errors start with ``where``, and let the step fail in all processes. SyncBatchNormError if a process does not
-        come within so many seconds, if the net differs there, or if the step has been abandoned.
+        come within the timeout, or 600 s, if the net differs there, or if the step has been abandoned.
         """
-        occasion = Occasion(self.group, where, seconds)
+        occasion = Occasion(self.group, where, seconds_for_processes(timeout))
         try:
             self._prepare(place, occasion)
             yield occasion
