@@ -88,7 +88,7 @@ class DistributedTrainer(gluon.Trainer):
         self._number = processes_of(group).count_layers(_NAME)
         self._values = np.empty(0, np.float32)  # all gradients
         self._compared: Optional[Tuple] = None  # the facts for which values were compared, and the step's generation
-        steps.progress.count_trainer_of_job(self)
+        steps.progress.trainers_of_jobs.add(self)
 
     def broadcast_parameters(self) -> None:
         """Give all processes the parameters and statistics of the first process. All of them call it.

@@ -111,7 +111,7 @@ class Synchronization:
             made = self._made
             if made is None or made.group.devices != devices or made.spec != spec:
                 backend = choose(spec, devices)
-                group = backend.make_group(spec.but(num_devices=len(devices)), devices)
+                group = backend.group(spec.but(num_devices=len(devices)), devices)
                 self._made = made = _Made(spec, backend, group)
             return made.backend, made.group
 

@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Type
 
 import mxnet as mx
 
@@ -46,6 +46,7 @@ class Backend(ABC):
     """How a layer on several devices is computed."""
 
     name: str
+    group: Type[LayerGroup]
 
     @abstractmethod
     def unavailable_reason(self, spec: LayerSpec, devices: Sequence[mx.Context]) -> str:
@@ -54,10 +55,6 @@ class Backend(ABC):
     @abstractmethod
     def description(self, devices: Sequence[mx.Context]) -> str:
         """Logged when this back end is chosen as the first choice."""
-
-    @abstractmethod
-    def make_group(self, spec: LayerSpec, devices: Sequence[mx.Context]) -> LayerGroup:
-        """The group of a layer; ``devices`` in rank order."""
 
     @abstractmethod
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, group: str, devices: Sequence[mx.Context]):

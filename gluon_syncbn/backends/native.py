@@ -226,6 +226,7 @@ class NativeGroup(LayerGroup):
 
 class NativeBackend(Backend):
     name = "native"
+    group = NativeGroup
 
     def unavailable_reason(self, spec, devices) -> str:
         if UNAVAILABLE_REASON:
@@ -245,9 +246,6 @@ class NativeBackend(Backend):
         gpus = ", ".join(map(str, _gpus(devices)))
         on_cpu = [] if _are_gpus(devices) else [instruction_set()]
         return "compiled kernels, " + " and ".join([*on_cpu, *([f"CUDA on {gpus}"] if gpus else [])])
-
-    def make_group(self, spec, devices) -> NativeGroup:
-        return NativeGroup(spec, devices)
 
     def normalize(self, arrays, spec, group, devices):
         x, gamma, beta, running_mean, running_var = arrays

@@ -57,13 +57,12 @@ from gluon_syncbn.synchronization import Synchronization, synchronization_of
 
 _making = threading.RLock()
 _graphs: "weakref.WeakKeyDictionary[Block, _NetGraph]" = weakref.WeakKeyDictionary()
-_latest_change = object()
 
 
 def note_changes() -> None:
     """Layers have been converted or frozen, or have got other options."""
-    global _latest_change
-    _latest_change = object()
+    for graph in list(_graphs.values()):
+        graph.may_have_changed = True
 
 
 class _NetGraph:
@@ -78,7 +77,7 @@ class _NetGraph:
         self.partitioned: Tuple = ()
         self.plain: Tuple = ()
         self._has_hook = has_operator_hook(net)
-        self._change = _latest_change
+        self.may_have_changed = False
         self._contexts = weakref.WeakKeyDictionary({layer: context_list(layer.running_mean) for layer in layers})
         self._states = _states(net)
         self._is_placed = False
@@ -136,11 +135,8 @@ class _NetGraph:
 
     def has_changed(self, net: Block) -> bool:
         """Whether a Batch Normalization of the net has changed since the graph was made."""
-        if self._change is not _latest_change:
-            if _states(net) != self._states:
-                return True
-            self._change = _latest_change
-        return False
+        self.may_have_changed = self.may_have_changed and _states(net) != self._states
+        return self.may_have_changed
 
 
 def _states(net: Block) -> Dict[int, Tuple[Any, ...]]:

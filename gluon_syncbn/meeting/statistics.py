@@ -95,13 +95,3 @@ class BatchView(NamedTuple):
         constant = scale * (d_bias / count - s1 / total_count - self.offset * mean_s2)
         slope = scale * (d_weight / (self.std * count) - mean_s2)
         return constant, slope
-
-
-def add_ranks(gathered: np.ndarray) -> np.ndarray:
-    """The sum of the rows, first to last."""
-    return gathered.sum(axis=0)
-
-
-def moving_average(old: np.ndarray, new: np.ndarray, momentum: float) -> np.ndarray:
-    """The running statistics after a step: ``momentum`` is the share of the old value."""
-    return old * momentum + new * (1 - momentum)

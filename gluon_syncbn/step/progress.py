@@ -15,7 +15,7 @@ for other processes (`gluon_syncbn.DistributedTrainer`) has added gradients up.
 import threading
 import weakref
 from collections import Counter
-from typing import Callable, Dict, Iterable, List, Optional, Set
+from typing import Callable, Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -68,7 +68,7 @@ class Progress:
         self._left: weakref.WeakSet[Passes] = weakref.WeakSet()
         self._answers_late = False  # whether a backward() has reached one of them that was not called again
         self._notes = GradientNotes()  # takes its own lock first
-        self._trainers_of_jobs = 0  # that wait for other processes
+        self.trainers_of_jobs: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()  # that wait for other processes
         self.has_gradients_of_job = False  # that none of them has added up over processes
 
     # Where a step begins and ends
@@ -214,29 +214,25 @@ class Progress:
 
     # Backward passes
 
-    def begin_backward(self, devices: Iterable[mx.Context]) -> None:
-        """Note that a backward pass begins, of an array on each of these devices."""
+    def begin_backward(self, devices: List[mx.Context], writes_gradients: bool) -> None:
+        """Note that a backward pass begins, of an array on each of these devices; it may write those of Parameters."""
         with self._lock:
-            listed = list(devices)
-            self._heads.update(listed)
-            self._callers_of_backward.update(dict.fromkeys(listed, threading.current_thread()))
-
-    def begin_gradients(self) -> None:
-        """Note that it is about to write the gradients of Parameters."""
-        self._notes.begin(self._awaited)
+            self._heads.update(devices)
+            self._callers_of_backward.update(dict.fromkeys(devices, threading.current_thread()))
+        if writes_gradients:
+            self._notes.begin(self._awaited)
 
     def _awaited(self) -> Set[Passes]:
         """The layers that a ``backward()`` may reach, and whose backward passes are counted."""
         with self._lock:
             return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
 
-    def end_gradients(self) -> Set[Passes]:
-        """Note that it returns, or raises. Returns the layers that have been reached by now."""
-        self.has_gradients_of_job = bool(self._trainers_of_jobs)
-        return self._notes.end()
-
-    def note_backward(self, reached: Set[Passes]) -> None:
-        """Note that a ``backward()`` has reached these layers."""
+    def end_backward(self, is_done: bool) -> None:
+        """Note that a ``backward()`` has reached layers, or that it has raised an error."""
+        self.has_gradients_of_job = bool(self.trainers_of_jobs)
+        reached = self._notes.end()
+        if not is_done:
+            return
         with self._lock:
             self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
             for passes in reached:
@@ -261,14 +257,6 @@ class Progress:
         with self._lock:
             self._heads = Counter(dict.fromkeys(self._heads, 0))
         self.close_if_balanced()
-
-    def count_trainer_of_job(self, trainer: mx.gluon.Trainer) -> None:
-        """Count a Trainer that waits for other processes, as long as it exists."""
-        self._trainers_of_jobs += 1
-        weakref.finalize(trainer, self._forget_trainer_of_job).atexit = False
-
-    def _forget_trainer_of_job(self) -> None:
-        self._trainers_of_jobs -= 1
 
 
 def is_followed() -> bool:

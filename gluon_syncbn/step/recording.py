@@ -87,8 +87,9 @@ def counting_backward(
         return cpu_resources.in_one_call(None, None, backward, *args)
 
     found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
+    devices = [head.ctx for head in found]
     if num_variables:  # autograd.grad
-        steps.progress.begin_backward(head.ctx for head in found)
+        steps.progress.begin_backward(devices, writes_gradients=False)
         code = call()
         if code == 0 and not retain_graph.value and not create_graph.value:
             steps.progress.end_grad()
@@ -96,14 +97,12 @@ def counting_backward(
     if failures.is_in_use():
         for head in found:
             failures.watch([head], f"an operator before backward() on {head.ctx} had failed.", are_heads=True)
-    steps.progress.begin_backward(head.ctx for head in found)
-    steps.progress.begin_gradients()
+    steps.progress.begin_backward(devices, writes_gradients=True)
+    code = -1
     try:
         code = call()
     finally:
-        reached = steps.progress.end_gradients()
-    if code == 0:
-        steps.progress.note_backward(reached)
+        steps.progress.end_backward(is_done=code == 0)
     return code
 
 

@@ -8,6 +8,7 @@ KVStore that does not return after one more timeout.
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -21,7 +22,7 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.layer.spec import LayerSpec, check_groups
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
-from gluon_syncbn.meeting.statistics import Moments, add_ranks, merge
+from gluon_syncbn.meeting.statistics import Moments, merge
 
 _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
 
@@ -196,7 +197,10 @@ class Group(LayerGroup):
         members = {}
         for neighbours in self.spec.groups_of(self.devices).values():
             devices = [device for device in neighbours if active_sets.includes(device, set_id)]
-            both = self._rendezvous("forward", devices, merge), self._rendezvous("backward", devices, add_ranks)
+            both = (
+                self._rendezvous("forward", devices, merge),
+                self._rendezvous("backward", devices, partial(np.sum, axis=0)),
+            )
             members.update({device: (rank, *both) for rank, device in enumerate(devices)})
         return members
 

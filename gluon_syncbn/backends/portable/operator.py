@@ -48,7 +48,7 @@ from gluon_syncbn.base.mxnet_private import last_registered_operator
 from gluon_syncbn.distributed.default import find, is_connected
 from gluon_syncbn.graphs.graph import Names, inserted
 from gluon_syncbn.meeting.active_set import active_sets
-from gluon_syncbn.meeting.statistics import BatchView, Moments, moving_average
+from gluon_syncbn.meeting.statistics import BatchView, Moments
 from gluon_syncbn.mxnet_engine import failures
 
 # The same library, called without letting go of the interpreter lock: to take it back costs more than the call.
@@ -59,6 +59,7 @@ _PREDICTION = -1.0  # all of ``saved``, of a forward pass in prediction mode
 
 class PortableBackend(Backend):
     name = "portable"
+    group = Group
 
     def unavailable_reason(self, spec, devices) -> str:
         if spec.native_options():
@@ -69,9 +70,6 @@ class PortableBackend(Backend):
 
     def description(self, devices) -> str:
         return "it was asked for"
-
-    def make_group(self, spec, devices) -> Group:
-        return Group(spec, devices)
 
     def normalize(self, arrays, spec, group, devices):
         _check_dtype(arrays[0].dtype, spec)
@@ -194,7 +192,7 @@ class _AllReduce(mx.operator.CustomOp):
         self._write(out_data[0], view.weight_and_bias(self._gamma(in_data), self._read(in_data[3])))
         self._write(out_data[1], np.concatenate([*view, [local.count, merged.count, round_number, set_id]]))
         for running, value in zip(aux, (merged.mean, merged.var)):
-            self._write(running, moving_average(self._read(running), value, spec.momentum))
+            self._write(running, spec.momentum * self._read(running) + (1 - spec.momentum) * value)
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         try:
