@@ -26,10 +26,9 @@ from gluon_syncbn.base.mxnet_private import (
     set_dropout,
 )
 from gluon_syncbn.base.walk import all_blocks
-from gluon_syncbn.convert import drop_graphs, is_plain
+from gluon_syncbn.convert import drop_graphs, is_plain, names_left_plain
 from gluon_syncbn.graphs.calls import keeping_graphs
 from gluon_syncbn.meeting.processes import processes_of
-from gluon_syncbn.nets.left_plain import names_left_plain
 from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import processes_of_layers, synchronization_of

@@ -10,13 +10,13 @@ import functools
 import mxnet as mx
 from mxnet.gluon import HybridBlock, SymbolBlock
 
+from gluon_syncbn._symbol_block import synchronizing_what_is_marked
 from gluon_syncbn.base.library import LIBMXNET
 from gluon_syncbn.base.mxnet_private import RecordingScope
+from gluon_syncbn.convert import warn_of_plain_norms
 from gluon_syncbn.graphs.bind import following_reshape, lowering_bind, lowering_partition
 from gluon_syncbn.graphs.calls import exporting_plain_graphs, following_changes, lowering_what_runs
-from gluon_syncbn.graphs.trace import noting_layers
-from gluon_syncbn.nets.left_plain import warn_of_plain_norms
-from gluon_syncbn.nets.symbol_block import synchronizing_what_is_marked
+from gluon_syncbn.graphs.norms import noting_layers
 from gluon_syncbn.step.abandon import failing_what_cannot_be_read, failing_with_all_work
 from gluon_syncbn.step.recording import (
     counting_backward,

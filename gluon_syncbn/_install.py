@@ -16,11 +16,11 @@ from mxnet.gluon import Block, Parameter, Trainer
 from mxnet.gluon.contrib import nn as contrib_nn
 
 from gluon_syncbn import symbol
+from gluon_syncbn._symbol_block import SynchronizedSymbolBlock
 from gluon_syncbn.base.mxnet_private import parameters_of
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.convert import convert_sync_batchnorm, is_plain
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock
 from gluon_syncbn.step.steps import steps
 
 _log = logging.getLogger(__name__)

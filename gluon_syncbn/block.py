@@ -11,8 +11,7 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.base.mxnet_private import set_attributes
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
-from gluon_syncbn.graphs.norms import mark
-from gluon_syncbn.graphs.trace import Layers, tracing
+from gluon_syncbn.graphs.norms import Layers, mark, tracing
 from gluon_syncbn.layer.spec import (
     OPTIONS,
     LayerSpec,

@@ -13,15 +13,15 @@ import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from gluon_syncbn._symbol_block import SynchronizedSymbolBlock, class_of_both, plain_norms, restore, synchronize
 from gluon_syncbn.base.errors import STEP_IS_UNDER_WAY
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
 from gluon_syncbn.graphs.calls import note_changes, plain_graph_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import count_others
+from gluon_syncbn.graphs.norms import count_others, is_frozen
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names, check_renorm
-from gluon_syncbn.nets.symbol_block import SynchronizedSymbolBlock, class_of_both, plain_norms, restore, synchronize
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import options_of
 
@@ -36,6 +36,7 @@ class _AsItIs:
 
 
 _AS_IT_IS: Any = _AsItIs()
+_NAMES_SHOWN = 3
 
 
 def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, **options) -> Block:
@@ -347,3 +348,34 @@ def _warn_of_others(blocks: List[Block]) -> None:
         elif isinstance(block, PlainBatchNorm) and not _can_convert(block):
             names = ", ".join(_own(block))
             _log.warning(f"{where} stays unsynchronized: its {names} is not that of nn.BatchNorm.")
+
+
+def warn_of_plain_norms(net: Block) -> None:
+    """UserWarning if the net also has layers that synchronize. Called when its first training step has been called.
+
+    A net that is built with ``norm_layer=SyncBatchNorm`` may still put plain ones into its heads: GluonCV's
+    YOLOv3Estimator synchronizes 27 of 47.
+    """
+    blocks = all_blocks(net)
+    layers = [item for item in blocks if isinstance(item, SyncBatchNorm) and not is_frozen(item)]
+    plain = [name for item in blocks for name in names_left_plain(item)]
+    if not plain:
+        return
+    shown = ", ".join(plain[:_NAMES_SHOWN]) + (", ..." if len(plain) > _NAMES_SHOWN else "")
+    if any(is_plain(item) for item in blocks):
+        advice = "Before training, gluon_syncbn.convert_sync_batchnorm(net) makes them synchronize."
+    else:
+        advice = "They have a forward pass of their own, and cannot be converted."
+    warnings.warn(
+        f"{len(plain)} of the {len(plain) + len(layers)} BatchNorm layers of {net.name} are not synchronized "
+        f"({shown}): each device normalizes with its own images there. {advice}",
+        stacklevel=users_line(),
+    )
+
+
+def names_left_plain(block: Block) -> List[str]:
+    """Names of Batch Normalizations in ``block`` itself that learn their statistics, each device for itself."""
+    if isinstance(block, SymbolBlock):
+        return [norm.name for norm in plain_norms(block) if not norm.spec.use_global_stats]
+    is_left = isinstance(block, PlainBatchNorm) and not isinstance(block, (SyncBatchNorm, ContribSyncBatchNorm))
+    return [block.name] if is_left and not is_frozen(block) else []

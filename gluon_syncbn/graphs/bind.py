@@ -12,8 +12,7 @@ from gluon_syncbn.base.mxnet_private import json_of
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.graphs.graph import Kind
 from gluon_syncbn.graphs.lower import Lowering, say
-from gluon_syncbn.graphs.norms import MARK, has_what_runs
-from gluon_syncbn.graphs.trace import Layers
+from gluon_syncbn.graphs.norms import MARK, Layers, has_what_runs
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
 

@@ -47,8 +47,7 @@ from gluon_syncbn.base.mxnet_private import (
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.graphs.graph import Graph, Kind
 from gluon_syncbn.graphs.lower import Lowering, say
-from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, replace_norms, take_frozen
-from gluon_syncbn.graphs.trace import layers_of, set_layers
+from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, layers_of, replace_norms, set_layers, take_frozen
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.progress import is_followed
 from gluon_syncbn.step.recording import begin_forward

@@ -24,8 +24,7 @@ from gluon_syncbn.backends.bfloat16 import BFLOAT16, dtype_name, inferred_dtypes
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.graphs.fuse import fuse
 from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node
-from gluon_syncbn.graphs.norms import Norm, find_norms, take_frozen
-from gluon_syncbn.graphs.trace import Layers
+from gluon_syncbn.graphs.norms import Layers, Norm, find_norms, take_frozen
 from gluon_syncbn.layer.spec import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 

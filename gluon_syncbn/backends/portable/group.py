@@ -9,13 +9,12 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
 
 from gluon_syncbn.backends.interface import LayerGroup
-from gluon_syncbn.backends.portable.kvstore import stores
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
@@ -207,7 +206,7 @@ class Group(LayerGroup):
     def _rendezvous(self, direction: str, devices: List[mx.Context], reduce: Callable) -> Rendezvous:
         def exchange(vectors: List[np.ndarray]):
             rows, kvstore = np.stack(vectors), self.spec.kvstore
-            return reduce(rows if kvstore is None else stores.all_gather(rows, devices, kvstore))
+            return reduce(rows if kvstore is None else _stores.all_gather(rows, devices, kvstore))
 
         what = f"{self.spec.where}: {direction} pass"
         return Rendezvous(what, list(map(str, devices)), self._seconds, exchange, waiting.usual_reasons)
@@ -246,3 +245,43 @@ def find_group(reference: str) -> Group:
             f"run this graph: save the net, or the symbol from which the graph was made."
         )
     return group
+
+
+class _Stores:
+    """KVStores through which the vectors of devices are exchanged, where the user gave one.
+
+    A store adds what devices push, in an order of its own. So each device pushes a matrix that is zero outside its own
+    row: the sum is exactly the rows (x + 0 loses nothing), and these are merged in rank order as without a store.
+    """
+
+    def __init__(self) -> None:
+        # MXNet's stores are not made for several threads at once, and a user may hand one store to many layers.
+        self._lock = threading.Lock()
+        self._by_name: Dict[str, mx.kv.KVStore] = {}
+        # A store keeps a key for ever, so all vectors of one length on the same devices share one, and its arrays.
+        self._arrays: weakref.WeakKeyDictionary[mx.kv.KVStore, Dict[str, tuple]] = weakref.WeakKeyDictionary()
+
+    def all_gather(
+        self, rows: np.ndarray, devices: Sequence[mx.Context], kvstore: Union[str, mx.kv.KVStore]
+    ) -> np.ndarray:
+        """The float64 ``rows``, one of each device, as they come out of the store. Blocks until done."""
+        with self._lock:
+            if isinstance(kvstore, str):
+                kvstore = self._by_name.get(kvstore) or self._by_name.setdefault(kvstore, mx.kv.create(kvstore))
+            known = self._arrays.setdefault(kvstore, {})
+            key = "/".join(map(str, ["gluon_syncbn", *devices, rows.shape[1]]))
+            if key not in known:
+                made = [mx.nd.zeros(rows.shape, ctx=device, dtype="float64") for device in (*devices, devices[0])]
+                kvstore.init(key, made[-1])
+                known[key] = made[:-1], made[-1]
+            slots, result = known[key]
+            for rank, slot in enumerate(slots):
+                alone = np.zeros_like(rows)
+                alone[rank] = rows[rank]
+                slot[:] = alone
+            kvstore.push(key, slots)
+            kvstore.pull(key, out=result)
+            return result.asnumpy()
+
+
+_stores = _Stores()

@@ -17,8 +17,7 @@ from gluon_syncbn.base.mxnet_private import drop_graph, flatten, graph_of, regro
 from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.graphs.calls import plain_graph_of, unmarked_graph_of
 from gluon_syncbn.graphs.graph import Graph
-from gluon_syncbn.graphs.norms import Norm, find_norms, is_marked, refuse_what_runs
-from gluon_syncbn.graphs.trace import Layers, layers_of, set_layers
+from gluon_syncbn.graphs.norms import Layers, Norm, find_norms, is_marked, layers_of, refuse_what_runs, set_layers
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
 

@@ -1,1 +1,0 @@
-"""Work on whole nets."""
