@@ -20,7 +20,6 @@ from gluon_syncbn.base.mxnet_private import (
     flatten,
     has_gradient,
     is_deferred,
-    is_numpy_array,
     on_copies,
     operator_options,
     set_dropout,
@@ -374,7 +373,7 @@ class _TrialPasses:
             up = np.random.RandomState(number).uniform(size=values.shape) < 0.5
             values = np.nextafter(values, np.where(up, np.inf, -np.inf).astype(values.dtype))
         made = mx.nd.array(values, ctx=context, dtype=values.dtype).astype(like.dtype, copy=False)
-        made = made.as_np_ndarray() if is_numpy_array(like) else made
+        made = made.as_np_ndarray() if isinstance(like, mx.np.ndarray) else made
         if are_images:
             made.attach_grad()
         return made

@@ -20,6 +20,7 @@ from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import Layers, Norm, find_norms, is_marked, layers_of, refuse_what_runs, set_layers
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec
 from gluon_syncbn.symbol import plain_symbol
+from gluon_syncbn.synchronization import Synchronization
 
 
 class SynchronizedSymbolBlock(SymbolBlock):
@@ -135,7 +136,7 @@ def _layer_of(block: SymbolBlock, norm: Norm, spec: LayerSpec) -> SyncBatchNorm:
     set_name(layer, norm.name)
     for name, variable in norm.parameters.items():
         set_parameter(layer, name, block.params[variable])
-    layer._take_options(spec)
+    layer._sync = Synchronization(layer, spec)
     return layer
 
 

@@ -169,10 +169,6 @@ class SyncBatchNorm(nn.BatchNorm):
         super().__init__(**given, **kwargs)
         self._sync = Synchronization(self, options_of(self, **options))
 
-    def _take_options(self, options: LayerSpec) -> None:
-        """Replace the options; `options_of` has checked them."""
-        self._sync = Synchronization(self, options)
-
     @property
     def backend(self) -> str:
         """The back end that the layer uses on its devices: 'native' or 'portable'."""

@@ -23,7 +23,7 @@ from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import count_others, is_frozen
 from gluon_syncbn.layer.spec import OPTIONS, LayerSpec, check_option_names, check_renorm
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.synchronization import options_of
+from gluon_syncbn.synchronization import Synchronization, options_of
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
                 operator_options(layer).update(axis=1)  # the only one it knows
                 for name in ("ndev", "key"):
                     del operator_options(layer)[name]
-        layer._take_options(chosen)
+        layer._sync = Synchronization(layer, chosen)
     drop_graphs(blocks)
     _log.info("%d BatchNorm layers converted to SyncBatchNorm%s.", len(layers), _whereabouts(layers))
     if not layers:

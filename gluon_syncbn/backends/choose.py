@@ -1,9 +1,10 @@
 """Which back end a layer runs on, and why."""
 
+import functools
 import logging
 import os
 import warnings
-from typing import Dict, List, Sequence, Set, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 import mxnet as mx
 
@@ -18,7 +19,6 @@ from gluon_syncbn.layer.spec import LayerSpec
 BACKENDS: Dict[str, Backend] = {backend.name: backend for backend in (NativeBackend(), PortableBackend())}
 _VARIABLE = "GLUON_SYNCBN_BACKEND"
 _log = logging.getLogger("gluon_syncbn")
-_said: Set[str] = set()
 
 
 def find_backend(spec: LayerSpec, devices: Sequence[mx.Context]) -> Tuple[Backend, List[str]]:
@@ -49,16 +49,17 @@ def choose(spec: LayerSpec, devices: Sequence[mx.Context]) -> Backend:
     Raises as `find_backend`.
     """
     backend, reasons = find_backend(spec, devices)
-    choice = f"{backend.name}: {why(backend, reasons, devices)}"
-    if choice not in _said:
-        _said.add(choice)
-        _log.info("back end %s.", choice)
-        if reasons and spec.kvstore is None and any(device.device_type == "gpu" for device in devices):
-            warnings.warn(
-                f"{spec.where} runs on the {backend.name} back end, which is slower: {reasons[0]}.",
-                stacklevel=users_line(),
-            )
+    has_gpu = any(device.device_type == "gpu" for device in devices)
+    _say(backend.name, why(backend, reasons, devices), bool(reasons) and spec.kvstore is None and has_gpu)
     return backend
+
+
+@functools.lru_cache(maxsize=None)
+def _say(name: str, reason: str, is_slow: bool) -> None:
+    """Log a choice, once."""
+    _log.info("back end %s: %s.", name, reason)
+    if is_slow:
+        warnings.warn(f"SyncBatchNorm runs on the {name} back end, which is slower: {reason}.", stacklevel=users_line())
 
 
 def why(backend: Backend, reasons: List[str], devices: Sequence[mx.Context]) -> str:

@@ -239,11 +239,6 @@ def arrays_of(parameter: Parameter) -> List[mx.nd.NDArray]:
     return list(parameter._data or ())
 
 
-def is_numpy_array(array: mx.nd.NDArray) -> bool:
-    """Whether it is of MXNet's NumPy interface."""
-    return isinstance(array, mx.np.ndarray)
-
-
 def is_sparse(parameter: Parameter) -> bool:
     """Whether it, or its gradient, is."""
     return parameter._stype != "default" or parameter._grad_stype != "default"

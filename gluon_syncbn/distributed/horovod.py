@@ -34,6 +34,7 @@ from urllib.parse import quote
 import mxnet as mx
 import numpy as np
 
+from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import text_of
 from gluon_syncbn.distributed.process_group import VECTOR, CommunicatorError, Message, ProcessGroup
 
@@ -161,7 +162,7 @@ class HorovodProcessGroup(ProcessGroup):
                 f"Horovod was shut down on all processes, because a step was abandoned here ({why.rstrip('.')}). "
                 f"Start the job again from its last checkpoint"
             )
-        self._end(self._ended_by)
+        library.core.gluon_syncbn_end_processes(self.id, self._ended_by.encode())  # for good
         _horovod.shut_down(self._hvd, lambda: self.board.post("reason", why))
 
     def leave(self):

@@ -143,10 +143,6 @@ class ProcessGroup(ABC):
         array = library.integers(ranks or ())
         library.core.gluon_syncbn_hear_who_came(self.id, message.key, message.round_id, array, count)
 
-    def _end(self, why: str) -> None:
-        """End all exchanges of these processes, for good; the others get the error that this process has ended."""
-        library.core.gluon_syncbn_end_processes(self.id, why.encode())
-
     def _lose(self, why: str) -> None:
         """Tell the core that no more messages come."""
         library.core.gluon_syncbn_lose_transport(self.id, why.encode())

@@ -1,7 +1,6 @@
 """Executors of symbols: MXNet binds the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
 
 import os
-import threading
 import warnings
 from collections import OrderedDict
 from typing import Tuple
@@ -11,14 +10,13 @@ import mxnet as mx
 from gluon_syncbn.base.mxnet_private import json_of
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.graphs.graph import Kind
-from gluon_syncbn.graphs.lower import Lowering, say
+from gluon_syncbn.graphs.lower import Lowering, making, say
 from gluon_syncbn.graphs.norms import MARK, Layers, has_what_runs
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.steps import steps
 
 _MIRROR = "MXNET_BACKWARD_DO_MIRROR"
 _MOST_KEPT = 16
-_binding = threading.RLock()  # of `_kept`, and of the variable, which MXNet reads
 # Each device's executor is bound by itself, and all must be bound to one lowered copy: its nodes are where devices
 # meet. So the last few copies are kept, by the handles and texts of the originals; and the originals with them, or
 # another symbol could get the handle.
@@ -31,7 +29,7 @@ def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
     if MARK not in text:
         return symbol
     key = symbol.handle.value, text, kind
-    with _binding:
+    with making:
         if key not in _kept:
             lowering = Lowering(symbol, Layers(), {}, kind)
             if _inputs_of(lowering.symbol) != _inputs_of(symbol):
@@ -65,7 +63,7 @@ def following_reshape(reshape, executor, /, *args, **kwargs):
 
 def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
     buffers = cpu_resources.GraphsBuffers()
-    with _binding:
+    with making:
         before = os.environ.get(_MIRROR, "0")
         is_off = synchronizes and before not in ("", "0")
         try:

@@ -20,7 +20,7 @@ not fused with a sum.
 from collections import Counter
 from typing import Dict, Iterator, NamedTuple, Optional, Set, Tuple
 
-from gluon_syncbn.graphs.graph import Entry, Graph, Node, Readers, needed_for
+from gluon_syncbn.graphs.graph import Entry, Graph, Node, Readers, in_order
 
 OPERATOR = "gluon_syncbn_native"  # the compiled operator's name among MXNet's custom operators
 RELU, LEAKY_RELU, SKIP = "ReLU", "leaky ReLU", "sum and ReLU"
@@ -76,7 +76,7 @@ def _can_be_last(norm: Node, skip: Entry, readers: Readers) -> bool:
     custom = norm.inputs[0].node
     running_mean = custom.inputs[-2]
     others = set(readers[running_mean.node, running_mean.output]) - {custom}
-    is_shared = others and not others.isdisjoint(needed_for([skip.node]))
+    is_shared = others and not others.isdisjoint(in_order([skip.node]))
     return not readers.get((custom, 1)) and not is_shared
 
 

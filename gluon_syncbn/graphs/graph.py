@@ -7,7 +7,7 @@ of the text, also one whose layer is gone.
 
 import json
 from collections import defaultdict
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 
@@ -94,11 +94,11 @@ class Graph:
                 entry = replaced[entry.node]
             return entry
 
-        for node in needed_for([entry.node for entry in [*self.heads, *replaced.values()]]):
+        for node in in_order([entry.node for entry in [*self.heads, *replaced.values()]]):
             node.inputs = [new(entry) for entry in node.inputs]
             node.control_deps = [new(Entry(other)).node for other in node.control_deps]
         self.heads = [new(entry) for entry in self.heads]
-        self.nodes = _in_order(entry.node for entry in self.heads)
+        self.nodes = in_order(entry.node for entry in self.heads)
 
     def inputs(self) -> List[str]:
         """The names of its variables, in the order in which a symbol lists them."""
@@ -148,12 +148,7 @@ def inserted(fragment: mx.sym.Symbol, inputs: Dict[str, Entry]) -> List[Entry]:
     return small.heads
 
 
-def needed_for(nodes: Iterable[Node]) -> Set[Node]:
-    """The set of these nodes and all nodes that must run before them."""
-    return set(_in_order(nodes))
-
-
-def _in_order(nodes: Iterable[Node]) -> List[Node]:
+def in_order(nodes: Iterable[Node]) -> List[Node]:
     """These nodes and all nodes that must run before them, inputs first, in MXNet's order."""
     done: Dict[Node, None] = {}
     for last in nodes:

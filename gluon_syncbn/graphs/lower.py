@@ -13,6 +13,7 @@ The body of a loop or branch (``F.contrib.foreach``) is a graph of its own, and 
 """
 
 import logging
+import threading
 from ast import literal_eval
 from collections import Counter
 from functools import partial
@@ -28,6 +29,8 @@ from gluon_syncbn.graphs.norms import Layers, Norm, find_norms, take_frozen
 from gluon_syncbn.layer.spec import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
+# One thread at a time makes graphs: MXNet keeps names of new arrays and symbols in blocks, and reads a variable.
+making = threading.RLock()
 _log = logging.getLogger("gluon_syncbn")
 
 

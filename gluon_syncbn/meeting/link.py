@@ -21,6 +21,7 @@ class Link:
         self._num_devices = spec.num_devices or 0
         self._devices_per_group = spec.group_size or self._num_devices * group.size
         self.size = group.size  # in processes
+        self.processes_id = group.id  # for the core
         # The number of this process's first device among the devices of all processes, which have equally many.
         self.first_device = group.rank * self._num_devices
         self.place: Optional[Place] = None  # the layer's position in its net, once it has trained
@@ -67,11 +68,6 @@ class Link:
             raise SyncBatchNormError(error)
         with self._processes.together(where, self._spec.timeout, place):
             pass
-
-    @property
-    def processes_id(self) -> int:
-        """The processes, for the core."""
-        return self._processes.group.id
 
     @property
     def seconds(self) -> float:

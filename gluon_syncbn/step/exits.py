@@ -103,9 +103,6 @@ def watch_exits_and_forks() -> None:
     atexit.register(forks.handlers.clear)  # they lead to MXNet; runs after handlers that are registered later
     atexit.register(_at_exit)
     forks.handlers.append((_before_fork, _after_fork))
-    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(
-            before=forks.before_fork,
-            after_in_parent=forks.after_fork_in_parent,
-            after_in_child=forks.after_fork_in_child,
-        )
+    os.register_at_fork(
+        before=forks.before_fork, after_in_parent=forks.after_fork_in_parent, after_in_child=forks.after_fork_in_child
+    )

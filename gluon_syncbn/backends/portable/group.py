@@ -21,7 +21,7 @@ from gluon_syncbn.distributed.default import find
 from gluon_syncbn.layer.spec import LayerSpec, check_groups
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
-from gluon_syncbn.meeting.statistics import Moments, merge
+from gluon_syncbn.meeting.statistics import merge
 
 _groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
 
@@ -158,17 +158,8 @@ class Group(LayerGroup):
             raise RuntimeError(f"{where}: gluon_syncbn.profile() does not see layers on the portable back end.")
         check_groups(self.spec, self.spec.num_devices)
 
-    def all_reduce_moments(self, device: mx.Context, local: Moments, set_id: int) -> Tuple[Moments, int]:
-        """The moments of the whole mini-batch, and the number of this forward round."""
-        rank, forward, _ = self._member(device, set_id)
-        return forward.all_reduce(rank, local.pack())
-
-    def all_reduce_sums(self, device: mx.Context, local: np.ndarray, round_number: int, set_id: int) -> np.ndarray:
-        """The sum of the vectors of all devices, in the backward passes that answer this forward round."""
-        rank, _, backward = self._member(device, set_id)
-        return backward.all_reduce(rank, local, round_number)[0]
-
-    def _member(self, device: mx.Context, set_id: int) -> Tuple[int, Rendezvous, Rendezvous]:
+    def member(self, device: mx.Context, set_id: int) -> Tuple[int, Rendezvous, Rendezvous]:
+        """The rank of a device in this active set, and its rendezvous of both directions."""
         spec = self.spec
         with self._changed:
             if not (self.devices or spec.num_devices):

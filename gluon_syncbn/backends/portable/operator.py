@@ -187,7 +187,8 @@ class _AllReduce(mx.operator.CustomOp):
             )
         local = Moments.from_shifted_sums(size / len(shift), shift, total, squares)
         self._check_step("forward")
-        merged, round_number = self._group.all_reduce_moments(self._device, local, set_id)
+        rank, forward, _ = self._group.member(self._device, set_id)
+        merged, round_number = forward.all_reduce(rank, local.pack())
         view = BatchView.of(local, merged, spec.epsilon)
         self._write(out_data[0], view.weight_and_bias(self._gamma(in_data), self._read(in_data[3])))
         self._write(out_data[1], np.concatenate([*view, [local.count, merged.count, round_number, set_id]]))
@@ -221,8 +222,8 @@ class _AllReduce(mx.operator.CustomOp):
         view = BatchView(*saved[:-4].reshape(3, -1))
         count, total_count, round_number, set_id = saved[-4:]
         own_s1, own_s2 = view.sums(d_weight, d_bias)
-        sums = np.concatenate([own_s1, own_s2])
-        s1, s2 = self._group.all_reduce_sums(self._device, sums, int(round_number), int(set_id)).reshape(2, -1)
+        rank, _, backward = self._group.member(self._device, int(set_id))
+        s1, s2 = np.split(backward.all_reduce(rank, np.concatenate([own_s1, own_s2]), int(round_number))[0], 2)
         constant, slope = view.correction(self._gamma(in_data), d_weight, d_bias, count, s1, s2, total_count)
         # The gradient of total reaches every x as it is, and the gradient of squares times 2·(x − shift); the constant
         # and the slope are about the mean, which lies total/count above shift.
@@ -313,7 +314,8 @@ class _AllReduceProp(mx.operator.CustomOpProp):
         for name, shape in zip(("gamma", "beta"), in_shape[2:]):
             if len(shape) == 1 and shape[0] not in (0, -1, channels):
                 raise ValueError(f"{self._group.spec.where}: the input has {channels} channels, {name} has {shape[0]}.")
-        vector, saved = [channels], [_saved_size(channels)]
+        # What the backward pass needs: a `BatchView`, two counts, the number of the round, and the active set.
+        vector, saved = [channels], [3 * channels + 4 if channels >= 0 else -1]  # -1: MXNet does not know them yet
         inputs = [[3, channels], [1], vector, vector] + [saved] * self._has_order_token
         return inputs, [[2, channels], saved], [vector] * 2
 
@@ -324,14 +326,6 @@ class _AllReduceProp(mx.operator.CustomOpProp):
 
     def create_operator(self, ctx, in_shapes, in_dtypes):
         return _AllReduce(self._group, ctx)
-
-
-def _saved_size(channels: int) -> int:
-    """How many numbers the backward pass needs: a `BatchView`, two counts, the number of the round, the active set.
-
-    MXNet asks while it does not know the channels, too, which is -1.
-    """
-    return 3 * channels + 4 if channels >= 0 else -1
 
 
 def _register() -> None:
