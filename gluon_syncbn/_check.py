@@ -178,7 +178,6 @@ def check(net: Block, *inputs: Any) -> Check:
 
 
 def _checked(net: Block, inputs: Sequence[Any]) -> List[mx.nd.NDArray]:
-    """Return the inputs as arrays."""
     for item in inputs:
         if not isinstance(item, (mx.nd.NDArray, np.ndarray)) or not item.ndim:
             raise TypeError(f"{_NAME}: inputs must be arrays whose first axis is the batch, not {type(item).__name__}.")

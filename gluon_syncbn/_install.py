@@ -80,7 +80,6 @@ def uninstall() -> None:
 
 
 def _replace(old: Tuple, new: Tuple) -> None:
-    """Replace the layer and the symbol in all modules."""
     others = dict(zip(map(id, old), new))
     for name, module in list(sys.modules.items()):
         # Not in the module that defines contrib's layer, whose methods need the name.

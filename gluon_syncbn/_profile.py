@@ -68,7 +68,6 @@ class Report:
         self.rows: List[Row] = []
 
     def _fill(self, passes: Sequence[Pass], seconds: float) -> None:
-        """Compute the rows."""
         self.seconds = seconds
         self.devices = sorted({item.device for item in passes}, key=lambda name: (name.split("(")[0], len(name), name))
         layers: Dict[Tuple[str, str], List[Pass]] = defaultdict(list)
@@ -94,7 +93,6 @@ class Report:
         return {device: sum(row.last.get(device, 0) for row in self.rows) for device in self.devices}
 
     def __str__(self) -> str:
-        """Return a table, sorted by waiting time, longest first."""
         if not self.rows:
             return "No layer met another device while the profile was on."
         rows = self._longest_first()

@@ -95,14 +95,12 @@ class Synchronization:
         return does
 
     def normalize(self, arrays: Sequence[mx.nd.NDArray], spec: LayerSpec, devices: List[mx.Context]) -> mx.nd.NDArray:
-        """The layer on its back end."""
         backend, group = self._group_on(spec, devices)
         if mx.autograd.is_training():
             self.take_place()
         return backend.normalize(arrays, spec, str(group.id), devices)
 
     def nodes(self, norm: Norm, spec: LayerSpec, devices: List[mx.Context], kind: Kind, dtype, after: Optional[Entry]):
-        """The layer as nodes of a graph (`Backend.nodes`)."""
         backend, group = self._group_on(spec, devices)
         return backend.nodes(norm, spec, str(group.id), devices, kind, dtype, after)
 
@@ -150,7 +148,6 @@ class Synchronization:
         return list(self.options.groups_of(self.devices(), first).values())
 
     def process_group(self) -> Optional[ProcessGroup]:
-        """The processes that the layer synchronizes with; None if there are none."""
         return find(self.options.process_group, self.spec().where)
 
     def trains_here(self) -> bool:

@@ -161,12 +161,10 @@ def _prepare(group_id: int, chunk: int, set_id: int, key, ranks) -> int:
 
 
 def _warn(text: bytes) -> None:
-    """Warn the user. Called on a thread of MXNet's."""
     warnings.warn(text.decode(), stacklevel=1)
 
 
 def _drop(group_id: int) -> None:
-    """Forget a group. Called when nothing uses it any more."""
     _groups.pop(group_id, None)
 
 

@@ -163,12 +163,10 @@ def build() -> str:
 
 
 def strings(texts: Sequence[str]):
-    """The texts as ``const char* const*``."""
     return (c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
 def integers(values: Sequence[int]):
-    """The values as ``const int*``."""
     return (c_int * len(values))(*values)
 
 

@@ -50,7 +50,6 @@ def graph_of(block: HybridBlock) -> Tuple:
 
 
 def set_graph(block: HybridBlock, graph: Tuple) -> None:
-    """Replace the graph that `graph_of` returns."""
     block._cached_graph = graph
 
 
@@ -114,7 +113,6 @@ def without_graphs(blocks: List[HybridBlock]) -> Iterator[None]:
 
 
 def has_operator(block: HybridBlock) -> bool:
-    """Whether the block has made the operator that runs its graph."""
     return block._cached_op is not None
 
 
@@ -178,7 +176,6 @@ def json_of(symbol: mx.sym.Symbol) -> str:
 
 
 def set_attributes(symbol: mx.sym.Symbol, attributes: Dict[str, str]) -> None:
-    """Set hidden attributes of its last node."""
     symbol._set_attr(**attributes)
 
 
@@ -214,7 +211,6 @@ def context_list(parameter: Parameter) -> Optional[List[mx.Context]]:
 
 
 def is_deferred(parameter: Parameter) -> bool:
-    """Whether it waits for its shape."""
     return bool(parameter._deferred_init)
 
 
@@ -240,7 +236,6 @@ def arrays_of(parameter: Parameter) -> List[mx.nd.NDArray]:
 
 
 def is_sparse(parameter: Parameter) -> bool:
-    """Whether it, or its gradient, is."""
     return parameter._stype != "default" or parameter._grad_stype != "default"
 
 
@@ -266,7 +261,6 @@ def parameters_of(trainer: mx.gluon.Trainer) -> List[Parameter]:
 
 
 def optimizer_of(trainer) -> mx.optimizer.Optimizer:
-    """The optimizer of a Trainer or a Module."""
     return trainer._optimizer
 
 
@@ -371,7 +365,6 @@ def contexts_of_module(module: mx.mod.Module) -> List[mx.Context]:
 
 
 def outputs_of_module(module: mx.mod.Module) -> List[List[mx.nd.NDArray]]:
-    """The outputs of its graph, for each device."""
     return [execution.outputs for execution in module._exec_group.execs]
 
 

@@ -110,7 +110,6 @@ def is_connected(process_group: Optional[ProcessGroupLike]) -> bool:
 
 
 def has_groups() -> bool:
-    """Whether any processes have been connected."""
     return bool(_groups.made)
 
 
@@ -193,7 +192,6 @@ def _warn_of_several_processes(where: str) -> None:
 
 
 def name_of_communicator() -> str:
-    """Return the communicator that 'auto' means here."""
     job = job_of_launcher()
     if job is None:
         return "none"

@@ -3,13 +3,9 @@
 The number of a layer's devices is known when it trains. A hybridized net, or a block with a symbol inside, keeps the
 graph of its first call, and that may have been on one device: base weights are loaded on cpu(0), shapes are found out
 there, and then the net moves (``reset_ctx``). So Gluon keeps the graph of the plain net. A lowered copy of it runs
-(`gluon_syncbn.graphs.lower`), which is made from the layers as they are, and made anew
-
-- when a Parameter has moved, or has got new arrays: MXNet gives it a new list of contexts whenever it is initialized,
-  loaded or moved, and this list is compared before each call;
-- when a layer has been converted or frozen, or has got other options, in this net or in a part of it: after
-  `note_changes` all layers of a net are compared, and the graph is traced anew if one has changed;
-- when an operator hook has been set or removed.
+(`gluon_syncbn.graphs.lower`), which is made from the layers as they are, and made anew when a Parameter has moved or
+has got new arrays, when a layer has been converted or frozen, or has got other options, and when an operator hook has
+been set or removed.
 
 After the call, its outputs are watched, and the engine learns which arrays it has written (`mxnet_engine.failures`).
 Forward hooks would do for that, but MXNet warns of them, with the whole net in print, whenever a net is hybridized

@@ -95,11 +95,9 @@ class Norm(NamedTuple):
 
     @property
     def hidden(self) -> Dict[str, str]:
-        """The attributes that MXNet keeps for others."""
         return {key: value for key, value in self.own_attributes().items() if key.startswith("__")}
 
     def own_attributes(self) -> Dict[str, str]:
-        """The attributes that are not this package's."""
         return {key: value for key, value in self.node.attrs.items() if key not in (MARK, CALL)}
 
     def unmark(self) -> None:
@@ -225,7 +223,6 @@ _ATTRIBUTE = "_syncbn_layers"  # of a net; so it is copied with the graph, and g
 
 
 def tracing() -> Optional[Layers]:
-    """The layers of the graph that this thread is making for a net; None if a user calls blocks with symbols."""
     return getattr(_tracing, "layers", None)
 
 

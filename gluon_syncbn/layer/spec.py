@@ -60,7 +60,6 @@ class LayerSpec:
     fuse: bool = True
 
     def but(self, **changes) -> "LayerSpec":
-        """A copy with other values."""
         return dataclasses.replace(self, **changes)
 
     def options(self) -> Dict[str, Any]:

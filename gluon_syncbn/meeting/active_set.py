@@ -27,7 +27,6 @@ class ActiveSets:
         self.current = 0  # the id of the set in force
 
     def id_of(self, devices: Iterable[mx.Context], ranks: Mapping[ProcessGroup, Sequence[int]]) -> int:
-        """The id of the set of these devices, with these processes of each group."""
         wanted = _ActiveSet(frozenset(devices), frozenset((group, tuple(some)) for group, some in ranks.items()))
         if wanted not in self._sets:
             self._sets.append(wanted)
@@ -39,7 +38,6 @@ class ActiveSets:
         return members if chosen is None else [rank for rank in members if rank in chosen]
 
     def includes(self, device: mx.Context, set_id: int) -> bool:
-        """Whether ``device`` is in this set."""
         devices = self._sets[set_id].devices
         return devices is None or device in devices
 

@@ -94,7 +94,6 @@ class GraphsBuffers:
 
 
 def buffers_of(owner: Any) -> GraphsBuffers:
-    """The buffers of the graph of this net."""
     return _cpus.buffers.get(owner) or _cpus.buffers.setdefault(owner, GraphsBuffers())
 
 

@@ -84,7 +84,6 @@ class Progress:
             self._inside[me] += 1
 
     def end_record(self) -> None:
-        """Note that this thread leaves ``autograd.record()``."""
         me = threading.get_ident()
         with self._lock:
             self._inside[me] -= 1
@@ -145,7 +144,6 @@ class Progress:
         self._notes.forget()
 
     def watched(self) -> List[Passes]:
-        """The layers whose backward passes are counted."""
         with self._lock:
             return list(self._watched)
 

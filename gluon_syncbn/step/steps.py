@@ -26,7 +26,6 @@ class SynchronizedLayers:
         self._lost_gpus = False
 
     def add(self, sync: "Synchronization") -> None:
-        """Add a layer that was just made."""
         with self._lock:
             self._made.add(sync)
 
@@ -41,7 +40,6 @@ class SynchronizedLayers:
         return {sync: layer for sync, layer in found.items() if layer is not None}
 
     def blocks(self) -> List[Any]:
-        """The blocks of the layers in use."""
         return list(self.in_use().values())
 
     def devices_in_use(self) -> Set[mx.Context]:

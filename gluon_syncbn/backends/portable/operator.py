@@ -16,15 +16,9 @@ training mode it normalizes with the statistics of its device, ẑ = (x − mean
 
 The momentum of `BatchNorm` is 1, which leaves the running statistics alone; `AllReduce` updates them.
 
-Only `AllReduce` meets other devices, once in each direction, and only with vectors:
-
-forward
-    sends this device's count, mean and M2; returns `weight` and `bias`. In prediction mode these are γ and β, and it
-    meets no other device.
-backward
-    receives Σ dy·ẑ and Σ dy as the gradients of `weight` and `bias`, sends S1 = Σ dy and S2 = Σ dy·x̂ of this device,
-    and gives `total` and `squares` the gradients that turn BatchNorm's dx, which knows one device, into the dx of
-    the whole mini-batch. γ and β receive this device's own sums, because Trainer adds the sums of all devices.
+Only `AllReduce` meets other devices, once in each direction, and only with vectors (`meeting.statistics.BatchView`).
+Backward it gives `total` and `squares` the gradients that turn BatchNorm's dx, which knows one device, into the dx of
+the whole mini-batch.
 
 Activations never enter the custom operator, since on CPU its inputs may dangle (a converted copy of an array in
 oneDNN's layout dies before the callback reads it); vectors are always plain. `shift` keeps the sums exact where the
