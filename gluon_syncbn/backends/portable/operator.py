@@ -308,7 +308,7 @@ class _AllReduceProp(mx.operator.CustomOpProp):
         for name, shape in zip(("gamma", "beta"), in_shape[2:]):
             if len(shape) == 1 and shape[0] not in (0, -1, channels):
                 raise ValueError(f"{self._group.spec.where}: the input has {channels} channels, {name} has {shape[0]}.")
-        # What the backward pass needs: a `BatchView`, two counts, the number of the round, and the active set.
+        # Saved for the backward pass: a `BatchView`, two counts, the number of the round, and the active set.
         vector, saved = [channels], [3 * channels + 4 if channels >= 0 else -1]  # -1: MXNet does not know them yet
         inputs = [[3, channels], [1], vector, vector] + [saved] * self._has_order_token
         return inputs, [[2, channels], saved], [vector] * 2
