@@ -31,7 +31,7 @@ def prepare(devices):
     """Both passes in both modes, as functions that return seconds."""
     backend = native.NativeBackend()
     spec = LayerSpec("layer", num_devices=len(devices))
-    group = backend.make_group(spec, devices)
+    group = backend.group(spec, devices)
 
     def vectors(value):
         return [mx.nd.array(np.full(SHAPE[1], value)).copyto(device) for device in devices]

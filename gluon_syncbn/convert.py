@@ -121,7 +121,20 @@ def convert_batchnorm(block: Block) -> Block:
     logged. Parameters stay the same objects, and cached graphs are dropped. ``export`` does not need this function,
     since it writes plain BatchNorm nodes anyway.
 
-    Changes ``block`` in place, and returns it. TypeError if it is not a Gluon block.
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block.
     """
     blocks = all_blocks(block)
     layers = [item for item in blocks if isinstance(item, SyncBatchNorm)]
@@ -149,7 +162,22 @@ def freeze_statistics(block: Block, frozen: bool = True) -> Block:
     converted). It may be called in the middle of training: cached graphs are dropped, and built again with the same
     flags. γ and β are still learned unless their ``grad_req`` is ``'null'``.
 
-    Changes ``block`` in place, and returns it. TypeError if it is not a Gluon block.
+    Parameters
+    ----------
+    block : Block
+        The net; it is changed in place.
+    frozen : bool, default True
+        True to normalize with the running statistics, False to normalize with the batch's own in training.
+
+    Returns
+    -------
+    Block
+        ``block`` itself.
+
+    Raises
+    ------
+    TypeError
+        ``block`` is not a Gluon block.
 
     Examples
     --------

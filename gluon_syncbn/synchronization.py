@@ -22,7 +22,7 @@ from gluon_syncbn.mxnet_engine.cpu_resources import refuse_late_import
 from gluon_syncbn.step.exits import end_before_communicators
 from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.steps import steps
-from gluon_syncbn.step.unmet import LastLook
+from gluon_syncbn.step.unmet import first_look
 
 
 class _Made(NamedTuple):
@@ -48,7 +48,7 @@ class Synchronization:
         self._made: Optional[_Made] = None
         self._making = threading.Lock()
         self._trained_on: List[mx.Context] = []
-        self.last_look = LastLook(self)
+        self.last_look = first_look(self)
         steps.layers.add(self)
 
     @property

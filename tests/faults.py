@@ -39,12 +39,11 @@ FAILING = "failures waiting endings"
 TESTS = {
     "distributed": f"{PROCESSES} install settings",
     "meeting/waiting": f"waiting process_faults {FAILING} {PROCESSES}",
-    "meeting/profile": f"profile back_ends {LAYER}",
     "meeting": f"{PROCESSES} {LAYER} waiting meeting failures",
     "step": f"failures groups endings waiting docs cpu_devices {LAYER} {PROCESSES}",
     "mxnet_engine": f"cpu_devices settings {FAILING} {LAYER}",
     "graphs": f"graphs symbols files {LAYER} cpu_devices",
-    "nets": f"symbols conversion files graphs install changes_between_steps {LAYER}",
+    "_symbol_block.py": f"symbols conversion files graphs install changes_between_steps {LAYER}",
     "backends/portable": f"back_ends meeting {LAYER} failures",
     "backends": f"back_ends {LAYER} symbols files graphs in_place",
     "layer": f"errors {LAYER} symbols files {PROCESSES}",
@@ -281,7 +280,7 @@ KNOWN = [
         'if job.launcher == "Horovod":\n        return "horovod"',
         'if job.launcher == "Horovod":\n        return "none"',
     ),
-    ("step/updates.py", ", args[1:] and args[1])", ")"),
+    ("step/updates.py", ', args[-1] if len(args) > (update.__name__ != "_update") else False)', ")"),
 ]
 
 

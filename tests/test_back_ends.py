@@ -121,7 +121,7 @@ def test_a_layer_on_one_device_is_plain_only_for_now(backend):
 @pytest.fixture
 def said(caplog, monkeypatch):
     """The log, with no choice made before."""
-    testing.forget_choices(monkeypatch)
+    testing.forget_choices()
     caplog.set_level(logging.INFO, logger="gluon_syncbn")
     return caplog
 

@@ -95,7 +95,7 @@ def private_names(path):
 
 
 # Of our own classes, used by their neighbours.
-OURS = {"_asdict", "_converted_from", "_node_attributes", "_note_in", "_sync", "_take_options"}
+OURS = {"_asdict", "_converted_from", "_node_attributes", "_note_in", "_sync"}
 OURS |= {"_fill", "_replace", "_compose", "_handle", "_getframe", "_current_frames"}
 
 

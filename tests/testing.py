@@ -19,6 +19,7 @@ from mxnet.gluon import nn
 
 import gluon_syncbn  # noqa: F401  (before MXNet computes anything)
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn._hooks import extended
 from gluon_syncbn.backends import choose, native
 from gluon_syncbn.backends.bfloat16 import mxnet_takes_bfloat16
 from gluon_syncbn.backends.portable import operator as portable
@@ -307,7 +308,7 @@ def takes_bfloat16() -> bool:
 
 def guarded(read):
     """``read`` of an array, guarded as the package guards ``asnumpy``."""
-    return failing_what_cannot_be_read(read)
+    return extended(read, failing_what_cannot_be_read)
 
 
 def play_gpus(monkeypatch) -> None:
@@ -327,9 +328,9 @@ def note_what_runs(monkeypatch) -> list:
     return found
 
 
-def forget_choices(monkeypatch) -> None:
+def forget_choices() -> None:
     """What was said of back ends is said again."""
-    monkeypatch.setattr(choose, "_said", set())
+    choose._say.cache_clear()
 
 
 def shorten_grace(seconds: float = GRACE) -> None:

@@ -49,6 +49,11 @@ def graph_of(block: HybridBlock) -> Tuple:
     return block._cached_graph
 
 
+def make_graph(block: HybridBlock, *inputs: Any) -> Tuple:
+    """As `graph_of`; MXNet makes the graph if there is none."""
+    return block._get_graph(*inputs)
+
+
 def set_graph(block: HybridBlock, graph: Tuple) -> None:
     block._cached_graph = graph
 

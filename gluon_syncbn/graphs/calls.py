@@ -35,6 +35,7 @@ from gluon_syncbn.base.mxnet_private import (
     has_partitioner,
     is_static,
     kept_graph,
+    make_graph,
     make_operator,
     put_graph_back,
     set_graph,
@@ -54,8 +55,9 @@ _graphs: "weakref.WeakKeyDictionary[Block, _NetGraph]" = weakref.WeakKeyDictiona
 
 def note_changes() -> None:
     """Layers have been converted or frozen, or have got other options."""
-    for graph in list(_graphs.values()):
-        graph.may_have_changed = True
+    with making:  # a graph that another thread is making may have been made of the old ones
+        for graph in list(_graphs.values()):
+            graph.may_have_changed = True
 
 
 class _NetGraph:
@@ -219,7 +221,7 @@ def lowering_what_runs(build, net, *args):
         _graphs.pop(net, None)
         if not _is_complete(net):
             drop_graph(net)
-        inputs, plain = kept = net._get_graph(*args)
+        inputs, plain = kept = make_graph(net, *args)
         is_lowered, is_partitioned = bool(layers_of(net).all()) or is_marked(plain), has_partitioner(net)
         if is_lowered:
             flat = flatten(args, "input")[0]

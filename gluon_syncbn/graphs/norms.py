@@ -223,6 +223,7 @@ _ATTRIBUTE = "_syncbn_layers"  # of a net; so it is copied with the graph, and g
 
 
 def tracing() -> Optional[Layers]:
+    """The layers of the graph that this thread is making for a net; None if a user calls blocks with symbols."""
     return getattr(_tracing, "layers", None)
 
 

@@ -4,7 +4,7 @@ Each function but `begin_forward` makes the extended form of a method (`gluon_sy
 """
 
 import logging
-from typing import TYPE_CHECKING, Iterable, NamedTuple, Optional
+from typing import Iterable, NamedTuple, Optional
 
 import mxnet as mx
 
@@ -12,11 +12,8 @@ from gluon_syncbn.base.mxnet_private import device_of, device_of_handle, has_fre
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
 from gluon_syncbn.step.passes import take_fresh_gradient
-from gluon_syncbn.step.steps import steps
+from gluon_syncbn.step.steps import LayerInStep, steps
 from gluon_syncbn.step.unmet import check_met
-
-if TYPE_CHECKING:
-    from gluon_syncbn.synchronization import Synchronization
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -31,7 +28,7 @@ def noticing_record(enter, scope):
     enter(scope)  # last: Ctrl-C behind it would leave autograd recording
 
 
-def begin_forward(sync: "Synchronization", device: mx.Context) -> None:
+def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     """Begin a forward pass of a `SyncBatchNorm`; in training, abandon the step before if that broke off."""
     if not mx.autograd.is_training():
         return

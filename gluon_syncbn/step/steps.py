@@ -2,17 +2,54 @@
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Set
+from typing import Any, Dict, List, NamedTuple, Optional, Protocol, Set
 
 import mxnet as mx
+import numpy as np
 
 from gluon_syncbn.base.mxnet_private import contexts_of
+from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.meeting.link import Link
 from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.step.held import Updates
+from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.progress import Progress
 
-if TYPE_CHECKING:  # a layer's module imports this one
-    from gluon_syncbn.synchronization import Synchronization
+
+class LastLook:
+    """The state of a layer when `step.unmet` last looked at it."""
+
+    def __init__(self, may_have_trained: bool) -> None:
+        self.may_have_trained = may_have_trained  # on these devices, before it was made
+        self.met_on: Optional[List[mx.Context]] = None  # another list where the layer has moved
+        self.means: Optional[List[np.ndarray]] = None  # on all devices, when they differed first
+
+
+class LayerInStep(Protocol):
+    """The part of a layer's `Synchronization` that the modules of ``step`` use."""
+
+    passes: Passes
+    last_look: LastLook
+
+    @property
+    def layer(self) -> Any: ...
+
+    @property
+    def layer_or_none(self) -> Optional[Any]: ...
+
+    @property
+    def has_group(self) -> bool: ...
+
+    @property
+    def link(self) -> Optional[Link]: ...
+
+    def spec(self) -> LayerSpec: ...
+
+    def devices(self) -> List[mx.Context]: ...
+
+    def groups(self) -> List[List[mx.Context]]: ...
+
+    def trains_here(self) -> bool: ...
 
 
 class SynchronizedLayers:
@@ -21,20 +58,20 @@ class SynchronizedLayers:
     def __init__(self) -> None:
         self.nets = Nets()  # that have trained with other processes
         self._lock = threading.Lock()
-        self._made: weakref.WeakSet[Synchronization] = weakref.WeakSet()
+        self._made: weakref.WeakSet[LayerInStep] = weakref.WeakSet()
         self._used_gpus = False  # when work was last waited for
         self._lost_gpus = False
 
-    def add(self, sync: "Synchronization") -> None:
+    def add(self, sync: LayerInStep) -> None:
         with self._lock:
             self._made.add(sync)
 
-    def made(self) -> "List[Synchronization]":
+    def made(self) -> List[LayerInStep]:
         """All layers, synchronized yet or not."""
         with self._lock:
             return list(self._made)
 
-    def in_use(self) -> "Dict[Synchronization, Any]":
+    def in_use(self) -> Dict[LayerInStep, Any]:
         """The layers that have synchronized, and were not converted back since."""
         found = {sync: sync.layer_or_none for sync in self.made() if sync.has_group}
         return {sync: layer for sync, layer in found.items() if layer is not None}

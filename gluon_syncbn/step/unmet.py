@@ -7,7 +7,7 @@ normalized with its own images. They may also differ from a time when the layer 
 layer whose Parameters were on these devices when it was made is an error only when they have changed once more.
 """
 
-from typing import TYPE_CHECKING, Iterable, List, Optional
+from typing import Iterable, List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -25,23 +25,16 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.graphs.graph import Graph
 from gluon_syncbn.graphs.norms import find_norms, is_marked
-from gluon_syncbn.step.steps import steps
-
-if TYPE_CHECKING:
-    from gluon_syncbn.synchronization import Synchronization
+from gluon_syncbn.step.steps import LastLook, LayerInStep, steps
 
 _SHOWN = 5
 
 
-class LastLook:
-    """The state of a layer when it was last looked at, which begins when it is made."""
-
-    def __init__(self, sync: "Synchronization") -> None:
-        for array in _fresh(sync):
-            set_fresh_gradient(array, False)  # of a time when the layer was plain
-        self.may_have_trained = len(arrays_of(sync.layer.running_mean)) > 1  # on these devices, before it was made
-        self.met_on: Optional[List[mx.Context]] = None  # another list where the layer has moved
-        self.means: Optional[List[np.ndarray]] = None  # on all devices, when they differed first
+def first_look(sync: LayerInStep) -> LastLook:
+    """Look at a layer that was just made."""
+    for array in _fresh(sync):
+        set_fresh_gradient(array, False)  # of a time when the layer was plain
+    return LastLook(may_have_trained=len(arrays_of(sync.layer.running_mean)) > 1)
 
 
 def check_met(parameters: Optional[Iterable[Parameter]] = None) -> None:
@@ -98,16 +91,16 @@ def _listed(items, kind: str = "SyncBatchNorm ") -> str:
     return f"{kind}{shown}" + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _learning(sync: "Synchronization") -> List[Parameter]:
+def _learning(sync: LayerInStep) -> List[Parameter]:
     return [item for item in (sync.layer.gamma, sync.layer.beta) if has_gradient(item)]
 
 
-def _fresh(sync: "Synchronization") -> List[mx.nd.NDArray]:
+def _fresh(sync: LayerInStep) -> List[mx.nd.NDArray]:
     """γ and β where a backward pass has written their gradient, and no Trainer has used it."""
     return [array for item in _learning(sync) for array in arrays_of(item) if has_fresh_gradient(array)]
 
 
-def _is_suspect(sync: "Synchronization", chosen) -> bool:
+def _is_suspect(sync: LayerInStep, chosen) -> bool:
     """Whether the layer has gradients on several devices that should have met, and it was never asked to."""
     layer = sync.layer_or_none
     contexts = None if layer is None else context_list(layer.running_mean)
@@ -126,7 +119,7 @@ def _is_suspect(sync: "Synchronization", chosen) -> bool:
     return True
 
 
-def _has_learned_apart(sync: "Synchronization") -> bool:
+def _has_learned_apart(sync: LayerInStep) -> bool:
     """Whether devices of one group have different running statistics, which they have not had before."""
     means = {device: sync.layer.running_mean.data(device).asnumpy() for device in sync.devices()}
     if all(np.array_equal(means[device], means[group[0]]) for group in sync.groups() for device in group):

@@ -30,7 +30,7 @@ def test_native_where_all_is_well():
 def test_a_driver_that_does_not_know_the_compilers_language():
     said = run(LAYER, STAND_IN_REFUSE_PTX="1")
     assert "BACK END portable" in said
-    assert "UserWarning: SyncBatchNorm 'stem' runs on the portable back end, which is slower" in said
+    assert "UserWarning: SyncBatchNorm runs on the portable back end, which is slower" in said
     assert "the CUDA kernels cannot run on gpu(0)" in said and "error 218" in said
 
 
