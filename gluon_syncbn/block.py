@@ -268,7 +268,7 @@ class SyncBatchNorm(nn.BatchNorm):
         spec.check_dtype()
         if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
             raise ValueError(f"{where}: axis={axis} does not fit an input of shape {x.shape}; it takes 2 or more axes.")
-        if x.size == 0:
+        if 0 in x.shape:
             raise ValueError(
                 f"{where}: the input of shape {x.shape} on {x.context} is empty. A device without images cannot take "
                 f"part; leave it out with gluon_syncbn.devices(...)."

@@ -134,6 +134,14 @@ def step(n): net(images[0][:, :, : 64 - 4 * (n % 16)]).wait_to_read()
 net = make_net(center=False, scale=False)
 def step(n): losses = forward_and_backward(); update_weights(); [loss.asscalar() for loss in losses]
 """,
+    "adds up all losses on one device, and updates nothing": """
+def step(n):
+    with autograd.record():
+        losses = [(net(x) ** 2).mean().as_in_context(mx.cpu(0)) for x in images]
+        loss = losses[0] + losses[1]
+    loss.backward()
+    loss.wait_to_read()
+""",
 }
 # What differs between graphs, or does not differ between modes; the others run in all.
 ONLY_IN = {

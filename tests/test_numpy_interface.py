@@ -121,3 +121,22 @@ def test_the_first_step_may_be_short(where, mode, numpy_interface):
     mx.nd.waitall()
     for item in net.collect_params().values():
         assert (item.data(mx.cpu(0)).asnumpy() == item.data(mx.cpu(1)).asnumpy()).all(), item.name
+
+
+def test_gradients_that_are_added_are_zero_after_a_step_that_was_abandoned(mode, numpy_interface):
+    net = initialized(sequential(nn.Dense(3, in_units=4), SyncBatchNorm(in_channels=3)), 2, mode)
+    net.collect_params().setattr("grad_req", "add")
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd")  # noqa: F841 (it knows them)
+
+    def accumulate(shards):
+        with autograd.record():
+            losses = [(net(mnp.array(x, ctx=device)) ** 3).sum() for x, device in zip(shards, cpus(2))]
+        autograd.backward(losses)
+
+    shards = random_shards([(2, 4)] * 2)
+    accumulate(shards)
+    assert net[0].weight.grad(mx.cpu(1)).asnumpy().any()
+    with pytest.raises(TypeError, match="not an image"):
+        accumulate([shards[0], "not an image"])
+    for parameter in net.collect_params().values():
+        assert parameter.grad_req == "null" or not any(item.asnumpy().any() for item in parameter.list_grad())

@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 import time
-from typing import Iterable, List, NoReturn, Sequence
+from typing import Callable, Iterable, List, NoReturn, Sequence
 
 import mxnet as mx
 
@@ -30,6 +30,7 @@ from gluon_syncbn.base.mxnet_private import device_of
 _ENDED = " has ended"  # a process
 _SECONDS_TO_FAIL = 0.05
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
+_OF_NO_ACCOUNT = "gluon_syncbn: this error is of no account."  # as in csrc/mxnet/engine.cpp
 
 
 class _Failure:
@@ -41,6 +42,7 @@ class _Failure:
         self.is_told = False  # whether the user has been told: an array could not be read, or its error was raised
         self.lock = threading.Lock()
         self.turn_to_fail = threading.Lock()  # where nothing is compiled
+        self.turn_to_give_memory = threading.Lock()
 
 
 _state = _Failure()
@@ -252,11 +254,23 @@ def _give_memory() -> None:
     if _state.has_memory:
         return
     mx.nd.waitall()
-    seen = last_error()
-    check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
-    LIBMXNET["MXNDArrayWaitAll"]()  # which fails; not the function that `_hooks` extends
-    set_last_error(seen)
-    _state.has_memory = True
+    with _state.turn_to_give_memory:
+        if _state.has_memory:
+            return
+        seen = last_error()
+        check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
+        LIBMXNET["MXNDArrayWaitAll"]()  # which fails; not the function that `_hooks` extends
+        set_last_error(seen)
+        _state.has_memory = True
+
+
+def check_all_work(wait_for_all: Callable[[], int]) -> None:
+    """Call ``MXNDArrayWaitAll``. MXNetError if work has failed, but not work of `_give_memory` in another thread."""
+    code = -1
+    while code != 0:
+        code = wait_for_all()
+        if code != 0 and _OF_NO_ACCOUNT not in last_error():
+            check_call(code)
 
 
 def poison(array: mx.nd.NDArray, error: str) -> None:

@@ -16,7 +16,6 @@ import sys
 import mxnet as mx
 
 from gluon_syncbn.base.errors import LAYER, SyncBatchNormError, text_of
-from gluon_syncbn.base.library import check_call
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import abandon_on_all_processes
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
@@ -87,6 +86,16 @@ def leave_failed_step() -> None:
         raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
 
 
+def writing_after_a_failure(write, owner, /, *args, **kwargs):
+    """``set_data``, ``copy_params_from``, ``set_states``: they leave a step that has failed, as the next step would.
+
+    Else a checkpoint would not be loaded: MXNet would skip the copy, as it has skipped the update.
+    """
+    if failures.failure():
+        leave_failed_step()
+    return write(owner, *args, **kwargs)
+
+
 def _with_cause(error: str, pending: str) -> str:
     """The first error of a step may only say that MXNet skipped something; the one that is pending says why."""
     if error in pending:
@@ -110,7 +119,7 @@ def failing_what_cannot_be_read(read, *array):
 def failing_with_all_work(wait_for_all) -> int:
     """``MXNDArrayWaitAll``, which ``waitall`` calls under each of its names."""
     with noticing_what_cannot_end(sys._getframe(2)):
-        _read(lambda: check_call(wait_for_all()))
+        _read(lambda: failures.check_all_work(wait_for_all))
     return 0
 
 

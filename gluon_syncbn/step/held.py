@@ -130,7 +130,8 @@ class Updates:
         with mx.autograd.pause():  # a step may be abandoned where the next one is recorded
             for parameter in learning:
                 if parameter.grad_req == "add":
-                    parameter.zero_grad()
+                    for gradient in (array.as_nd_ndarray() for array in parameter.list_grad()):
+                        mx.nd.zeros_like(gradient, out=gradient)  # zero_grad() knows no arrays of mx.np
             for module in list(self.checked_modules):
                 for gradient in added_gradients_of_module(module):
                     gradient[:] = 0

@@ -11,12 +11,14 @@ its gradient is fresh, for the Trainer, and does so before ``backward()`` return
 the note is taken away before the call, looked at after it, and put back.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
+from mxnet.gluon import Parameter
 
 from gluon_syncbn.base.mxnet_private import has_fresh_gradient, has_gradient, set_fresh_gradient
 from gluon_syncbn.meeting.active_set import active_sets
@@ -183,16 +185,18 @@ class Passes:
         layer = self._layer()
         return [] if layer is None else layer.running_mean.list_ctx()
 
+    def parameter(self) -> Optional[Parameter]:
+        """γ or β, if one of them learns."""
+        layer = self._layer()
+        return None if layer is None else next(filter(has_gradient, (layer.gamma, layer.beta)), None)
+
     def arrays(self) -> Dict[mx.Context, mx.nd.NDArray]:
-        """A Parameter that learns, by device; none if it is frozen.
+        """The arrays of the Parameter that learns, by device.
 
         A device is named as the Parameter names it: the arrays of a CPU are on cpu(0) in a net that was pickled.
         """
-        layer = self._layer()
-        for parameter in (layer.gamma, layer.beta) if layer is not None else ():
-            if has_gradient(parameter):
-                return dict(zip(parameter.list_ctx(), parameter.list_data()))
-        return {}
+        parameter = self.parameter()
+        return {} if parameter is None else dict(zip(parameter.list_ctx(), parameter.list_data()))
 
 
 def _is_even(counts: Counter, groups: List[Group]) -> bool:
@@ -211,6 +215,10 @@ class _Note:
             self.is_counted = True
             self.passes.end_backward(self.device)
 
+    def put_back(self) -> None:
+        if self.was_fresh and not self.is_counted:
+            set_fresh_gradient(self.array, True)
+
 
 class GradientNotes:
     """The notes that are taken away while a ``backward()`` is under way.
@@ -224,6 +232,7 @@ class GradientNotes:
         self._lock = threading.Lock()
         self._notes: Dict[Tuple[Passes, int], _Note] = {}  # by layer and id of the array
         self._calls = 0  # of backward() that are under way
+        self._updated: Counter = Counter()  # ids of Parameters, in updates that are under way
 
     def begin(self, awaited: Callable[[], Iterable[Passes]]) -> None:
         """Note that a ``backward()`` is called, which may reach the ``awaited`` layers."""
@@ -232,6 +241,8 @@ class GradientNotes:
             for note in self._notes.values():  # calls that are still under way may have reached some
                 note.count()
             for passes in awaited():
+                if id(passes.parameter()) in self._updated:
+                    continue
                 for device, array in passes.arrays().items():
                     before = self._notes.get((passes, id(array)))
                     if before is not None and not before.is_counted:
@@ -241,16 +252,33 @@ class GradientNotes:
                         break
                     self._notes[passes, id(array)] = _Note(passes, device, array, was_fresh)
 
-    def end(self) -> Set[Passes]:
-        """Note that a ``backward()`` returns, or raises. Returns the layers that have been reached by now."""
+    def end(self) -> Set[Tuple[Passes, mx.Context]]:
+        """Note that a ``backward()`` returns, or raises. Returns the layers, and devices, that have been reached."""
         with self._lock:
             self._calls = max(0, self._calls - 1)
             for note in self._notes.values():
                 note.count()
-            reached = {note.passes for note in self._notes.values() if note.is_counted}
+            reached = {(note.passes, note.device) for note in self._notes.values() if note.is_counted}
             if not self._calls:
                 self._put_back()
             return reached
+
+    @contextlib.contextmanager
+    def given_back(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """Let a Trainer see the notes of these Parameters within the block: another thread may be in ``backward()``."""
+        ids = Counter(set(map(id, parameters)))
+        with self._lock:
+            self._updated += ids
+            for key, note in list(self._notes.items()):
+                if id(note.passes.parameter()) in ids:
+                    note.count()
+                    note.put_back()
+                    del self._notes[key]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._updated -= ids
 
     def forget(self) -> None:
         """Forget a ``backward()`` that Ctrl-C has ended in the middle of `begin`."""
@@ -260,8 +288,7 @@ class GradientNotes:
 
     def _put_back(self) -> None:
         for note in self._notes.values():
-            if note.was_fresh and not note.is_counted:
-                set_fresh_gradient(note.array, True)
+            note.put_back()
         self._notes.clear()
 
 

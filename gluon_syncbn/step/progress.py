@@ -31,6 +31,8 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.has_begun = False  # no layer has been called in it yet
+        self.is_apart = False  # the thread has left one, and never called a layer in any
+        self.has_called = False  # a layer, in any
         self.first: Callable[[], Optional[Passes]] = lambda: None  # of the layers that were called in it
         self.nets: Set[Block] = set()  # whose layers were called in it for the first time
 
@@ -67,7 +69,7 @@ class Progress:
         self._open: Dict[int, Set[Passes]] = {}
         self._left: weakref.WeakSet[Passes] = weakref.WeakSet()
         self._answers_late = False  # whether a backward() has reached one of them that was not called again
-        self._notes = GradientNotes()  # takes its own lock first
+        self.notes = GradientNotes()  # takes its own lock first
         self.trainers_of_jobs: weakref.WeakSet[mx.gluon.Trainer] = weakref.WeakSet()  # that wait for other processes
         self.has_gradients_of_job = False  # that none of them has added up over processes
 
@@ -89,6 +91,7 @@ class Progress:
             self._inside[me] -= 1
             if self._inside[me] <= 0:
                 del self._inside[me]
+                self.scope.is_apart = not self.scope.has_called
 
     def show_new_net(self) -> None:
         """Call `when_net_is_new` for nets whose layers were new in this thread's last ``record()``, once per net."""
@@ -141,7 +144,7 @@ class Progress:
             self._left.clear()
         self.open_executors.clear()
         self.has_gradients_of_job = False
-        self._notes.forget()
+        self.notes.forget()
 
     def watched(self) -> List[Passes]:
         with self._lock:
@@ -156,6 +159,7 @@ class Progress:
         leads = mx.autograd.is_recording() and passes not in self._called and self._meet(passes)
         if is_first:
             self.scope.has_begun, self.scope.first = False, weakref.ref(passes)
+            self.scope.has_called, self.scope.is_apart = True, False
         first = self.scope.first()
         with self._lock:
             if is_first or leads:
@@ -218,20 +222,23 @@ class Progress:
             self._heads.update(devices)
             self._callers_of_backward.update(dict.fromkeys(devices, threading.current_thread()))
         if writes_gradients:
-            self._notes.begin(self._awaited)
+            self.notes.begin(self._awaited)
 
     def _awaited(self) -> Set[Passes]:
         """The layers that a ``backward()`` may reach, and whose backward passes are counted."""
         with self._lock:
             return {*self._watched, *self._left, *(passes for some in self._open.values() for passes in some)}
 
-    def end_backward(self, is_done: bool) -> None:
-        """Note that a ``backward()`` has reached layers, or that it has raised an error."""
+    def end_backward(self, devices: List[mx.Context], is_done: bool) -> None:
+        """Note that a ``backward()`` of arrays on these devices has reached layers, or that it has raised an error."""
         self.has_gradients_of_job = bool(self.trainers_of_jobs)
-        reached = self._notes.end()
+        places = self.notes.end()
         if not is_done:
             return
+        reached = {passes for passes, _ in places}
         with self._lock:
+            if self.has_copies_in_graphs:  # one loss may be the sum of the losses of all devices
+                self._heads.update({device for _, device in places} - set(devices))
             self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
             for passes in reached:
                 self._left.discard(passes)

@@ -51,13 +51,14 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
 
 def noticing_end_of_record(leave, scope, kind, value, trace):
     """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
+    is_apart = steps.progress.scope.is_apart
     try:
         if is_record(scope):
             steps.progress.end_record()
     finally:
         leave(scope, kind, value, trace)
     if is_record(scope):
-        if kind is not None and steps.layers.in_use():
+        if kind is not None and steps.layers.in_use() and not is_apart:
             abandon_step()
         steps.progress.show_new_net()
 
@@ -99,7 +100,7 @@ def counting_backward(
     try:
         code = call()
     finally:
-        steps.progress.end_backward(is_done=code == 0)
+        steps.progress.end_backward(devices, is_done=code == 0)
     return code
 
 

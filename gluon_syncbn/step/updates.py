@@ -89,6 +89,11 @@ def noting_trainer(init, trainer, /, *args, **kwargs):
 
 def guarding_trainer(update, trainer, /, *args, **kwargs):
     """A method of Trainer that reads gradients, or updates weights."""
+    with steps.progress.notes.given_back(parameters_of(trainer)):
+        return _guarded(update, trainer, args, kwargs)
+
+
+def _guarded(update, trainer, args, kwargs):
     check_met(parameters_of(trainer))
     steps.updates.before_update()
     if not failures.is_in_use():
