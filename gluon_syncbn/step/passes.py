@@ -281,9 +281,10 @@ class GradientNotes:
                 self._updated -= ids
 
     def forget(self) -> None:
-        """Forget a ``backward()`` that Ctrl-C has ended in the middle of `begin`."""
+        """Forget calls that Ctrl-C has ended in the middle of `begin` or `given_back`."""
         with self._lock:
             self._calls = 0
+            self._updated.clear()
             self._put_back()
 
     def _put_back(self) -> None:
