@@ -78,6 +78,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
     before = active_sets.current
     _put_in_force(active_sets.id_of(chosen, ranks))
     outer, steps.updates.before_update = steps.updates.before_update, clear_gradients
+    outer_trained, active_sets.trained = active_sets.trained, set()
     try:
         yield
         mx.nd.waitall()
@@ -89,13 +90,14 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         raise
     finally:
         steps.updates.before_update = outer
+        called, active_sets.trained = active_sets.trained, outer_trained
         _put_in_force(before)
-    layers = steps.layers.blocks()  # those that were not called in the block have equal statistics already
-    for layer in layers:
+    trained = [layer for layer in steps.layers.blocks() if layer in called]
+    for layer in trained:
         _spread_statistics(layer, chosen)
     for group, active in ranks.items():
         if len(active) < group.size:
-            _spread_to_processes(group, active, [layer for layer in layers if layer._sync.process_group() is group])
+            _spread_to_processes(group, active, [layer for layer in trained if layer._sync.process_group() is group])
 
 
 def _active_ranks(chosen: Set[mx.Context]) -> Dict[ProcessGroup, List[int]]:
@@ -153,13 +155,13 @@ def _spread_statistics(layer: SyncBatchNorm, chosen: Set[mx.Context]) -> None:
                 parameter.data(active[0]).copyto(parameter.data(device))
 
 
-def _spread_to_processes(group: ProcessGroup, active: Sequence[int], layers: Sequence[SyncBatchNorm]) -> None:
-    """Copy the statistics of the group's layers to the processes that did not take part.
+def _spread_to_processes(group: ProcessGroup, active: Sequence[int], trained: Sequence[SyncBatchNorm]) -> None:
+    """Copy the statistics of the layers that trained to the processes that did not take part.
 
-    A process takes them from a process of the layer's group that did. Each process sends the keys of its layers along:
-    a net that the program has dropped exists until Python's garbage collector runs.
+    A process takes them from a process of the layer's group that did. Each process sends the keys of its layers along.
+    Other layers do not matter: a net that the program has dropped exists until Python's garbage collector runs.
     """
-    sent = {key: layer for key, layer in ((_key(layer), layer) for layer in layers) if key is not None}
+    sent = {key: layer for key, layer in ((_key(layer), layer) for layer in trained) if key is not None}
     arrays = [arrays_of(parameter)[0] for layer in sent.values() for parameter in _statistics(layer)]
     mine = np.concatenate([np.zeros(0), *(array.asnumpy().astype(np.float64) for array in arrays)])
     sizes = {key: layer.running_mean.shape[0] for key, layer in sent.items()}
@@ -172,9 +174,10 @@ def _spread_to_processes(group: ProcessGroup, active: Sequence[int], layers: Seq
     for rank, (channels, row) in enumerate(zip(all_sizes, rows)):
         ends = np.cumsum([2 * size for size in channels.values()])
         received.update({(rank, key): part for key, part in zip(channels, np.split(row, ends))})
-    for key, layer in sent.items():
-        link = layer._sync.link
-        assert link is not None  # since it has a key
+    for layer in steps.layers.blocks():
+        link, key = layer._sync.link, _key(layer)
+        if link is None or layer._sync.process_group() is not group or key is None:
+            continue
         found = (received.get((rank, key)) for rank in link.peers() if rank in active)
         vectors = next((row for row in found if row is not None), None)
         if vectors is not None:

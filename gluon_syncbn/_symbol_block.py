@@ -26,7 +26,7 @@ from gluon_syncbn.synchronization import Synchronization
 class SynchronizedSymbolBlock(SymbolBlock):
     """A SymbolBlock whose Batch Normalizations synchronize; made by `synchronize`."""
 
-    def hidden_blocks(self) -> List[SyncBatchNorm]:
+    def layers_of_nodes(self) -> List[SyncBatchNorm]:
         """The layers for the nodes that synchronize, which Gluon does not know as children."""
         return layers_of(self).all()
 

@@ -256,6 +256,7 @@ class SyncBatchNorm(nn.BatchNorm):
             return lowered(mx.nd.relu(out) if spec.activation else out)
         if not active_sets.includes(x.context, active_sets.current):
             raise ValueError(absent_text(self.name, x.context))
+        active_sets.note([self])
         begin_forward(self._sync, x.context)
         out = self._sync.normalize(arrays, spec, devices)
         failures.watch([out], f"an operator before {spec.where} on {x.context} had failed.", arrays[3:])

@@ -93,7 +93,7 @@ def convert_sync_batchnorm(block: Block, num_devices=_AS_IT_IS, fuse=_AS_IT_IS, 
     symbol_blocks = [item for item in blocks if _is_convertible_symbol(item)]
     for item in symbol_blocks:
         synchronize(item, **options)
-        blocks += item.hidden_blocks()
+        blocks += item.layers_of_nodes()
     layers = [item for item in blocks if _can_convert(item)]
     for layer in layers:
         chosen = _options_for(layer, options)

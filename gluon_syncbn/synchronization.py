@@ -181,7 +181,8 @@ def options_of(layer: Block, **options: Any) -> LayerSpec:
 
 def synchronization_of(block: Any) -> Optional[Synchronization]:
     """The `Synchronization` of a layer; None for other blocks, and for a layer that has been converted back."""
-    return vars(block).get("_sync")
+    found = vars(block).get("_sync")
+    return found if isinstance(found, Synchronization) else None  # a user's block may have such a name
 
 
 def processes_of_layers(layers: Sequence[Block], where: str) -> Optional[ProcessGroup]:

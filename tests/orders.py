@@ -521,7 +521,7 @@ class SymbolOrder:
         if self.draw.random() < 0.5:
             block.hybridize(**self.draw.choice(FLAGS))
         moves = self.draw.random() < 0.6
-        if moves or not hasattr(block, "hidden_blocks"):
+        if moves or not hasattr(block, "layers_of_nodes"):
             gluon_syncbn.convert_sync_batchnorm(block, backend=self.backend, timeout=8, num_devices=None)
         block.initialize(ctx=self.devices[:1] if moves else self.devices)
         if moves and self.draw.random() < 0.7:

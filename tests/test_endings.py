@@ -194,6 +194,15 @@ send(signal.SIGTERM, 1)
 raises(mx.MXNetError, output.asnumpy, GRACE + 0.9)
 assert calls == [1, 1, 2]
 right_step()
+# It is taken back while a device waits.
+output = waiting_output(net)
+time.sleep(0.5)
+faulthandler.unregister(signal.SIGTERM)
+send(signal.SIGTERM, 1)
+raises(mx.MXNetError, output.asnumpy, GRACE + 0.9)
+os.kill(os.getpid(), signal.SIGTERM)
+assert calls == [1, 1, 2, 2, 2]
+right_step()
 # An exception leaves a step of some devices.
 def leave():
     with gluon_syncbn.devices(DEVICES):

@@ -135,3 +135,40 @@ def test_an_exception_in_the_block_ends_it(mode):
 def test_lists_that_cannot_be(mode, chosen, error, words):
     with pytest.raises(error, match=words), gluon_syncbn.devices(chosen):
         pass
+
+
+def means_of(layer):
+    return [layer.running_mean.data(device).asnumpy().tolist() for device in cpus(2)]
+
+
+def test_only_the_statistics_of_layers_that_were_called_in_the_block_are_copied(mode, backend):
+    """Others may differ between the devices: of a net that has only been trained plain, or by a block around this."""
+
+    def step(net, devices):
+        parts = [
+            mx.nd.array(x, ctx=device) for x, device in zip(random_shards([(4, 3)] * 2, seed=len(devices)), devices)
+        ]
+        with autograd.record():
+            losses = [(net(x) + x.context.device_id).sum() for x in parts]
+        autograd.backward(losses)
+        mx.nd.waitall()
+
+    layer, other, plain = (
+        initialized(kind(in_channels=3), 2, mode) for kind in (SyncBatchNorm, SyncBatchNorm, nn.BatchNorm)
+    )
+    for net in (layer, other, plain):
+        step(net, cpus(2))
+    gluon_syncbn.convert_sync_batchnorm(plain)
+    [plain(mx.nd.ones((1, 3), ctx=device)).wait_to_read() for device in cpus(2)]
+    before = means_of(plain)
+    assert before[0] != before[1]
+    with gluon_syncbn.devices(mx.cpu(0)):
+        step(layer, cpus(1))
+        trained, left = means_of(layer)
+        assert trained != left
+        with gluon_syncbn.devices(mx.cpu(1)):
+            step(other, [mx.cpu(1)])
+        assert means_of(layer) == [trained, left]
+        assert len({str(means) for means in means_of(other)}) == 1
+    assert means_of(layer) == [trained, trained]
+    assert means_of(plain) == before

@@ -278,7 +278,7 @@ def options_of(layer) -> dict:
 
 def layers_of(block) -> list:
     """The layers that stand for nodes of a SymbolBlock's symbol."""
-    return block.hidden_blocks()
+    return block.layers_of_nodes()
 
 
 def has_failed() -> bool:

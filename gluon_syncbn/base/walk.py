@@ -17,8 +17,8 @@ def all_blocks(root: Block) -> List[Block]:
         if id(block) not in found:
             found[id(block)] = block
             waiting.extend(reversed(list(blocks_in(vars(block), set()))))
-            if hasattr(block, "hidden_blocks"):  # a `SynchronizedSymbolBlock`
-                waiting.extend(block.hidden_blocks())
+            if hasattr(block, "layers_of_nodes"):  # a `SynchronizedSymbolBlock`
+                waiting.extend(block.layers_of_nodes())
     return list(found.values())
 
 

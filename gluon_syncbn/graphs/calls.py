@@ -44,6 +44,7 @@ from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.graphs.graph import Graph, Kind
 from gluon_syncbn.graphs.lower import Lowering, making, say
 from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, layers_of, replace_norms, set_layers, take_frozen
+from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.progress import is_followed
 from gluon_syncbn.step.recording import begin_forward
@@ -90,9 +91,11 @@ class _NetGraph:
                 layer.take_place()
             self._is_placed = True
         layers = self._layers()
+        free = [sync for sync in layers if not is_frozen(sync.layer)]
+        if mx.autograd.is_training():
+            active_sets.note(sync.layer for sync in free)
         # A backward pass shows at a layer that learns.
-        learning = (sync for sync in layers if not is_frozen(sync.layer) and sync.passes.arrays())
-        first = next(learning, None) or next((sync for sync in layers if not is_frozen(sync.layer)), None)
+        first = next((sync for sync in free if sync.passes.arrays()), free[0] if free else None)
         if device is not None and layers and self._is_static:
             self._end_other_mode(device)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:

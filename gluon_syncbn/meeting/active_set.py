@@ -6,7 +6,7 @@ pass. `gluon_syncbn.devices` waits for all pending work on its way in and out, s
 nothing runs.
 """
 
-from typing import FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -25,6 +25,12 @@ class ActiveSets:
     def __init__(self) -> None:
         self._sets: List[_ActiveSet] = [_ActiveSet(None, frozenset())]  # by id
         self.current = 0  # the id of the set in force
+        self.trained: Optional[Set[Any]] = None  # the layers that were called to train with it; None with all devices
+
+    def note(self, layers: Iterable[Any]) -> None:
+        """Note layers that are called to train."""
+        if self.trained is not None:
+            self.trained.update(layers)
 
     def id_of(self, devices: Iterable[mx.Context], ranks: Mapping[ProcessGroup, Sequence[int]]) -> int:
         wanted = _ActiveSet(frozenset(devices), frozenset((group, tuple(some)) for group, some in ranks.items()))

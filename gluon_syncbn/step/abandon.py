@@ -12,6 +12,7 @@ step if nobody has seen it.
 
 import logging
 import sys
+from typing import Union
 
 import mxnet as mx
 
@@ -86,14 +87,26 @@ def leave_failed_step() -> None:
         raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
 
 
-def writing_after_a_failure(write, owner, /, *args, **kwargs):
-    """``set_data``, ``copy_params_from``, ``set_states``: they leave a step that has failed, as the next step would.
+def refusing_after_a_failure(write, owner, /, *args, **kwargs):
+    """``set_data``, ``copy_params_from``, ``set_states``: where a failed step writes, they raise its error.
 
-    Else a checkpoint would not be loaded: MXNet would skip the copy, as it has skipped the update.
+    MXNet would skip the copy, as it has skipped the update, or the step would take it back: a checkpoint would be lost.
     """
-    if failures.failure():
-        leave_failed_step()
+    if failures.failure() and _may_write(owner):
+        failures.tell()
+        raise SyncBatchNormError(
+            f"{type(owner).__name__}.{write.__name__}: nothing was written, because the step has failed: "
+            f"{failures.failure()} Call gluon_syncbn.abandon_step() first."
+        )
     return write(owner, *args, **kwargs)
+
+
+def _may_write(owner: Union[mx.gluon.Parameter, mx.executor.Executor, mx.optimizer.Updater]) -> bool:
+    """Whether a step that has failed may write what it has."""
+    if isinstance(owner, mx.executor.Executor):
+        return owner in steps.progress.executors
+    statistics = {item for layer in steps.layers.blocks() for item in (layer.running_mean, layer.running_var)}
+    return owner in statistics or steps.updates.writes(owner)
 
 
 def _with_cause(error: str, pending: str) -> str:
@@ -112,13 +125,13 @@ def failing_what_cannot_be_read(read, *array):
     `SyncBatchNormError`.
     """
 
-    with noticing_what_cannot_end(sys._getframe(2)):  # the caller of the extended method
+    with noticing_what_cannot_end(sys._getframe(1).f_back):  # the caller of the extended method
         return _read(read, *array)
 
 
 def failing_with_all_work(wait_for_all) -> int:
     """``MXNDArrayWaitAll``, which ``waitall`` calls under each of its names."""
-    with noticing_what_cannot_end(sys._getframe(2)):
+    with noticing_what_cannot_end(sys._getframe(1).f_back):
         _read(lambda: failures.check_all_work(wait_for_all))
     return 0
 

@@ -41,10 +41,10 @@ _HARMLESS = [
 
 
 @contextlib.contextmanager
-def noticing_what_cannot_end(reader: FrameType) -> Iterator[None]:
+def noticing_what_cannot_end(reader: Optional[FrameType]) -> Iterator[None]:
     """While this thread reads an array, or waits for all of them. The package itself may do that for other reasons."""
     half = steps.progress.half_called()
-    if half is None or _is_ours(reader) or _others_may_call({threading.get_ident()}):
+    if half is None or reader is None or _is_ours(reader) or _others_may_call({threading.get_ident()}):
         yield
         return
     is_over = threading.Event()

@@ -99,7 +99,9 @@ def end_before_communicators() -> None:
 
 
 def watch_exits_and_forks() -> None:
-    """Wait for pending work before them from now on."""
+    """Wait for pending work before them from now on; again does nothing (``importlib.reload``)."""
+    if (_before_fork, _after_fork) in forks.handlers:
+        return
     atexit.register(forks.handlers.clear)  # they lead to MXNet; runs after handlers that are registered later
     atexit.register(_at_exit)
     forks.handlers.append((_before_fork, _after_fork))

@@ -7,7 +7,7 @@ choose the learning rate by it. So the numbers are remembered at the gates, and 
 
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 
@@ -92,6 +92,17 @@ class Updates:
             known = [(item, dict(item.states), dict(item.states_synced)) for item in updaters]
             self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts, known))
 
+    def writes(self, owner: Any) -> bool:
+        """Whether an update may write this Parameter, or one that is held the states of this Updater."""
+        with self._lock:
+            updaters = [item for held in self._held for item, _, _ in held.updaters]
+        return owner in self._known() or any(owner is item for item in updaters)
+
+    def _known(self) -> Set[mx.gluon.Parameter]:
+        """The Parameters that are updated."""
+        of_trainers = (parameter for trainer in list(self.trainers) for parameter in parameters_of(trainer))
+        return {*self.guarded, *of_trainers}
+
     def drop_last(self) -> None:
         """Forget the update that was held last: it has not begun."""
         with self._lock:
@@ -123,8 +134,7 @@ class Updates:
 
         A Trainer does not take them for new ones, and gradients with ``grad_req='add'`` are zero.
         """
-        known = {*self.guarded, *(parameter for trainer in list(self.trainers) for parameter in parameters_of(trainer))}
-        learning = [parameter for parameter in known if has_gradient(parameter)]
+        learning = [parameter for parameter in self._known() if has_gradient(parameter)]
         for array in (array for parameter in learning for array in arrays_of(parameter)):
             take_fresh_gradient(array)
         with mx.autograd.pause():  # a step may be abandoned where the next one is recorded

@@ -232,12 +232,14 @@ class GradientNotes:
         self._lock = threading.Lock()
         self._notes: Dict[Tuple[Passes, int], _Note] = {}  # by layer and id of the array
         self._calls = 0  # of backward() that are under way
+        self._is_alone = True  # whether no other call has overlapped with the last that began
         self._updated: Counter = Counter()  # ids of Parameters, in updates that are under way
 
     def begin(self, awaited: Callable[[], Iterable[Passes]]) -> None:
         """Note that a ``backward()`` is called, which may reach the ``awaited`` layers."""
         with self._lock:
             self._calls += 1
+            self._is_alone = self._calls == 1
             for note in self._notes.values():  # calls that are still under way may have reached some
                 note.count()
             for passes in awaited():
@@ -252,16 +254,19 @@ class GradientNotes:
                         break
                     self._notes[passes, id(array)] = _Note(passes, device, array, was_fresh)
 
-    def end(self) -> Set[Tuple[Passes, mx.Context]]:
-        """Note that a ``backward()`` returns, or raises. Returns the layers, and devices, that have been reached."""
+    def end(self) -> Tuple[Set[Passes], Set[mx.Context]]:
+        """Note that a ``backward()`` returns, or raises.
+
+        Returns the layers that have been reached by now, and the devices that this call has reached, if it is known.
+        """
         with self._lock:
             self._calls = max(0, self._calls - 1)
             for note in self._notes.values():
                 note.count()
-            reached = {(note.passes, note.device) for note in self._notes.values() if note.is_counted}
+            counted = [note for note in self._notes.values() if note.is_counted]
             if not self._calls:
                 self._put_back()
-            return reached
+            return {note.passes for note in counted}, {note.device for note in counted if self._is_alone}
 
     @contextlib.contextmanager
     def given_back(self, parameters: Iterable[Parameter]) -> Iterator[None]:

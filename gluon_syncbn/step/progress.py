@@ -31,8 +31,6 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.has_begun = False  # no layer has been called in it yet
-        self.is_apart = False  # the thread has left one, and never called a layer in any
-        self.has_called = False  # a layer, in any
         self.first: Callable[[], Optional[Passes]] = lambda: None  # of the layers that were called in it
         self.nets: Set[Block] = set()  # whose layers were called in it for the first time
 
@@ -91,7 +89,6 @@ class Progress:
             self._inside[me] -= 1
             if self._inside[me] <= 0:
                 del self._inside[me]
-                self.scope.is_apart = not self.scope.has_called
 
     def show_new_net(self) -> None:
         """Call `when_net_is_new` for nets whose layers were new in this thread's last ``record()``, once per net."""
@@ -159,7 +156,6 @@ class Progress:
         leads = mx.autograd.is_recording() and passes not in self._called and self._meet(passes)
         if is_first:
             self.scope.has_begun, self.scope.first = False, weakref.ref(passes)
-            self.scope.has_called, self.scope.is_apart = True, False
         first = self.scope.first()
         with self._lock:
             if is_first or leads:
@@ -232,13 +228,12 @@ class Progress:
     def end_backward(self, devices: List[mx.Context], is_done: bool) -> None:
         """Note that a ``backward()`` of arrays on these devices has reached layers, or that it has raised an error."""
         self.has_gradients_of_job = bool(self.trainers_of_jobs)
-        places = self.notes.end()
+        reached, reached_devices = self.notes.end()
         if not is_done:
             return
-        reached = {passes for passes, _ in places}
         with self._lock:
             if self.has_copies_in_graphs:  # one loss may be the sum of the losses of all devices
-                self._heads.update({device for _, device in places} - set(devices))
+                self._heads.update(reached_devices - set(devices))
             self._answers_late = self._answers_late or any(passes in self._left for passes in reached)
             for passes in reached:
                 self._left.discard(passes)

@@ -51,14 +51,13 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
 
 def noticing_end_of_record(leave, scope, kind, value, trace):
     """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
-    is_apart = steps.progress.scope.is_apart
     try:
         if is_record(scope):
             steps.progress.end_record()
     finally:
         leave(scope, kind, value, trace)
     if is_record(scope):
-        if kind is not None and steps.layers.in_use() and not is_apart:
+        if kind is not None and steps.layers.in_use():
             abandon_step()
         steps.progress.show_new_net()
 

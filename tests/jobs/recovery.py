@@ -120,12 +120,19 @@ def draw_faults(share: float, *late: str) -> dict:
     }
 
 
-net, twin = job.twins(build, [DEVICE], (1, *SHAPE), norm)
+def make():
+    net, twin = job.twins(build, [DEVICE], (1, *SHAPE), norm)
+    if draw.random() < 0.5:
+        net.hybridize()
+    return net, twin
+
+
+net, twin = make()
 if group.name == "horovod":  # whose jobs end if the first step fails, before the processes share memory
     job.check_like(net, twin, 0, [DEVICE], shape=SHAPE, is_alone=True)
 for episode in range(FAULTS):
     if draw.random() < 0.3:
-        net, twin = job.twins(build, [DEVICE], (1, *SHAPE), norm)
+        net, twin = make()
     # A Horovod job ends if a process is late for going on together.
     drawn, drawn_again, said = draw_faults(1, "late"), draw_faults(0.4, *["late"][: group.name == "mpi"]), ""
     for faults in (drawn, drawn_again) if drawn_again else (drawn,):

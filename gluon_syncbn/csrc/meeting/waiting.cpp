@@ -19,37 +19,35 @@ constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 // Time of the last signal, by the steady clock. The handler writes nothing else.
 std::atomic<int64_t> signalled{INT64_MIN};
 
-// An action of the program's own, and the one that it had before. A handler may still read one, on another thread, when
-// the next watch begins, so a new action gets memory of its own. It is never freed, as actions do not change often.
-struct Action {
-  struct sigaction own;
-  const Action* earlier;
+// The program's own actions for each signal. A handler of ours belongs to each, and calls it: the program may set an
+// action that calls the handler that it has found, ours, or puts it back later (as faulthandler does). An action never
+// changes, since a handler may be reading it.
+constexpr size_t kMostActions = 8;
+struct Actions {
+  struct sigaction all[kMostActions];
+  size_t count = 0;
 };
-std::atomic<const Action*> before[kNumSignals];
+Actions actions[kNumSignals];
 
-// The action that our handler is calling. If that calls our handler, which was in force when it was set (as
-// faulthandler's does), the earlier action is meant.
-std::atomic<const Action*> called[kNumSignals];
-
+template <size_t kPlace>
 void on_signal(int number, siginfo_t* information, void* context) {
   signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
-  for (size_t i = 0; i < kNumSignals; ++i) {
-    if (kSignals[i] != number) continue;
-    const Action* const caller = called[i];
-    const Action* const action = caller ? caller->earlier : before[i].load();
-    if (!action) continue;
-    called[i] = action;
-    if (action->own.sa_flags & SA_SIGINFO) {
-      action->own.sa_sigaction(number, information, context);
-    } else {
-      action->own.sa_handler(number);
-    }
-    called[i] = caller;
+  const struct sigaction& own = actions[number == kSignals[0] ? 0 : 1].all[kPlace];
+  if (own.sa_flags & SA_SIGINFO) {
+    own.sa_sigaction(number, information, context);
+  } else {
+    own.sa_handler(number);
   }
 }
 
-bool is_ours(const struct sigaction& action) {
-  return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
+using Handler = void (*)(int, siginfo_t*, void*);
+constexpr Handler kHandlers[kMostActions] = {on_signal<0>, on_signal<1>, on_signal<2>, on_signal<3>,
+                                             on_signal<4>, on_signal<5>, on_signal<6>, on_signal<7>};
+
+// The place of the action whose handler of ours this is; kMostActions if it is none of ours.
+size_t place_of(const struct sigaction& action) {
+  if (!(action.sa_flags & SA_SIGINFO)) return kMostActions;
+  return static_cast<size_t>(std::find(kHandlers, kHandlers + kMostActions, action.sa_sigaction) - kHandlers);
 }
 
 bool is_same(const struct sigaction& a, const struct sigaction& b) {
@@ -97,12 +95,15 @@ void renew_watch() {
   if (shared().watches == 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
-    if (sigaction(kSignals[i], nullptr, &found) != 0 || is_ours(found) || !is_handled(found)) continue;
-    const Action* const known = before[i];
-    if (!known || !is_same(known->own, found)) before[i] = new Action{found, known};
+    if (sigaction(kSignals[i], nullptr, &found) != 0 || place_of(found) < kMostActions || !is_handled(found)) continue;
+    Actions& known = actions[i];
+    size_t place = 0;
+    while (place < known.count && !is_same(known.all[place], found)) ++place;
+    if (place == kMostActions) continue;
+    if (place == known.count) known.all[known.count++] = found;
     struct sigaction ours = found;
     ours.sa_flags |= SA_SIGINFO;
-    ours.sa_sigaction = on_signal;
+    ours.sa_sigaction = kHandlers[place];
     sigaction(kSignals[i], &ours, nullptr);
   }
 }
@@ -112,8 +113,9 @@ void end_watch() {
   if (--shared().watches > 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
-    if (sigaction(kSignals[i], nullptr, &found) == 0 && is_ours(found))
-      sigaction(kSignals[i], &before[i].load()->own, nullptr);
+    if (sigaction(kSignals[i], nullptr, &found) != 0) continue;
+    const size_t place = place_of(found);
+    if (place < kMostActions) sigaction(kSignals[i], &actions[i].all[place], nullptr);
   }
 }
 

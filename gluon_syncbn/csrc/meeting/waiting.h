@@ -32,7 +32,7 @@ struct WaitingTimes {
 WaitingTimes& waiting_times();
 
 // Ctrl-C and SIGTERM are noticed between the first two, each called equally often. `renew_watch` is to be called from
-// time to time in between: the program may have set another action, and ours is not called then.
+// time to time in between: the program may have set another action. Eight different actions are followed, no more.
 void begin_watch();
 void end_watch();
 void renew_watch();
