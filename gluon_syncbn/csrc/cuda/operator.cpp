@@ -213,8 +213,7 @@ class GpuOperator : public Operator {
   template <typename Pass, typename Outputs>
   void run(const std::string& direction, const Pass& pass, const Outputs& outputs) const {
     const auto fail = [&](const std::exception& problem) {
-      throw std::runtime_error("SyncBatchNorm '" + call_.group->name + "': " + direction + " on " + call_.device +
-                               ": " + problem.what());
+      throw std::runtime_error(call_.group->where() + direction + " on " + call_.device + ": " + problem.what());
     };
     try {
       const GpuContext context(device_);
@@ -253,14 +252,13 @@ class GpuOperator : public Operator {
 
 std::shared_ptr<Operator> make_gpu_operator(Call call) {
   if (call.dtype == DType::kBFloat16) {
-    throw std::invalid_argument("SyncBatchNorm '" + call.group->name + "': bfloat16 on " + call.device +
-                                " is not supported; use float16.");
+    throw std::invalid_argument(call.group->where() + "bfloat16 on " + call.device + " is not supported; use float16.");
   }
-  const std::string name = call.group->name;
+  const std::string where = call.group->where();
   try {
     return std::make_shared<GpuOperator>(std::move(call));
   } catch (const CudaFailure& problem) {
-    throw std::runtime_error("SyncBatchNorm '" + name + "': " + problem.what() + " Use backend='portable'.");
+    throw std::runtime_error(where + problem.what() + " Use backend='portable'.");
   }
 }
 

@@ -61,7 +61,11 @@ ForwardCall ForwardCall::load(const Group& group, const std::string& device, con
   const bool is_possible = count >= 1 && count < kMost && round_id >= 1 && round_id < kMost && active_set >= 0 &&
                            active_set < kMost && active_sets().knows(static_cast<int64_t>(active_set));
   if (is_possible) return {count, static_cast<uint64_t>(round_id), static_cast<int64_t>(active_set)};
-  throw std::runtime_error("SyncBatchNorm '" + group.name + "': the backward pass on " + device +
+  throw_never_ran(group, device);
+}
+
+void throw_never_ran(const Group& group, const std::string& device) {
+  throw std::runtime_error(group.where() + "the backward pass on " + device +
                            " cannot be run: its forward pass never ran, because an operator before it had failed, or "
                            "its step was abandoned.");
 }

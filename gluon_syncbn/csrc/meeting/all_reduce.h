@@ -27,10 +27,13 @@ struct ForwardCall {
   bool is_training() const { return active_set != kPrediction; }
   void save(double* numbers) const;
 
-  // Throws std::runtime_error if no forward pass has saved this: MXNet skips a forward pass whose input has failed, and
+  // Calls `throw_never_ran` if no forward pass has saved this: MXNet skips a forward pass whose input has failed, and
   // runs its backward pass after the error has been thrown.
   static ForwardCall load(const Group& group, const std::string& device, const double* numbers);
 };
+
+// The error of a backward pass whose forward pass never ran.
+[[noreturn]] void throw_never_ran(const Group& group, const std::string& device);
 
 // Statistics of the values of all devices in the active set.
 struct Statistics {

@@ -131,8 +131,8 @@ std::vector<std::string> Group::devices() {
 void Group::connect() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (num_devices_ == 0) {
-    throw std::invalid_argument("SyncBatchNorm '" + name +
-                                "': its graph does not say on how many devices it trains. "
+    throw std::invalid_argument(where() +
+                                "its graph does not say on how many devices it trains. "
                                 "Give num_devices where the layer is made, or call hybridize() again after "
                                 "initialize().");
   }
@@ -169,11 +169,10 @@ Membership Group::membership_of(const std::string& device, int64_t active_set) {
   const auto found = members.find(device);
   if (found != members.end()) return found->second;
   if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) {
-    throw std::invalid_argument("SyncBatchNorm '" + name + "': ran on " + device +
+    throw std::invalid_argument(where() + "ran on " + device +
                                 " in training mode, which is not in the list of gluon_syncbn.devices(...).");
   }
-  throw std::invalid_argument("SyncBatchNorm '" + name + "': its graph was built for " + joined(devices_) +
-                              ", and now runs on " + device +
+  throw std::invalid_argument(where() + "its graph was built for " + joined(devices_) + ", and now runs on " + device +
                               ". Call hybridize() again after the parameters have moved to other devices; load a "
                               "symbol again before it is bound to other devices.");
 }

@@ -81,6 +81,8 @@ class Group : public std::enable_shared_from_this<Group> {
   const double timeout_seconds;
   RenormLimits limits;  // Python changes them, while no operator runs
 
+  std::string where() const;  // how errors begin
+
   // The devices that are known: in an open group, those that have come.
   std::vector<std::string> devices();
 
@@ -101,8 +103,6 @@ class Group : public std::enable_shared_from_this<Group> {
   void make_subgroups(std::map<std::string, Membership>& members, int64_t active_set) const;
 
   std::shared_ptr<Rendezvous> make_place(bool is_forward, std::vector<std::string> names, Exchange exchange) const;
-
-  std::string where() const;  // how errors begin
 
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;     // of an open group in the order in which they came

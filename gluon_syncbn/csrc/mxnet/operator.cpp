@@ -44,8 +44,6 @@ constexpr const char* kOperator = "gluon_syncbn_native";
 // ---------------------------------------------------------------------------------------------------------------------
 // Its properties: the part of a graph's node that is known before shapes are
 
-std::string prefix(const Group& group) { return "SyncBatchNorm '" + group.name + "': "; }
-
 struct Property {
   const std::shared_ptr<Group> group;
   const int axis;
@@ -62,7 +60,7 @@ struct Property {
     const int ndim = static_cast<int>(shape.size());
     const int real_axis = axis < 0 ? axis + ndim : axis;
     if (ndim < 2 || real_axis < 0 || real_axis >= ndim) {
-      throw std::invalid_argument(prefix(*group) + "axis=" + std::to_string(axis) + " does not fit an input of " +
+      throw std::invalid_argument(group->where() + "axis=" + std::to_string(axis) + " does not fit an input of " +
                                   std::to_string(ndim) + " axes; it takes 2 or more axes.");
     }
     Layout layout{1, shape[static_cast<size_t>(real_axis)], 1};
@@ -116,7 +114,7 @@ int infer_shape(int num, int* ndims, int** shapes, void* state) {
     saved = channels < 0 ? -1 : static_cast<int>(saved_size(channels));  // -1 is not known yet
     for (int i : {at.gamma, at.beta}) {
       if (ndims[i] == 1 && shapes[i][0] > 0 && shapes[i][0] != channels) {
-        throw std::invalid_argument(prefix(*at.group) + "the input has " + std::to_string(channels) + " channels, " +
+        throw std::invalid_argument(at.group->where() + "the input has " + std::to_string(channels) + " channels, " +
                                     (i == at.gamma ? "gamma" : "beta") + " has " + std::to_string(shapes[i][0]) + ".");
       }
     }
@@ -147,7 +145,7 @@ int infer_type(int num, int* dtypes, void* state) {
     const int type = dtypes[at.data] < 0 ? dtypes[at.out] : dtypes[at.data];
     const bool half = type == static_cast<int>(DType::kFloat16) || type == static_cast<int>(DType::kBFloat16);
     if (type >= 0 && type != parameters && !(half && at.group->dtype == DType::kFloat32)) {
-      throw std::invalid_argument(prefix(*at.group) + "the input is " + dtype_name(type) +
+      throw std::invalid_argument(at.group->where() + "the input is " + dtype_name(type) +
                                   ", parameters and statistics are " + dtype_name(parameters) +
                                   "; call cast() on the net.");
     }
@@ -217,7 +215,7 @@ int create_operator(const char* device, int, unsigned** shapes, const int* ndims
     const auto& at = *static_cast<const Property*>(state);
     const Layout layout = at.layout_of({shapes[at.data], shapes[at.data] + ndims[at.data]});
     if (layout.size() == 0) {
-      throw std::invalid_argument(prefix(*at.group) + "the input on " + device +
+      throw std::invalid_argument(at.group->where() + "the input on " + device +
                                   " is empty. A device without images cannot take part; leave it out with "
                                   "gluon_syncbn.devices(...).");
     }
@@ -267,7 +265,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
     const OptionalInputs has{arguments["skip"] == "1", arguments["follows"] == "1"};
     const auto group = group_of(arguments["group"]);
     if (has.skip && activation.kind != Activation::kReLU) {
-      throw std::invalid_argument(prefix(*group) + "its graph asks for what cannot be computed in one pass.");
+      throw std::invalid_argument(group->where() + "its graph asks for what cannot be computed in one pass.");
     }
     ret->contexts = (new Property{group, std::stoi(arguments["axis"]), activation, in_place, has})->contexts.data();
   });
@@ -275,26 +273,23 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 }  // namespace
 
-void Operator::begin_forward() const {
-  if (!step().has_failed()) return;
-  throw std::runtime_error(prefix(*call_.group) + "the forward pass on " + call_.device +
-                           " was not run, because the step had failed: " + step().failure());
-}
+void Operator::begin_forward() const { throw_if_failed("forward"); }
 
 void Operator::end_forward() { forward_generation = step().generation(); }
 
 void Operator::begin_backward() const {
-  const bool has_failed = step().has_failed();
-  if (!has_failed && forward_generation == step().generation()) return;
-  const std::string pass = prefix(*call_.group) + "the backward pass on " + call_.device;
-  if (has_failed) throw std::runtime_error(pass + " was not run, because the step had failed: " + step().failure());
-  throw std::runtime_error(pass +
-                           " cannot be run: its forward pass never ran, because an operator before it had "
-                           "failed, or its step was abandoned.");
+  throw_if_failed("backward");
+  if (forward_generation != step().generation()) throw_never_ran(*call_.group, call_.device);
+}
+
+void Operator::throw_if_failed(const std::string& direction) const {
+  if (!step().has_failed()) return;
+  throw std::runtime_error(call_.group->where() + "the " + direction + " pass on " + call_.device +
+                           " was not run, because the step had failed: " + step().failure());
 }
 
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used) {
-  warn_user(prefix(group) + "in_place=True cannot recover the input where |gamma| is this small; channel " +
+  warn_user(group.where() + "in_place=True cannot recover the input where |gamma| is this small; channel " +
             std::to_string(channel) + " on " + device + " uses " + text_of(used, std::scientific, 1) +
             " instead. Shown once per layer.");
 }

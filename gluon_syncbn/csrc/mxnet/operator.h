@@ -73,6 +73,8 @@ class Operator : public std::enable_shared_from_this<Operator> {
   const Call call_;
 
  private:
+  void throw_if_failed(const std::string& direction) const;
+
   std::shared_ptr<Operator> mxnets_;
 };
 
