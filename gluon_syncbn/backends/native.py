@@ -24,7 +24,6 @@ import os
 import threading
 import warnings
 import weakref
-from ctypes import c_char_p, c_double, c_int
 from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
@@ -45,23 +44,6 @@ _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
 _MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 _log = logging.getLogger("gluon_syncbn")
-
-
-class _GroupSpecStruct(ctypes.Structure):
-    """``GroupSpec`` of csrc/meeting/group.h, which explains the fields."""
-
-    _fields_ = [
-        ("name", c_char_p),
-        ("num_devices", c_int),
-        ("group_size", c_int),
-        ("timeout_seconds", c_double),
-        ("momentum", c_double),
-        ("epsilon", c_double),
-        ("scale", c_int),
-        ("dtype", c_int),
-        ("r_max", c_double),
-        ("d_max", c_double),
-    ]
 
 
 class _CompiledGroup:
@@ -121,22 +103,22 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
-    r_max, d_max = spec.renorm or (1.0, 0.0)  # with these limits it is Batch Normalization
     _groups[group_id] = _CompiledGroup(spec)
-    struct = _GroupSpecStruct(
-        name=spec.name.encode(),
-        num_devices=spec.num_devices or 0,
-        group_size=spec.group_size or _ALL,
-        timeout_seconds=spec.seconds,
-        momentum=spec.momentum,
-        epsilon=spec.epsilon,
-        scale=spec.scale,
-        dtype=_DTYPE_FLAGS[spec.dtype],
-        r_max=r_max,
-        d_max=d_max,
+    library.core.gluon_syncbn_make_group(
+        group_id,
+        None if devices is None else library.strings([str(device) for device in devices]),
+        usual_reasons().encode(),
+        # GroupSpec of csrc/meeting/group.h, which explains the fields.
+        spec.name.encode(),
+        spec.num_devices or 0,
+        spec.group_size or _ALL,
+        spec.seconds,
+        spec.momentum,
+        spec.epsilon,
+        spec.scale,
+        _DTYPE_FLAGS[spec.dtype],
+        *(spec.renorm or (1, 0)),  # with these limits it is Batch Normalization
     )
-    names = None if devices is None else library.strings([str(device) for device in devices])
-    library.core.gluon_syncbn_make_group(group_id, ctypes.byref(struct), names, usual_reasons().encode())
 
 
 @_leaving_errors

@@ -20,6 +20,7 @@ LIBRARY = Path(__file__).parents[1] / "libgluon_syncbn.so"
 
 _NUMBERS = POINTER(c_double)
 _STRINGS, _HANDLES, _INTEGERS = POINTER(c_char_p), POINTER(c_void_p), POINTER(c_int)
+_LIMITS = c_double, c_double  # of Batch Renormalization
 
 
 class PythonFunctions(ctypes.Structure):
@@ -78,9 +79,9 @@ _PROTOTYPES = {
     "end_call": (None, [c_uint64]),
     "use_python": (None, [POINTER(PythonFunctions)]),
     "register": (c_int, [c_char_p]),
-    "make_group": (None, [c_int64, c_void_p, _STRINGS, c_char_p]),
+    "make_group": (None, [c_int64, _STRINGS, *[c_char_p] * 2, *[c_int] * 2, *[c_double] * 3, *[c_int] * 2, *_LIMITS]),
     "drop_group": (None, [c_int64]),
-    "set_limits": (None, [c_int64, c_double, c_double]),
+    "set_limits": (None, [c_int64, *_LIMITS]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
     "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),

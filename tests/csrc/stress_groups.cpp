@@ -112,7 +112,7 @@ void pass_both_ways(Group& group, size_t device, int step, const std::vector<siz
 }
 
 std::shared_ptr<Group> make(const std::string& name, size_t size, bool is_open, std::function<void()> drop) {
-  const GroupSpec spec{name.c_str(), kDevices, static_cast<int>(size), 600, 0.9, 1e-5, 1, 0, {1, 0}};
+  const GroupSpec spec{name, kDevices, size, 600, 0.9, 1e-5, true, DType::kFloat32, {1, 0}};
   std::vector<std::string> devices;
   for (size_t device = kDevices; device-- > 0 && !is_open;) devices.push_back(name_of(kDevices - 1 - device));
   return std::make_shared<Group>(spec, devices, "", [] { return Link{}; }, std::move(drop));
@@ -167,7 +167,7 @@ void meet_in_two_processes(int steps) {
       std::this_thread::sleep_for(std::chrono::microseconds((*random)() % 300));
       return std::make_pair(int64_t{2}, std::vector<int>{0, 1});
     };
-    const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, 1, 0, {1, 0}};
+    const GroupSpec spec{"layer", 1, 2, 600, 0.9, 1e-5, true, DType::kFloat32, {1, 0}};
     groups.push_back(
         std::make_shared<Group>(spec, std::vector<std::string>{"cpu(0)"}, "", [link] { return link; }, [] {}));
     groups.back()->connect();

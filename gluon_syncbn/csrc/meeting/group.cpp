@@ -104,23 +104,15 @@ bool ActiveSets::includes(const std::string& device, int64_t id) {
 
 Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::string advice, std::function<Link()> connect,
              std::function<void()> drop)
-    : name(spec.name),
-      momentum(spec.momentum),
-      epsilon(spec.epsilon),
-      scale(spec.scale != 0),
-      dtype(dtype_of(spec.dtype)),
-      timeout_seconds(spec.timeout_seconds),
-      limits(spec.limits),
+    : GroupSpec(spec),
       devices_(std::move(devices)),
-      num_devices_(static_cast<size_t>(spec.num_devices)),
-      group_size_(static_cast<size_t>(spec.group_size)),
       advice_(std::move(advice)),
       connect_(std::move(connect)),
       drop_(std::move(drop)) {
-  if (devices_.size() == num_devices_) return;
+  if (devices_.size() == num_devices) return;
   const std::string unknown =
-      "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices_);
-  opening_ = make_place(true, std::vector<std::string>(num_devices_, unknown), {});
+      "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices);
+  opening_ = make_place(true, std::vector<std::string>(num_devices, unknown), {});
 }
 
 std::vector<std::string> Group::devices() {
@@ -130,7 +122,7 @@ std::vector<std::string> Group::devices() {
 
 void Group::connect() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (num_devices_ == 0) {
+  if (num_devices == 0) {
     throw std::invalid_argument(where() +
                                 "its graph does not say on how many devices it trains. "
                                 "Give num_devices where the layer is made, or call hybridize() again after "
@@ -145,7 +137,7 @@ void Group::enter(const std::string& device, Rendezvous::Then then) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (opening_) place = static_cast<size_t>(std::find(devices_.begin(), devices_.end(), device) - devices_.begin());
-    if (opening_ && place < num_devices_) {
+    if (opening_ && place < num_devices) {
       opening = opening_;
       if (place == devices_.size()) devices_.push_back(device);
       opening->rename(place, device);
@@ -181,7 +173,7 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
   std::map<size_t, std::vector<std::string>> neighbours;
   for (size_t i = 0; i < devices_.size(); ++i) {
     if (active_sets().includes(devices_[i], active_set)) {
-      neighbours[(link_->first_device + i) / group_size_].push_back(devices_[i]);
+      neighbours[(link_->first_device + i) / group_size].push_back(devices_[i]);
     }
   }
   for (const auto& [number, names] : neighbours) {

@@ -20,17 +20,17 @@
 
 namespace gluon_syncbn {
 
-// The attributes of a group, from Python: a LayerSpec (layer/spec.py), in the layout of backends/native.py.
+// The attributes of a group, from Python: a LayerSpec (layer/spec.py).
 struct GroupSpec {
-  const char* name;  // the layer's
-  int num_devices;
-  int group_size;  // of neighbours that synchronize among themselves, in all processes
-  double timeout_seconds;
-  double momentum;
-  double epsilon;
-  int scale;  // whether there is a gamma
-  int dtype;  // of parameters and statistics, as MXNet's type flag
-  RenormLimits limits;
+  const std::string name;  // the layer's
+  const size_t num_devices;
+  const size_t group_size;  // of neighbours that synchronize among themselves, in all processes
+  const double timeout_seconds;
+  const double momentum;
+  const double epsilon;
+  const bool scale;     // whether there is a gamma
+  const DType dtype;    // of parameters and statistics
+  RenormLimits limits;  // Python changes them, while no operator runs
 };
 
 // The devices that synchronize now, as gluon_syncbn.devices has chosen them: set 0 is all devices, and Python defines
@@ -62,7 +62,7 @@ struct Link {
   double timeout_seconds = 0;  // of processes
 };
 
-class Group : public std::enable_shared_from_this<Group> {
+class Group : public GroupSpec, public std::enable_shared_from_this<Group> {
  public:
   // Makes the group of `devices`; or, if there are none, one open to the first `spec.num_devices` that come. `advice`
   // ends errors about missing devices. `connect` is called once, before the first device trains, and makes the link to
@@ -72,14 +72,6 @@ class Group : public std::enable_shared_from_this<Group> {
   ~Group() { drop_(); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
-
-  const std::string name;
-  const double momentum;
-  const double epsilon;
-  const bool scale;
-  const DType dtype;
-  const double timeout_seconds;
-  RenormLimits limits;  // Python changes them, while no operator runs
 
   std::string where() const;  // how errors begin
 
@@ -107,8 +99,6 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> has_warned_{false};
   std::vector<std::string> devices_;     // of an open group in the order in which they came
   std::shared_ptr<Rendezvous> opening_;  // where they meet, as long as it is open
-  const size_t num_devices_;
-  const size_t group_size_;
   const std::string advice_;
   const std::function<Link()> connect_;
   const std::function<void()> drop_;

@@ -66,13 +66,24 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 // Functions that Python calls (base/library.py)
 
-// Makes the group that graphs name by `id`; it is open to any devices if `devices` is null.
-EXPORTED void gluon_syncbn_make_group(int64_t id, const gluon_syncbn::GroupSpec* spec, const char* const* devices,
-                                      const char* advice) {
-  const std::vector<std::string> names(devices, devices + (devices ? spec->num_devices : 0));
+// Makes the group that graphs name by `id`; it is open to any devices if `devices` is null. The attributes are those of
+// GroupSpec, in its order.
+EXPORTED void gluon_syncbn_make_group(int64_t id, const char* const* devices, const char* advice, const char* name,
+                                      int num_devices, int group_size, double timeout_seconds, double momentum,
+                                      double epsilon, int scale, int dtype, double r_max, double d_max) {
+  const gluon_syncbn::GroupSpec spec{name,
+                                     static_cast<size_t>(num_devices),
+                                     static_cast<size_t>(group_size),
+                                     timeout_seconds,
+                                     momentum,
+                                     epsilon,
+                                     scale != 0,
+                                     gluon_syncbn::dtype_of(dtype),
+                                     {r_max, d_max}};
+  const std::vector<std::string> names(devices, devices + (devices ? num_devices : 0));
   const auto connect = [id] { return gluon_syncbn::connect(id); };
   const auto drop = [id] { gluon_syncbn::while_python_lives([id] { gluon_syncbn::python().drop(id); }); };
-  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(*spec, names, advice, connect, drop));
+  gluon_syncbn::add_group(id, std::make_shared<gluon_syncbn::Group>(spec, names, advice, connect, drop));
 }
 
 // Forgets a group; calls that are under way keep it until they are done.
