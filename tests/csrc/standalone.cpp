@@ -49,11 +49,10 @@ Outcome meet(void* rendezvous, int rank, std::vector<double> contribution, int64
   Outcome outcome;
   wait_until_done([&](const std::function<void()>& done) {
     (*static_cast<std::shared_ptr<Rendezvous>*>(rendezvous))
-        ->arrive(static_cast<size_t>(rank), std::move(contribution), static_cast<uint64_t>(key),
-                 [&outcome, done](const Outcome& seen) {
-                   outcome = seen;
-                   done();
-                 });
+        ->arrive(static_cast<size_t>(rank), std::move(contribution), key, [&outcome, done](const Outcome& seen) {
+          outcome = seen;
+          done();
+        });
   });
   if (!outcome.error.empty()) throw RendezvousError(outcome.error);
   return outcome;
@@ -121,7 +120,7 @@ EXPORTED int64_t gluon_syncbn_rendezvous_meet(void* rendezvous, int rank, double
   or_error(error, error_size, [&] {
     const Outcome gathered = meet(rendezvous, rank, vector_of(values, size), key);
     copy(add_ranks(*gathered.contributions), values);
-    round_id = static_cast<int64_t>(gathered.round_id);
+    round_id = gathered.round_id;
   });
   return round_id;
 }

@@ -193,7 +193,7 @@ void meet_in_two_processes(int steps) {
       // A process that has abandoned the step takes no part in exchanges that the other has yet to begin.
       for (++finished; finished < 2 * (step + 1);) std::this_thread::yield();
       mine.abandon(true);
-      wait_until_done([&](std::function<void()> done) { mine.resume("", 60, [done](const Exchanged&) { done(); }); });
+      wait_until_done([&](std::function<void()> done) { mine.resume("", 60, [done](const Outcome&) { done(); }); });
     }
   };
   std::thread there([&] { run(1); });

@@ -96,13 +96,13 @@ size_t length_of(int step, int key) {
 
 double value_of(int rank, int key, int step) { return rank * 1e6 + key * 1e3 + step; }
 
-Exchanged exchanged(const std::shared_ptr<Processes>& mine, const Channel& channel, int64_t round,
-                    std::vector<double> vector) {
-  Exchanged all;
+Outcome exchanged(const std::shared_ptr<Processes>& mine, const Channel& channel, int64_t round,
+                  std::vector<double> vector) {
+  Outcome all;
   std::atomic<int> times{0};
   wait_until_done([&](std::function<void()> done) {
-    mine->exchange(channel, round, std::move(vector), [&all, &times, done](Exchanged brought) {
-      all = std::move(brought);
+    mine->exchange(channel, round, std::move(vector), [&all, &times, done](const Outcome& brought) {
+      all = brought;
       times += 1;
       done();
     });
@@ -128,18 +128,18 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
                                value_of(mine->rank, key, step));
     const Channel channel{"here", key + 100 * is_forward, {0, 1, 2, 3}, kind == kMissing ? 0.3 : 60};
     const int64_t round = is_forward ? Processes::kNext : rounds[static_cast<size_t>(key)];
-    const Exchanged all = exchanged(mine, channel, round, std::move(vector));
+    const Outcome all = exchanged(mine, channel, round, std::move(vector));
     ++ended;
     if (!all.error.empty()) {
       check(kind != kNormal, "an error in a normal step: " + all.error);
       failed += 1;
       return;
     }
-    rounds[static_cast<size_t>(key)] = all.round;
+    rounds[static_cast<size_t>(key)] = all.round_id;
     met += 1;
-    check(all.rows.size() == kProcesses, "not a row of each");
+    check(all.contributions->size() == kProcesses, "not a row of each");
     for (int rank = 0; rank < kProcesses; ++rank) {
-      const std::vector<double>& row = all.rows[static_cast<size_t>(rank)];
+      const std::vector<double>& row = (*all.contributions)[static_cast<size_t>(rank)];
       check(row.size() == length_of(step, key) && row.front() == value_of(rank, key, step) && row.back() == row.front(),
             "step " + std::to_string(step) + ": not the vector of process " + std::to_string(rank));
     }
@@ -180,7 +180,7 @@ void run_job(int steps, Way way) {
       mine->share(std::make_shared<HostMemory>(
           offers[host]->where, mine->rank, hosts[host],
           [raw = mine.get()](int from, Message message) { raw->receive(from, std::move(message)); }));
-      const Exchanged votes = exchanged(mine, {"votes", 9, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
+      const Outcome votes = exchanged(mine, {"votes", 9, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
       check(votes.error.empty(), "the vote on memory: " + votes.error);
     });
     for (const auto& mine : all) mine->agree_on_memory();
@@ -196,7 +196,7 @@ void run_job(int steps, Way way) {
       mine->abandon(true);
       std::string error = "none";
       wait_until_done([&](std::function<void()> done) {
-        mine->resume("again", 60, [&error, done](Exchanged with) {
+        mine->resume("again", 60, [&error, done](const Outcome& with) {
           error = with.error;
           done();
         });
@@ -205,7 +205,7 @@ void run_job(int steps, Way way) {
     });
   }
   all[2]->leave();
-  const Exchanged seen = exchanged(all[0], {"here", 7, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
+  const Outcome seen = exchanged(all[0], {"here", 7, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
   check(seen.error.find("process 2 has ended") != std::string::npos, "a process that left: " + seen.error);
   for (const auto& mine : all) mine->share(nullptr);
 }

@@ -63,7 +63,7 @@ struct Plan {
   size_t victim, size;
 };
 
-Outcome meet(Rendezvous& place, size_t rank, const std::vector<double>& mine, uint64_t key) {
+Outcome meet(Rendezvous& place, size_t rank, const std::vector<double>& mine, int64_t key) {
   Outcome outcome;
   wait_until_done([&](const std::function<void()>& done) {
     place.arrive(rank, mine, key, [&outcome, done](const Outcome& seen) {
@@ -90,7 +90,7 @@ void run(size_t rank, uint64_t generations, Rendezvous& forward, Rendezvous& bac
     try {
       // Backward meetings have a key each, forward ones share key 0.
       Rendezvous& place = generation % 2 ? backward : forward;
-      const Outcome gathered = meet(place, rank, mine, generation % 2 ? generation : 0);
+      const Outcome gathered = meet(place, rank, mine, generation % 2 ? static_cast<int64_t>(generation) : 0);
       check(plan.kind == kNormal, "should have failed", generation);
       check(gathered.contributions->size() == kRanks, "contributions are missing", generation);
       for (size_t other = 0; other < gathered.contributions->size(); ++other) {

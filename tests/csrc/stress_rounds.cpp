@@ -56,7 +56,7 @@ void run(uint64_t number) {
   Exchange exchange;
   if (exchanges) {
     exchange.fail = [](const std::string&) {};
-    exchange.start = [kind, delay = random() % 100](const Vectors& contributions, uint64_t, auto done) {
+    exchange.start = [kind, delay = random() % 100](const Vectors& contributions, int64_t, Then done) {
       if (kind == kRefused) throw RendezvousError("no memory");
       std::thread([kind, delay, contributions, done] {
         rest(delay);

@@ -15,7 +15,7 @@ void Meeting::bring_sums(std::vector<double> local, const ForwardCall& call, Don
   bring(std::move(local), call.round_id, std::move(done));
 }
 
-void Meeting::bring(std::vector<double> local, uint64_t key, Done done) {
+void Meeting::bring(std::vector<double> local, int64_t key, Done done) {
   profile_->arrive();
   group_.enter(device_, [this, local = std::move(local), key, done = std::move(done)](const Outcome& entered) mutable {
     try {
@@ -60,7 +60,7 @@ ForwardCall ForwardCall::load(const Group& group, const std::string& device, con
   constexpr double kMost = 9007199254740992;  // 2^53; comparisons are false for NaN, too
   const bool is_possible = count >= 1 && count < kMost && round_id >= 1 && round_id < kMost && active_set >= 0 &&
                            active_set < kMost && active_sets().knows(static_cast<int64_t>(active_set));
-  if (is_possible) return {count, static_cast<uint64_t>(round_id), static_cast<int64_t>(active_set)};
+  if (is_possible) return {count, static_cast<int64_t>(round_id), static_cast<int64_t>(active_set)};
   throw_never_ran(group, device);
 }
 

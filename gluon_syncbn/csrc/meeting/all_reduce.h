@@ -21,7 +21,7 @@ struct ForwardCall {
   static constexpr int64_t kPrediction = -1;
 
   double count = 0;  // of values per channel, on all devices
-  uint64_t round_id = 0;
+  int64_t round_id = 0;
   int64_t active_set = kPrediction;
 
   bool is_training() const { return active_set != kPrediction; }
@@ -66,7 +66,7 @@ class Meeting {
   std::vector<double> sums() const;
 
  private:
-  void bring(std::vector<double> local, uint64_t key, Done done);
+  void bring(std::vector<double> local, int64_t key, Done done);
   const Vectors& brought() const;
 
   Group& group_;

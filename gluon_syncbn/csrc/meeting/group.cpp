@@ -17,15 +17,13 @@ bool comes_before(const std::string& a, const std::string& b) {
 // From a subgroup to the other processes.
 class WayOut : public std::enable_shared_from_this<WayOut> {
  public:
-  using Done = std::function<void(const Outcome&)>;
-
   WayOut(Link link, std::string where, int64_t subgroup, int64_t active_set)
       : link_(std::move(link)), where_(std::move(where)), subgroup_(subgroup), active_set_(active_set) {}
 
   // As `Exchange::start`, with the vectors of this process merged to one. A forward pass prepares the channels where
   // that has not been done in this epoch. Forward passes come one after the other. A backward pass comes after its
   // forward pass; after another epoch's it is refused.
-  void forward(const Vectors& brought, Done done) {
+  void forward(const Vectors& brought, Then done) {
     std::vector<double> vector = merge(brought).pack();
     if (epoch_ == link_.processes->epoch()) return exchange(true, Processes::kNext, std::move(vector), std::move(done));
     std::thread([self = shared_from_this(), vector = std::move(vector), done = std::move(done)]() mutable {
@@ -39,8 +37,8 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
     }).detach();
   }
 
-  void backward(const Vectors& brought, uint64_t round, Done done) {
-    exchange(false, static_cast<int64_t>(round), add_ranks(brought), std::move(done));
+  void backward(const Vectors& brought, int64_t round, Then done) {
+    exchange(false, round, add_ranks(brought), std::move(done));
   }
 
  private:
@@ -53,14 +51,11 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
     epoch_ = epoch;
   }
 
-  void exchange(bool is_forward, int64_t round, std::vector<double> vector, Done done) {
+  void exchange(bool is_forward, int64_t round, std::vector<double> vector, Then done) {
     std::unique_lock<std::mutex> lock(mutex_);
     const Channel channel = is_forward ? forward_ : backward_;
     lock.unlock();
-    link_.processes->exchange(channel, round, std::move(vector), [done = std::move(done)](Exchanged all) {
-      const auto rows = std::make_shared<const Vectors>(std::move(all.rows));
-      done({rows, static_cast<uint64_t>(all.round), std::move(all.error)});
-    });
+    link_.processes->exchange(channel, round, std::move(vector), std::move(done));
   }
 
   static constexpr uint64_t kNone = UINT64_MAX;
@@ -131,7 +126,7 @@ void Group::connect() {
   if (!link_) link_ = connect_();
 }
 
-void Group::enter(const std::string& device, Rendezvous::Then then) {
+void Group::enter(const std::string& device, Then then) {
   std::shared_ptr<Rendezvous> opening;
   size_t place = 0;
   {
@@ -181,9 +176,9 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
     if (link_->processes) {
       const auto way = std::make_shared<WayOut>(*link_, where(), static_cast<int64_t>(number), active_set);
       const auto fail = [processes = link_->processes](const std::string& error) { processes->fail(error); };
-      forward_exchange = {[way](const Vectors& brought, uint64_t, auto done) { way->forward(brought, done); }, fail};
-      backward_exchange = {
-          [way](const Vectors& brought, uint64_t key, auto done) { way->backward(brought, key, done); }, fail};
+      forward_exchange = {[way](const Vectors& brought, int64_t, Then done) { way->forward(brought, done); }, fail};
+      backward_exchange = {[way](const Vectors& brought, int64_t key, Then done) { way->backward(brought, key, done); },
+                           fail};
     }
     const auto forward = make_place(true, names, forward_exchange);
     const auto backward = make_place(false, names, backward_exchange);

@@ -83,7 +83,7 @@ class Group : public GroupSpec, public std::enable_shared_from_this<Group> {
 
   // Calls back when all devices of the group are known: at once, or, in the first round of an open group, when all have
   // come.
-  void enter(const std::string& device, Rendezvous::Then then);
+  void enter(const std::string& device, Then then);
 
   // The place of `device` in the active set. Subgroups are made when the first device comes.
   Membership membership_of(const std::string& device, int64_t active_set);

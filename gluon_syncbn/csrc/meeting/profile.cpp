@@ -14,7 +14,7 @@ struct Record {
   std::string layer, device;
   bool is_forward;
   const void* place;
-  uint64_t round_id;
+  int64_t round_id;
   double started, arrived, left, ended;  // seconds of a steady clock
 };
 
@@ -42,7 +42,7 @@ void ProfiledPass::arrive() {
   if (is_on_) arrived_ = Clock::now();
 }
 
-void ProfiledPass::leave(const void* at, uint64_t round_id) {
+void ProfiledPass::leave(const void* at, int64_t round_id) {
   if (!is_on_) return;
   left_ = Clock::now();
   place_ = at;

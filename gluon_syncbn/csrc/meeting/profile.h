@@ -22,14 +22,14 @@ class ProfiledPass {
   void arrive();
 
   // The devices have met in this round; `at` is the rendezvous.
-  void leave(const void* at, uint64_t round_id);
+  void leave(const void* at, int64_t round_id);
 
  private:
   const std::string &layer_, &device_;
   const bool is_forward_, is_on_;
   Clock::time_point started_{}, arrived_{}, left_{};
   const void* place_ = nullptr;
-  uint64_t round_id_ = 0;
+  int64_t round_id_ = 0;
 };
 
 }  // namespace gluon_syncbn

@@ -66,7 +66,7 @@ Rendezvous::Rendezvous(std::string what, std::vector<std::string> ranks, double 
       advice_(std::move(advice)),
       exchange_(std::move(exchange)) {}
 
-void Rendezvous::arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then) {
+void Rendezvous::arrive(size_t rank, std::vector<double> contribution, int64_t key, Then then) {
   RoundPtr round;
   std::string error;
   {
@@ -138,7 +138,7 @@ OpenWaits Rendezvous::end_overdue() {
   return open;
 }
 
-void Rendezvous::exchange(const RoundPtr& round, uint64_t key) {
+void Rendezvous::exchange(const RoundPtr& round, int64_t key) {
   struct Exchanging {  // its members go in reverse order
     CountedExchange counted;
     std::shared_ptr<Rendezvous> place;

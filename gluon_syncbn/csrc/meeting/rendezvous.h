@@ -52,24 +52,23 @@ class RendezvousError : public std::runtime_error {
 
 // How a round ended.
 struct Outcome {
-  std::shared_ptr<const Vectors> contributions;
-  uint64_t round_id = 0;  // from 1
-  std::string error;      // empty if it did not fail
+  std::shared_ptr<const Vectors> contributions;  // of all, in rank order
+  int64_t round_id = 0;                          // from 1
+  std::string error;                             // empty if it did not fail
 };
+using Then = std::function<void(const Outcome&)>;
 
 // Connects a rendezvous with the same one in other processes; without `start` there are none.
 struct Exchange {
   // Brings the vectors of all ranks in the round of this key; `done` is called once, on any thread, with the vectors of
   // all processes. May throw, and then `done` is not called.
-  std::function<void(const Vectors& contributions, uint64_t key, std::function<void(const Outcome&)> done)> start;
+  std::function<void(const Vectors& contributions, int64_t key, Then done)> start;
   // Called with the reason why a round failed among the devices of this process, so that others need not wait for it.
   std::function<void(const std::string& error)> fail;
 };
 
 class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvous> {
  public:
-  using Then = std::function<void(const Outcome&)>;
-
   // `what` begins errors, e.g. "SyncBatchNorm 'net_batchnorm0': forward pass"; `ranks` are names; `advice` ends the
   // error about a missing rank. To be made by std::make_shared.
   Rendezvous(std::string what, std::vector<std::string> ranks, double timeout_seconds, std::string advice,
@@ -77,7 +76,7 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
 
   // Leaves `contribution` as `rank`; `then` is called once, perhaps before this returns. If this throws (there is no
   // memory, or no thread), it will not be called. A rank that brings nothing may come more than once.
-  void arrive(size_t rank, std::vector<double> contribution, uint64_t key, Then then);
+  void arrive(size_t rank, std::vector<double> contribution, int64_t key, Then then);
 
   // Gives a rank another name.
   void rename(size_t rank, std::string name);
@@ -94,14 +93,14 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
     Vectors contributions;
     std::vector<bool> present;
     size_t arrived = 0;
-    uint64_t id = 0;
+    int64_t id = 0;
     Clock::time_point opened = Clock::now();
     Clock::duration elsewhere{0};  // how long this process had waited for others then
     std::vector<Then> then;
   };
   using RoundPtr = std::shared_ptr<Round>;
 
-  void exchange(const RoundPtr& round, uint64_t key);
+  void exchange(const RoundPtr& round, int64_t key);
   void fail(const RoundPtr& round, std::string error);
   void end(const RoundPtr& round, const Outcome& outcome);
   std::vector<std::string> names(const Round& round, bool present) const;
@@ -112,8 +111,8 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   const std::string advice_;
   const Exchange exchange_;
   mutable std::mutex mutex_;
-  std::unordered_map<uint64_t, RoundPtr> gathering_;  // by key
-  uint64_t opened_ = 0;
+  std::unordered_map<int64_t, RoundPtr> gathering_;  // by key
+  int64_t opened_ = 0;
 };
 
 // "cpu(0): 8, cpu(1): 9", or an empty text if all vectors have one length.

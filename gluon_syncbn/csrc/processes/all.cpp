@@ -7,7 +7,6 @@
 #include <future>
 
 #include "exported.h"
-#include "meeting/rendezvous.h"
 #include "processes/host_memory.h"
 #include "processes/processes.h"
 
@@ -57,11 +56,11 @@ const char* error_of(const Call& call) {
 }
 
 // Returns the result that `start` is called back with, or throws its error.
-Exchanged awaited(const std::function<void(Processes::Done)>& start) {
+Outcome awaited(const std::function<void(Then)>& start) {
   const SignalWatch watch;  // Python's main thread may wait here
-  const auto promise = std::make_shared<std::promise<Exchanged>>();
-  start([promise](Exchanged with) { promise->set_value(std::move(with)); });
-  Exchanged with = promise->get_future().get();
+  const auto promise = std::make_shared<std::promise<Outcome>>();
+  start([promise](const Outcome& with) { promise->set_value(with); });
+  Outcome with = promise->get_future().get();
   if (!with.error.empty()) throw RendezvousError(with.error);
   return with;
 }
@@ -140,11 +139,11 @@ EXPORTED const char* gluon_syncbn_exchange(int64_t id, const char* what, int64_t
                                            const double* vector, int64_t size, double* rows) {
   return error_of([&] {
     Processes& processes = *entry(id).processes;
-    const Exchanged all = awaited([&](Processes::Done done) {
+    const Outcome all = awaited([&](Then done) {
       processes.exchange({what, key, processes.everyone(), seconds}, Processes::kNext, {vector, vector + size},
                          std::move(done));
     });
-    for (const std::vector<double>& row : all.rows) rows = std::copy(row.begin(), row.end(), rows);
+    for (const std::vector<double>& row : *all.contributions) rows = std::copy(row.begin(), row.end(), rows);
   });
 }
 
@@ -160,13 +159,14 @@ EXPORTED const char* gluon_syncbn_time_exchanges(int64_t id, int64_t key, int64_
           left(count),
           microseconds(found) {}
 
-    void next(Processes::Done done) {
+    void next(Then done) {
       const auto began = Clock::now();
-      processes.exchange(channel, Processes::kNext, vector, [self = shared_from_this(), began, done](Exchanged all) {
-        *self->microseconds++ = 1e6 * Seconds(Clock::now() - began).count();
-        const bool is_over = --self->left == 0 || !all.error.empty();
-        is_over ? done(std::move(all)) : self->next(done);
-      });
+      processes.exchange(channel, Processes::kNext, vector,
+                         [self = shared_from_this(), began, done](const Outcome& all) {
+                           *self->microseconds++ = 1e6 * Seconds(Clock::now() - began).count();
+                           const bool is_over = --self->left == 0 || !all.error.empty();
+                           is_over ? done(all) : self->next(done);
+                         });
     }
 
     Processes& processes;
@@ -177,7 +177,7 @@ EXPORTED const char* gluon_syncbn_time_exchanges(int64_t id, int64_t key, int64_
   };
   return error_of([&] {
     const auto chain = std::make_shared<Chain>(*entry(id).processes, key, numbers, count, microseconds);
-    awaited([&](Processes::Done done) { chain->next(std::move(done)); });
+    awaited([&](Then done) { chain->next(std::move(done)); });
   });
 }
 
@@ -197,8 +197,7 @@ EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way) {
 
 // Returns when all processes have abandoned the step, or the error.
 EXPORTED const char* gluon_syncbn_resume(int64_t id, const char* what, double seconds) {
-  return error_of(
-      [&] { awaited([&](Processes::Done done) { entry(id).processes->resume(what, seconds, std::move(done)); }); });
+  return error_of([&] { awaited([&](Then done) { entry(id).processes->resume(what, seconds, std::move(done)); }); });
 }
 
 // Tells the others that this process ends, for so many seconds at most.

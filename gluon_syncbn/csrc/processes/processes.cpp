@@ -6,8 +6,6 @@
 #include <iterator>
 #include <numeric>
 
-#include "meeting/rendezvous.h"
-
 namespace gluon_syncbn {
 namespace {
 
@@ -85,10 +83,10 @@ void Processes::locked(const Work& work) {
   }
   if (!after.abandoned.empty()) outside_->abandon(after.abandoned);
   for (const auto& [channel, round] : after.questions) outside_->ask_who_came(channel.key, round, channel.members);
-  for (auto& [done, with] : after.calls) done(std::move(with));
+  for (const auto& [done, with] : after.calls) done(with);
 }
 
-void Processes::exchange(const Channel& channel, int64_t round, std::vector<double> vector, Done done) {
+void Processes::exchange(const Channel& channel, int64_t round, std::vector<double> vector, Then done) {
   check_process();
   locked([&] {
     watch(shared_from_this());  // which may throw, before the round has a number
@@ -96,8 +94,6 @@ void Processes::exchange(const Channel& channel, int64_t round, std::vector<doub
     const std::string error = refusal(mine);
     if (!error.empty()) {
       end_in_error(mine, error);
-    } else if (channel.members.size() == 1) {
-      afterwards_.calls.emplace_back(std::move(mine.done), Exchanged{{std::move(mine.vector)}, mine.round, ""});
     } else {
       mine.has_leaders = uses_memory_ && hosts_.are_several() && !hosts_.far(channel.members).empty();
       send(uses_memory_ ? memory_ : outside_, {Message::kVector, channel.key, mine.round, mine.vector},
@@ -233,19 +229,20 @@ void Processes::end_complete(const Address& address) {
     tell_hosts(first, place);
     const std::vector<int>& members = first.channel.members;
     if (!have_come(first, members)) return;
-    Exchanged all{{}, first.round, ""};
+    Vectors rows;
     for (int member : members) {
       if (member == rank) {
-        all.rows.push_back(first.vector);
+        rows.push_back(first.vector);
       } else {
-        all.rows.push_back(std::move(place.arrived[member].front()));
+        rows.push_back(std::move(place.arrived[member].front()));
         place.arrived[member].pop_front();
       }
     }
     const std::string lengths =
-        different_lengths(all.rows, [&](size_t row) { return "process " + std::to_string(members[row]); });
+        different_lengths(rows, [&](size_t row) { return "process " + std::to_string(members[row]); });
     if (lengths.empty()) {
-      afterwards_.calls.emplace_back(std::move(first.done), std::move(all));
+      afterwards_.calls.emplace_back(std::move(first.done),
+                                     Outcome{std::make_shared<const Vectors>(std::move(rows)), first.round, ""});
     } else {
       end_in_error(first, first.error("the processes brought vectors of different lengths (" + lengths + ")"));
     }
@@ -277,7 +274,7 @@ void Processes::end_waiting(const std::function<std::string(Waiting&)>& error) {
 
 void Processes::end_in_error(Waiting& waiting, const std::string& error) {
   if (waiting.epoch == epoch_) fail_step(error);
-  afterwards_.calls.emplace_back(std::move(waiting.done), Exchanged{{}, waiting.round, error});
+  afterwards_.calls.emplace_back(std::move(waiting.done), Outcome{nullptr, waiting.round, error});
 }
 
 void Processes::fail_step(const std::string& error) {
@@ -327,7 +324,7 @@ std::string Processes::abandon(bool is_under_way) {
   return why;
 }
 
-void Processes::resume(const std::string& what, double timeout_seconds, Done done) {
+void Processes::resume(const std::string& what, double timeout_seconds, Then done) {
   check_process();
   locked([&] {
     watch(shared_from_this());
@@ -362,7 +359,7 @@ void Processes::end_resume() {
   has_lost_some_ = false;
   because_of_ = std::nullopt;
   lost_.clear();
-  for (Waiting& waiting : resume_) afterwards_.calls.emplace_back(std::move(waiting.done), Exchanged{});
+  for (Waiting& waiting : resume_) afterwards_.calls.emplace_back(std::move(waiting.done), Outcome{});
   waiting_ -= resume_.size();
   resume_.clear();
 }

@@ -50,7 +50,7 @@
 #include <utility>
 #include <vector>
 
-#include "meeting/statistics.h"
+#include "meeting/rendezvous.h"
 #include "meeting/watchdog.h"
 #include "processes/hosts.h"
 #include "processes/outside.h"
@@ -66,12 +66,6 @@ struct Channel {
   double timeout_seconds = 0;
 };
 
-struct Exchanged {
-  Vectors rows;  // of all members, in their order
-  int64_t round = 0;
-  std::string error;  // empty if it did not fail
-};
-
 // As Python reads it (base/library.py).
 struct State {
   int is_resuming = 0;
@@ -83,8 +77,6 @@ struct State {
 
 class Processes : public Watched, public std::enable_shared_from_this<Processes> {
  public:
-  using Done = std::function<void(Exchanged)>;
-
   static constexpr int64_t kNext = 0;  // a round that is to be numbered
 
   // `outside` is the communicator; `can_resume` says whether it tells others of a step that is abandoned.
@@ -104,7 +96,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   void name(std::vector<std::string> names);
 
   // Brings a vector; `done` is called once, perhaps before this returns. If this throws, it will not be called.
-  void exchange(const Channel& channel, int64_t round, std::vector<double> vector, Done done);
+  void exchange(const Channel& channel, int64_t round, std::vector<double> vector, Then done);
 
   // Takes in a message, from a transport.
   void receive(int from, Message message);
@@ -126,7 +118,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   std::string abandon(bool is_under_way);
 
   // Calls back when all processes have abandoned the step; `what` begins the error if they do not.
-  void resume(const std::string& what, double timeout_seconds, Done done);
+  void resume(const std::string& what, double timeout_seconds, Then done);
 
   // This process ends.
   void leave();
@@ -152,7 +144,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
     int64_t round;
     std::vector<double> vector;
     uint64_t epoch;
-    Done done;
+    Then done;
     bool is_resume = false;
     bool has_leaders = false;  // the leader of this host sends its vectors to others
     bool is_told = false;      // it has done so
@@ -170,7 +162,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
 
   // Calls for the time when the lock is free.
   struct Afterwards {
-    std::vector<std::pair<Done, Exchanged>> calls;
+    std::vector<std::pair<Then, Outcome>> calls;
     std::vector<std::pair<std::shared_ptr<Transport>, bool>> looks;  // where a message was sent; whether it is a vector
     std::vector<std::pair<Channel, int64_t>> questions;              // which ranks have come to this round
     std::string abandoned;                                           // why
