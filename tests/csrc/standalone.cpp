@@ -169,8 +169,9 @@ EXPORTED int gluon_syncbn_launch_for(int dtype, int64_t outer, int64_t channels,
     const Layout layout{outer, channels, inner};
     const Launch chosen =
         launch_for(dtype_of(dtype), layout, std::vector<const void*>(addresses, addresses + count), multiprocessors);
-    const int64_t numbers[] = {chosen.rows,  chosen.aligned, chosen.tile,    chosen.width,      chosen.thread_rows,
-                               chosen.tiles, chosen.parts,   chosen.threads, chosen.partials(), chosen.counters()};
+    const Shape& shape = chosen.shape;
+    const int64_t numbers[] = {chosen.rows,  shape.aligned, shape.tile,     shape.width,       shape.rows,
+                               chosen.tiles, chosen.parts,  chosen.threads, chosen.partials(), chosen.counters()};
     std::memcpy(launch, numbers, sizeof numbers);
   });
 }

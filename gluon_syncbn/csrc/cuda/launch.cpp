@@ -9,10 +9,6 @@
 namespace gluon_syncbn {
 namespace {
 
-// As in values.cuh and sums.cuh: bytes of a pack; packs that a thread has under way; at most so many channels of a tile
-// and threads of a block.
-constexpr int64_t kPackBytes = 16, kUnroll = 8, kMostChannels = 64, kMostThreads = 512;
-
 // Threads of a block that need not be as large as possible.
 constexpr int64_t kUsualThreads = 256, kLeastThreads = 64;
 
@@ -53,18 +49,17 @@ class Cheapest {
 
   // Looks at columns in which `tile` channels fill `width` threads side by side.
   void look_at_columns(const Layout& layout, bool aligned, int64_t tile, int64_t width, int64_t threads) {
+    const int64_t rows = threads / width;
     Launch lying{};
-    lying.aligned = aligned;
-    lying.tile = static_cast<int>(tile);
-    lying.width = static_cast<int>(width);
+    lying.shape = {layout.outer,           layout.channels,         layout.inner,          aligned,
+                   static_cast<int>(tile), static_cast<int>(width), static_cast<int>(rows)};
     lying.threads = static_cast<unsigned>(threads);
-    lying.thread_rows = static_cast<int>(threads / width);
-    look(lying, divide_up(layout.channels, tile), layout.outer * width, lying.thread_rows * width);
+    look(lying, divide_up(layout.channels, tile), layout.outer * width, rows * width);
   }
 
   // How many blocks of so many threads run at a time, by the registers that the kernels need. (On GPUs with 64 KiB of
   // shared memory, half as many blocks of some kernels run.)
-  int64_t places_for(int64_t threads) const { return multiprocessors_ * kMostThreads / threads; }
+  int64_t places_for(int64_t threads) const { return multiprocessors_ * kThreads / threads; }
 
   static constexpr int64_t kTurns = 4;  // many blocks run in at most so many turns
 
@@ -99,7 +94,7 @@ Launch launch_for(DType dtype, const Layout& layout, const std::vector<const voi
     const int64_t values = whole_packs ? pack : 1;
     const int64_t width = std::min(power_of_two_for(divide_up(layout.channels, values)), kLine / (values * bytes));
     // All blocks may share one tile, and the last block then adds up the sums of all: so a few large blocks are best.
-    cheapest.look_at_columns(layout, whole_packs, width * values, width, width >= 8 ? kMostThreads : kUsualThreads);
+    cheapest.look_at_columns(layout, whole_packs, width * values, width, width >= 8 ? kThreads : kUsualThreads);
     return cheapest.launch;
   }
   // The smallest number of channels whose values are whole packs.
@@ -118,9 +113,9 @@ Launch launch_for(DType dtype, const Layout& layout, const std::vector<const voi
   // packs lie differently in each image, which is rare, threads read all values singly.
   Launch rows{};
   rows.rows = true;
-  rows.tile = 1;
-  rows.aligned = alike && layout.inner >= pack && (packs_of_images || layout.outer == 1);
-  const int64_t items = layout.outer * divide_up(layout.inner, rows.aligned ? pack : 1);
+  const bool aligned = alike && layout.inner >= pack && (packs_of_images || layout.outer == 1);
+  rows.shape = {layout.outer, layout.channels, layout.inner, aligned, 1, 0, 0};
+  const int64_t items = layout.outer * divide_up(layout.inner, aligned ? pack : 1);
   for (int64_t own = kUsualThreads; own >= kLeastThreads; own /= 2) {
     rows.threads = static_cast<unsigned>(own);
     cheapest.look(rows, layout.channels, items, own);

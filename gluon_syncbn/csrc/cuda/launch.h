@@ -9,19 +9,21 @@
 
 namespace gluon_syncbn {
 
+// The structs of the kernels' arguments. Their pointers are addresses that the GPU can reach.
+using int64 = int64_t;
+using value_t = void;
+using real_t = void;
+#include "cuda/kernels/arguments.h"
+
 struct Launch {
-  bool rows;     // whether the kernels for rows are launched, or the kernels for columns
-  bool aligned;  // whether packs of 16 bytes may be read and written
-  int tile;      // channels of a block
-  // Columns: threads side by side, and rows of threads. More threads of a block only help to add up.
-  int width, thread_rows;
+  bool rows;              // whether the kernels for rows are launched, or the kernels for columns
+  Shape shape;            // of columns; more threads of a block than width times rows only help to add up
   unsigned threads;       // in a block
   unsigned tiles, parts;  // blocks: `parts` of them share a tile
 
   // How many numbers and int32 counters the blocks leave for each other.
   int64_t partials() const {
-    constexpr int64_t kLeftTogether = 32;  // as in sums.cuh
-    const int64_t lines = (int64_t{parts} * tile + kLeftTogether - 1) / kLeftTogether;
+    const int64_t lines = (int64_t{parts} * shape.tile + kLeftTogether - 1) / kLeftTogether;
     return parts > 1 ? lines * kLeftTogether * 3 * tiles : 0;
   }
   int64_t counters() const { return parts > 1 ? tiles : 0; }

@@ -114,7 +114,7 @@ class GpuOperator : public Operator {
   void normalize(const ForwardArrays& arrays, ForwardRequests requests, const Launch& launch, Scratch& scratch,
                  const ForwardCall& forward_call, bool renorm) {
     NormalizeArguments arguments{};
-    arguments.shape = shape_of(call_.layout, launch);
+    arguments.shape = launch.shape;
     arguments.x = arrays.data.data();
     arguments.residual = data_if(call_.has.skip, arrays.skip);
     arguments.y = data_if(requests.out, arrays.out);
@@ -156,7 +156,7 @@ class GpuOperator : public Operator {
     const std::shared_ptr<Scratch> scratch = Scratch::lease(device_, call_.layout, launch);
 
     GradientSumsArguments sums{};
-    sums.shape = shape_of(call_.layout, launch);
+    sums.shape = launch.shape;
     sums.x = input.x;
     sums.dy = input.dy;
     sums.y = input.y;
@@ -189,7 +189,7 @@ class GpuOperator : public Operator {
       input.dy = d_residual;
       input.y = nullptr;
     }
-    input.shape = shape_of(call_.layout, launch);
+    input.shape = launch.shape;
     input.memory = scratch->memory();
     scratch->launch(program_, Kernel::kInputGradient, launch, &input);
     scratch->wait(timeout());

@@ -74,8 +74,4 @@ void GpuProgram::launch(Kernel kernel, const Launch& launch, const void* argumen
       std::string("CUDA kernel ") + name(kernel) + " could not be launched");
 }
 
-Shape shape_of(const Layout& layout, const Launch& launch) {
-  return {layout.outer, layout.channels, layout.inner, launch.aligned, launch.tile, launch.width, launch.thread_rows};
-}
-
 }  // namespace gluon_syncbn

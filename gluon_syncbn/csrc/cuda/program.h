@@ -10,12 +10,6 @@
 
 namespace gluon_syncbn {
 
-// The structs of the kernels' arguments. Their pointers are addresses that the GPU can reach.
-using int64 = int64_t;
-using value_t = void;
-using real_t = void;
-#include "cuda/kernels/arguments.h"
-
 // A kind of layer: kernels.cu is compiled once for each.
 struct KernelKind {
   DType dtype;
@@ -56,7 +50,5 @@ class GpuProgram {
   void* functions_[4][2];  // of each kernel: for columns, for rows
   int64_t multiprocessors_;
 };
-
-Shape shape_of(const Layout& layout, const Launch& launch);
 
 }  // namespace gluon_syncbn

@@ -177,7 +177,7 @@ void Scratch::put(std::initializer_list<const std::vector<double>*> vectors) con
 const double* find_moments(const GpuProgram& program, const Launch& launch, const Layout& layout, const void* x,
                            const void* running_mean, const void* running_var, Scratch& scratch,
                            double timeout_seconds) {
-  const MomentsArguments arguments{shape_of(layout, launch), x, running_mean, running_var, scratch.memory()};
+  const MomentsArguments arguments{launch.shape, x, running_mean, running_var, scratch.memory()};
   scratch.launch(program, Kernel::kMoments, launch, &arguments, (running_mean ? 4 : 2) * layout.channels);
   return scratch.wait_for_message(timeout_seconds);
 }

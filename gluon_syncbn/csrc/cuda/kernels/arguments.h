@@ -1,12 +1,18 @@
-// The arguments of each kernel: one struct, for the host, which fills it, and for the GPU. This file includes nothing,
-// because NVRTC gets one text. value_t is the type of activations, and real_t the type of parameters and statistics;
-// the host has void for both. A null array is absent, or not requested.
+// The arguments of each kernel: one struct, for the host, which fills it, and for the GPU; and numbers that both know.
+// This file includes nothing, because NVRTC gets one text. value_t is the type of activations, and real_t the type of
+// parameters and statistics; the host has void for both. A null array is absent, or not requested.
 //
 //   saved              from the forward pass for the backward pass: mean[C], invstd[C], r[C], d[C], and count, round_id
 //                      and active_set of the call
 //   message            numbers that the GPU and the host leave for each other (scratch.h)
 //   partials, counters memory of blocks that share a tile (sums.cuh)
 //   ..._request        MXNet's OpReqType of a gradient: 0 nothing, 3 add, else write
+
+constexpr int kThreads = 512;      // in a block, at most
+constexpr int kUnroll = 8;         // packs that a thread has under way, of all tensors that it reads together
+constexpr int kPackBytes = 16;     // of neighbouring values
+constexpr int kMostChannels = 64;  // of a tile
+constexpr int kLeftTogether = 32;  // sums that blocks leave (sums.cuh): so many fill whole cache lines of 128 bytes
 
 // A dense tensor (outer, channels, inner), and how threads lie over it (launch.h).
 struct Shape {

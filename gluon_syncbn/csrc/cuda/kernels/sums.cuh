@@ -2,8 +2,6 @@
 // type T, has merge(other), and says whether it uses the count (kCounts). A group of threads adds up a channel, always
 // in the same order.
 
-constexpr int kMostChannels = 64;  // of a tile
-
 // The group of this thread: `lanes` neighbours of a warp, for one channel. Groups may outnumber channels.
 struct LaneGroup {
   int channel, lane, lanes;  // the channel counts from the tile's first
@@ -91,7 +89,6 @@ __device__ inline Sum sum_of_block(const Shape& shape, const LaneGroup& group, r
 struct Left {
   real_t count, a, b;
 };
-constexpr int kLeftTogether = 32;  // so many fill whole cache lines of 128 bytes
 
 // The total a (0) or b (1) of a channel of the tile.
 __device__ inline double& total(int which, int channel) {

@@ -3,6 +3,8 @@
 // A walk gives a thread up to N packs of V values at a time: `next(at)` returns how many, and at(n) is the place of
 // pack n. A backward walk begins with the last image, which the previous kernel has read last and left in the cache.
 
+constexpr int kPack = kPackBytes / static_cast<int>(sizeof(value_t));
+
 __device__ inline int thread_number() { return static_cast<int>(threadIdx.x); }
 __device__ inline int thread_count() { return static_cast<int>(blockDim.x); }
 

@@ -13,10 +13,6 @@ typedef float real_t;
 #endif
 typedef long long int64;
 
-constexpr int kThreads = 512;  // in a block, at most
-constexpr int kUnroll = 8;     // packs that a thread has under way, of all tensors that it reads together
-constexpr int kPack = 16 / static_cast<int>(sizeof(value_t));
-
 #ifdef __CUDACC__
 // There may be no cuda_fp16.h at run time.
 __device__ inline float half_to_float(unsigned short half) {
