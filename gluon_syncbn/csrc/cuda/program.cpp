@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/driver.h"
+#include "in_place.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -29,8 +30,12 @@ void GpuProgram::set_source(const char* source) { Programs::get().source = sourc
 
 std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
   const auto define = [](const std::string& name, int64_t value) { return "-D" + name + "=" + std::to_string(value); };
-  return {"--std=c++11", define("VALUE_TYPE", static_cast<int>(kind.dtype)), define("ACTIVATION", kind.activation),
-          define("RESIDUAL", kind.has_residual), define("FROM_OUTPUT", kind.from_output)};
+  return {"--std=c++11",
+          define("VALUE_TYPE", static_cast<int>(kind.dtype)),
+          define("ACTIVATION", kind.activation),
+          define("RESIDUAL", kind.has_residual),
+          define("FROM_OUTPUT", kind.from_output),
+          define("INVERSE_LEAST_GAMMA", static_cast<int64_t>(1 / least_gamma(kind.dtype)))};
 }
 
 const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {

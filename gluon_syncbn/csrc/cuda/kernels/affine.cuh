@@ -5,15 +5,6 @@ constexpr int kActivation = ACTIVATION;  // 0 none, 1 ReLU, 2 leaky ReLU, as Act
 constexpr bool kResidual = RESIDUAL;
 constexpr bool kFromOutput = FROM_OUTPUT;  // backward passes compute z from y
 
-// As least_gamma in in_place.h.
-#if VALUE_TYPE == 1
-constexpr double kLeastGamma = 1.0 / (1LL << 49);
-#elif VALUE_TYPE == 2
-constexpr double kLeastGamma = 1.0 / (1 << 7);
-#else
-constexpr double kLeastGamma = 1.0 / (1 << 20);
-#endif
-
 // Keeps NaN. Rounds after each step, as if the activation were an operator of its own.
 __device__ inline real_t activate(real_t z, real_t slope) {
   if (kActivation == 0) return z;
@@ -63,7 +54,7 @@ __device__ inline bool effective(bool clamps, double r, double d, double& gamma,
   beta += gamma * d;
   gamma *= r;
   if (!clamps) return false;
-  const double least = kLeastGamma * (fabs(beta) > 1 ? fabs(beta) : 1);
+  const double least = 1.0 / INVERSE_LEAST_GAMMA * (fabs(beta) > 1 ? fabs(beta) : 1);
   if (fabs(gamma) >= least) return false;
   gamma = gamma < 0 ? -least : least;
   return true;
