@@ -90,7 +90,6 @@ EQUAL(sizeof(mxnet::Context), 2 * sizeof(int));
 EQUAL(ours::kCpu, mxnet::Context::kCPU);
 EQUAL(ours::kGpu, mxnet::Context::kGPU);
 EQUAL(ours::kPinned, mxnet::Context::kCPUPinned);
-EQUAL(ours::kInt32, mshadow::kInt32);
 EQUAL(ours::Request::kNull, mxnet::kNullOp);
 EQUAL(ours::Request::kWrite, mxnet::kWriteTo);
 EQUAL(ours::Request::kWriteInplace, mxnet::kWriteInplace);

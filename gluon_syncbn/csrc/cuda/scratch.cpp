@@ -34,9 +34,8 @@ void* new_array(int device_type, int device, int dtype, int64_t size) {
   return array;
 }
 
-template <typename Number>
-void* new_copy(int device, int dtype, const std::vector<Number>& numbers) {
-  void* array = new_array(kGpu, device, dtype, static_cast<int64_t>(numbers.size()));
+void* new_copy(int device, const std::vector<float>& numbers) {
+  void* array = new_array(kGpu, device, static_cast<int>(DType::kFloat32), static_cast<int64_t>(numbers.size()));
   check_mxnet(mxnet().array_copy_from_cpu(array, numbers.data(), numbers.size()),
               "numbers could not be copied to a GPU");
   return array;
@@ -68,7 +67,7 @@ bool Scratch::Sizes::operator<(const Sizes& other) const {
 Scratch::Scratch(const Sizes& sizes)
     : sizes_(sizes),
       partials_(new_array(kGpu, sizes.device, kFloat64, sizes.partials)),
-      counters_(new_copy(sizes.device, kInt32, std::vector<int32_t>(static_cast<size_t>(sizes.counters)))),
+      counters_(new_copy(sizes.device, std::vector<float>(static_cast<size_t>(sizes.counters)))),  // the bits of 0
       message_(new_array(kPinned, sizes.device, kFloat64, sizes.message)),
       numbers_(static_cast<double*>(message_.data())) {
   check_cuda(cuda().create_stream(&stream_, kNonBlocking), "a stream could not be created");
@@ -184,7 +183,7 @@ const double* find_moments(const GpuProgram& program, const Launch& launch, cons
 
 void check_gpu(int device) {
   // MXNet comes first: the error of an MXNet that was built without CUDA says so.
-  const Array x(new_copy(device, static_cast<int>(DType::kFloat32), std::vector<float>{1, 2, 3, 6}));
+  const Array x(new_copy(device, {1, 2, 3, 6}));
   const Layout layout{1, 1, 4};
   const GpuProgram& program = GpuProgram::of({DType::kFloat32, Activation::kNone, false, false}, device);
   const GpuContext context(device);

@@ -93,12 +93,10 @@ const MXNetFunctions& mxnet();
 
 // tests/csrc/check_c_api.cpp compares these with the headers of each MXNet.
 
-// Kinds of devices (include/mxnet/base.h, Context::DeviceType), and types of numbers that are not activations
-// (mshadow/base.h).
+// Kinds of devices (include/mxnet/base.h, Context::DeviceType).
 constexpr int kCpu = 1;
 constexpr int kGpu = 2;
 constexpr int kPinned = 3;
-constexpr int kInt32 = 4;
 
 // FnProperty (include/mxnet/engine.h): an operation that is skipped where an array that it reads or writes has an
 // error; the same, run by the thread that asks for it if there is nothing to wait for; and one that always runs.
