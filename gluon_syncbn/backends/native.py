@@ -42,7 +42,6 @@ _SLICE = "slice_axis", {"axis": "0", "begin": "0", "end": "None"}
 _BORDERS = {"copies": (_SLICE, _SLICE), "no copies": (("Reshape", {"shape": "(-2,)"}), ("_copy", {}))}
 _DTYPE_FLAGS = {"float32": 0, "float64": 1}
 _ALL = 2**31 - 1  # devices in a group
-_MAX_CPU_ISA = "GLUON_SYNCBN_MAX_CPU_ISA"  # csrc/cpu/kernels.h
 _log = logging.getLogger("gluon_syncbn")
 
 
@@ -173,10 +172,10 @@ def instruction_set() -> str:
     """
     if library.core is None:
         return "not compiled"
-    chosen = library.core.gluon_syncbn_instruction_set()
+    problem = ctypes.c_char_p()
+    chosen = library.core.gluon_syncbn_instruction_set(ctypes.byref(problem))
     if chosen is None:
-        value = os.environ.get(_MAX_CPU_ISA)
-        raise ValueError(f"{_MAX_CPU_ISA} must be baseline, avx2 or avx512, not {value!r}.")
+        raise ValueError(problem.value.decode())
     return chosen.decode()
 
 

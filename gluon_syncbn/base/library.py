@@ -130,7 +130,7 @@ _PROTOTYPES = {
     "renew_watch": (None, []),
     "end_watch": (None, []),
     "signalled_at": (c_double, []),
-    "instruction_set": (c_char_p, []),
+    "instruction_set": (c_char_p, [POINTER(c_char_p)]),
     "start_profile": (c_int, []),
     "is_profiling": (c_int, []),
     "stop_profile": (c_char_p, []),

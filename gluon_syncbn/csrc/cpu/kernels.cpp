@@ -14,7 +14,6 @@
 namespace gluon_syncbn {
 namespace {
 
-constexpr const char* kMaxCpuIsa = "GLUON_SYNCBN_MAX_CPU_ISA";
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 constexpr const char* kInstructionSets[] = {"baseline", "avx2", "avx512"};
 
@@ -30,12 +29,13 @@ InstructionSet newest_of_processor() {
 }
 
 InstructionSet newest_allowed() {
-  const char* text = std::getenv(kMaxCpuIsa);
+  const char* text = std::getenv("GLUON_SYNCBN_MAX_CPU_ISA");
   if (text == nullptr || *text == '\0') return InstructionSet::kAvx512;
   for (int i = 0; i < 3; ++i) {
     if (strcasecmp(text, kInstructionSets[i]) == 0) return static_cast<InstructionSet>(i);
   }
-  throw std::invalid_argument(std::string(kMaxCpuIsa) + " must be baseline, avx2 or avx512, not '" + text + "'");
+  throw std::invalid_argument(std::string("GLUON_SYNCBN_MAX_CPU_ISA must be baseline, avx2 or avx512, not '") + text +
+                              "'.");
 }
 
 InstructionSet chosen() {
@@ -134,11 +134,13 @@ const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen(
 
 }  // namespace gluon_syncbn
 
-// Python calls it (base/library.py). Null if the environment variable has an impossible value.
-EXPORTED const char* gluon_syncbn_instruction_set() {
+// Python calls it (base/library.py). Returns the set, or null and the problem.
+EXPORTED const char* gluon_syncbn_instruction_set(const char** problem) {
   try {
     return gluon_syncbn::instruction_set();
-  } catch (const std::invalid_argument&) {
+  } catch (const std::invalid_argument& error) {
+    static const std::string text = error.what();
+    *problem = text.c_str();
     return nullptr;
   }
 }
