@@ -302,7 +302,7 @@ class CpuPasses:
         constant = -factor * m1 - slope * self._lost(center)
         behind = (0, ctypes.c_double(0)) if self._options["has_residual"] and y is None else self._behind
         arrays = v, dy, y, self._options["in_place"], *self._sizes, center, factor, bias, *behind
-        self._call("input_gradient", *arrays, factor, slope, constant, dx, add, self._threads)
+        self._call("input_gradient", *arrays, slope, constant, dx, add, self._threads)
 
     def _lost(self, center):
         """To the kernels it is a number of their own precision."""

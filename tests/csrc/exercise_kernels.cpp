@@ -51,7 +51,7 @@ void exercise(DType dtype, const Layout& layout, const Case& what, int threads) 
   for (const bool add : {false, true}) {
     const GradientSums sums =
         gradient_sums(dtype, input, layout, affine, what.skip ? d_skip.data() : nullptr, add, threads);
-    input_gradient(dtype, input, layout, affine, {ones, sums.dz, sums.dz_centred}, dx.data(), add, threads);
+    input_gradient(dtype, input, layout, affine, {sums.dz, sums.dz_centred}, dx.data(), add, threads);
   }
 }
 

@@ -89,13 +89,13 @@ EXPORTED void gluon_syncbn_gradient_sums(int dtype, const void* values, const vo
   copy(result.dz_centred, centred);
 }
 
-// dx = factor·dz + slope·(v − mean) + constant
+// dx = scale·dz + slope·(v − mean) + constant
 EXPORTED void gluon_syncbn_input_gradient(int dtype, const void* values, const void* d_out, const void* out,
                                           int in_place, int64_t outer, int64_t channels, int64_t inner,
                                           const double* mean, const double* scale, const double* beta, int activation,
-                                          double activation_slope, const double* factor, const double* slope,
-                                          const double* constant, void* dx, int add, int threads) {
-  const InputGradient gradient{vector_of(factor, channels), vector_of(slope, channels), vector_of(constant, channels)};
+                                          double activation_slope, const double* slope, const double* constant,
+                                          void* dx, int add, int threads) {
+  const InputGradient gradient{vector_of(slope, channels), vector_of(constant, channels)};
   input_gradient(dtype_of(dtype), {values, d_out, out, in_place != 0}, {outer, channels, inner},
                  affine_of(dtype, channels, mean, scale, beta, activation, activation_slope), gradient, dx, add != 0,
                  threads);

@@ -119,9 +119,8 @@ void input_gradient(DType dtype, const BackwardInput& input, const Layout& layou
                     const InputGradient& gradient, void* dx, bool add, int threads) {
   const auto pass = passes(dtype).input_gradient;
   View all = view(affine);
-  all.of[3] = gradient.factor.data();
-  all.of[4] = gradient.slope.data();
-  all.of[5] = gradient.constant.data();
+  all.of[3] = gradient.slope.data();
+  all.of[4] = gradient.constant.data();
   over_channels(layout, threads, [&](int64_t begin, int64_t end) { pass(input, layout, begin, end, all, dx, add); });
 }
 

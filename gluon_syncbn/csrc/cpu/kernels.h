@@ -58,9 +58,8 @@ struct GradientSums {
 GradientSums gradient_sums(DType dtype, const BackwardInput& input, const Layout& layout, const Affine& affine,
                            void* d_residual, bool add_to_residual, int threads);
 
-// dx = factor·dz + slope·(v − shift) + constant per channel; written to `dx`, or added if `add`.
+// dx = scale·dz + slope·(v − shift) + constant per channel; written to `dx`, or added if `add`.
 struct InputGradient {
-  std::vector<double> factor;
   std::vector<double> slope;
   std::vector<double> constant;
 };

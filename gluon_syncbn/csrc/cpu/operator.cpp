@@ -164,13 +164,13 @@ class CpuOperator : public Operator {
 
     void finish() override {
       const size_t channels = static_cast<size_t>(call_.layout.channels);
-      InputGradient gradient{parameters_.scale, std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
+      InputGradient gradient{std::vector<double>(channels, 0.0), std::vector<double>(channels, 0.0)};
       if (forward_call_.is_training()) {
         const std::vector<double> total = meeting_.sums();
         for (size_t c = 0; c < channels; ++c) {
           const double mean_s1 = total[c] / forward_call_.count, mean_s2 = total[channels + c] / forward_call_.count;
-          gradient.slope[c] = -gradient.factor[c] * xhat_scale_[c] * mean_s2;
-          gradient.constant[c] = -gradient.factor[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
+          gradient.slope[c] = -parameters_.scale[c] * xhat_scale_[c] * mean_s2;
+          gradient.constant[c] = -parameters_.scale[c] * mean_s1 - gradient.slope[c] * (center_[c] - affine_.shift[c]);
         }
       }
       if (requests_.data != Request::kNull) {

@@ -1,7 +1,7 @@
 // The two passes of the backward direction. Both read v and dz (see BackwardInput):
 //
 //   gradient sums    Σ dz and Σ dz·(v − shift), and the gradient of a residual
-//   input gradient   dx = factor·dz + by·(v − shift) + constant
+//   input gradient   dx = scale·dz + by·(v − shift) + constant
 
 enum class Source : int {
   kInput,           // v = x, or y from_output, no activation
@@ -103,7 +103,7 @@ template <typename T, Source kSource, bool kAdd>
 void input_gradient_as(const BackwardInput& input, Layout layout, int64_t c_begin, int64_t c_end, const View& view,
                        void* dx) {
   using A = typename Storage<T>::Compute;
-  over_tiles<A, 6, Rows::kOneByOne>(
+  over_tiles<A, 5, Rows::kOneByOne>(
       layout, c_begin, c_end, view, [=](const auto& tile, const auto& channels) __attribute__((always_inline)) {
         const Reader<T, kSource> read(input, tile.start);
         T* to = static_cast<T*>(dx) + tile.start;

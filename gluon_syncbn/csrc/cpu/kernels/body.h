@@ -40,10 +40,10 @@ constexpr int64_t kRowBlock = 128;      // channel-last: rows between two additi
 // The numbers of a channel that a pass uses.
 template <typename A>
 struct ChannelTerms {
-  A shift, scale, bias, factor, by, constant, slope;
+  A shift, scale, bias, by, constant, slope;
 
   inline A normalize(A x) const { return (x - shift) * scale + bias; }
-  inline A correct(A v, A dz) const { return factor * dz + (by * (v - shift) + constant); }
+  inline A correct(A v, A dz) const { return scale * dz + (by * (v - shift) + constant); }
 };
 
 // The first kUsed numbers of kSize channels that lie side by side; or of one, for all of its values.
@@ -59,7 +59,7 @@ struct Channels {
 
   inline ChannelTerms<A> operator[](int64_t i) const {
     const int64_t c = kSize == 1 ? 0 : i;
-    return {numbers[0][c], numbers[1][c], numbers[2][c], numbers[3][c], numbers[4][c], numbers[5][c], slope};
+    return {numbers[0][c], numbers[1][c], numbers[2][c], numbers[3][c], numbers[4][c], slope};
   }
 };
 

@@ -13,7 +13,7 @@ namespace gluon_syncbn {
 
 // The numbers of the channels: vectors of float64 in the order of `ChannelTerms`, or null where a pass does not use
 // them.
-constexpr int kNumbers = 6;
+constexpr int kNumbers = 5;
 struct View {
   const double* of[kNumbers];
   Activation activation;
