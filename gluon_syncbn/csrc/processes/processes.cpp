@@ -291,7 +291,9 @@ void Processes::fail(const std::string& error) {
 
 void Processes::lose_transport(const std::string& why) {
   locked([&] {
-    if (needs_outside()) lose(why);
+    if (!needs_outside()) return;
+    lost_ = why;
+    end_waiting([&](Waiting& waiting) { return waiting.error(why); });
   });
 }
 
@@ -299,13 +301,8 @@ void Processes::end(const std::string& why) {
   locked([&] {
     tell_all(has_ended(rank));
     uses_memory_ = false;
-    lose(why);
   });
-}
-
-void Processes::lose(const std::string& why) {
-  lost_ = why;
-  end_waiting([&](Waiting& waiting) { return waiting.error(why); });
+  lose_transport(why);
 }
 
 std::string Processes::abandon(bool is_under_way) {

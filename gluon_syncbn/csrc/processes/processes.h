@@ -188,7 +188,6 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   void end_waiting(const std::function<std::string(Waiting&)>& error);  // ends each for which `error` returns a text
   void end_in_error(Waiting& waiting, const std::string& error);
   void fail_step(const std::string& error);
-  void lose(const std::string& why);
   Message has_ended(int other) const;
   void tell_all(const Message& message);
   void send(const std::shared_ptr<Transport>& transport, const Message& message, const std::vector<int>& ranks);
