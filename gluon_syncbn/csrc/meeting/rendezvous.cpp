@@ -110,11 +110,6 @@ void Rendezvous::rename(size_t rank, std::string name) {
   ranks_[rank] = std::move(name);
 }
 
-size_t Rendezvous::open_rounds() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return gathering_.size();
-}
-
 OpenWaits Rendezvous::end_overdue() {
   OpenWaits open;
   std::vector<std::pair<RoundPtr, std::string>> missed;

@@ -81,9 +81,6 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   // Gives a rank another name.
   void rename(size_t rank, std::string name);
 
-  // Rounds that wait for ranks now.
-  size_t open_rounds() const;
-
   OpenWaits end_overdue() override;
 
  private:
@@ -110,7 +107,7 @@ class Rendezvous : public Watched, public std::enable_shared_from_this<Rendezvou
   const double timeout_seconds_;
   const std::string advice_;
   const Exchange exchange_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::unordered_map<int64_t, RoundPtr> gathering_;  // by key
   int64_t opened_ = 0;
 };
