@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "exported.h"
@@ -10,20 +11,12 @@
 namespace gluon_syncbn {
 namespace {
 
-struct Record {
-  std::string layer, device;
-  bool is_forward;
-  const void* place;
-  int64_t round_id;
-  double started, arrived, left, ended;  // seconds of a steady clock
-};
-
 std::atomic<bool> is_on{false};
 
 // Never destroyed, because operators may still run while the process exits.
 struct Records {
   std::mutex mutex;
-  std::vector<Record> all;
+  std::vector<ProfiledPass::Record> all;
   std::string text;
 };
 Records& records() {
@@ -33,27 +26,26 @@ Records& records() {
 
 }  // namespace
 
-ProfiledPass::ProfiledPass(const std::string& layer, const std::string& device, bool is_forward)
-    : layer_(layer), device_(device), is_forward_(is_forward), is_on_(is_on.load(std::memory_order_relaxed)) {
-  if (is_on_) started_ = Clock::now();
+ProfiledPass::ProfiledPass(const std::string& layer, const std::string& device, bool is_forward) {
+  if (is_on.load(std::memory_order_relaxed)) record_ = Record{layer, device, is_forward, Clock::now()};
 }
 
 void ProfiledPass::arrive() {
-  if (is_on_) arrived_ = Clock::now();
+  if (record_) record_->arrived = Clock::now();
 }
 
 void ProfiledPass::leave(const void* at, int64_t round_id) {
-  if (!is_on_) return;
-  left_ = Clock::now();
-  place_ = at;
-  round_id_ = round_id;
+  if (!record_) return;
+  record_->left = Clock::now();
+  record_->place = at;
+  record_->round_id = round_id;
 }
 
 ProfiledPass::~ProfiledPass() {
-  if (!is_on_ || !place_) return;
+  if (!record_ || !record_->place) return;
+  record_->ended = Clock::now();
   std::lock_guard<std::mutex> lock(records().mutex);
-  records().all.push_back({layer_, device_, is_forward_, place_, round_id_, seconds_of(started_), seconds_of(arrived_),
-                           seconds_of(left_), seconds_of(Clock::now())});
+  records().all.push_back(std::move(*record_));
 }
 
 }  // namespace gluon_syncbn
@@ -79,11 +71,11 @@ EXPORTED const char* gluon_syncbn_stop_profile() {
   std::lock_guard<std::mutex> lock(records().mutex);
   std::string& text = records().text;
   text.clear();
-  for (const Record& record : records().all) {
+  for (const ProfiledPass::Record& record : records().all) {
     text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
             std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
-    for (double time : {record.started, record.arrived, record.left, record.ended}) {
-      text += '\t' + text_of(time, std::fixed, 9);
+    for (Clock::time_point time : {record.started, record.arrived, record.left, record.ended}) {
+      text += '\t' + text_of(seconds_of(time), std::fixed, 9);
     }
     text += '\n';
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "meeting/step.h"
@@ -24,12 +25,16 @@ class ProfiledPass {
   // The devices have met in this round; `at` is the rendezvous.
   void leave(const void* at, int64_t round_id);
 
+  struct Record {
+    std::string layer, device;
+    bool is_forward;
+    Clock::time_point started, arrived{}, left{}, ended{};
+    const void* place = nullptr;
+    int64_t round_id = 0;
+  };
+
  private:
-  const std::string &layer_, &device_;
-  const bool is_forward_, is_on_;
-  Clock::time_point started_{}, arrived_{}, left_{};
-  const void* place_ = nullptr;
-  int64_t round_id_ = 0;
+  std::optional<Record> record_;  // none if the profile was off
 };
 
 }  // namespace gluon_syncbn
