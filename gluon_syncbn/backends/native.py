@@ -174,7 +174,7 @@ def instruction_set() -> str:
         return "not compiled"
     problem = ctypes.c_char_p()
     chosen = library.core.gluon_syncbn_instruction_set(ctypes.byref(problem))
-    if chosen is None:
+    if problem.value:
         raise ValueError(problem.value.decode())
     return chosen.decode()
 
@@ -182,8 +182,7 @@ def instruction_set() -> str:
 @functools.lru_cache(maxsize=None)
 def unavailable_reason_on_gpu(device: int) -> str:
     """Why the kernels cannot run on ``mx.gpu(device)``; empty if they can. The first call compiles and tries them."""
-    error = ctypes.create_string_buffer(1 << 16)
-    return error.value.decode() if library.core.gluon_syncbn_check_gpu(device, error, len(error)) else ""
+    return library.core.gluon_syncbn_check_gpu(device).decode()
 
 
 class NativeGroup(LayerGroup):

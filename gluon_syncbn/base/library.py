@@ -83,7 +83,7 @@ _PROTOTYPES = {
     "drop_group": (None, [c_int64]),
     "set_limits": (None, [c_int64, *_LIMITS]),
     "use_active_set": (None, [c_int64, _STRINGS, c_int]),
-    "check_gpu": (c_int, [c_int, c_char_p, c_int64]),
+    "check_gpu": (c_char_p, [c_int]),
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),
     "is_readable": (c_int, [c_void_p]),
     "gate": (c_int, [_HANDLES, _INTEGERS, _INTEGERS, c_int, c_char_p, c_char_p, POINTER(c_int64)]),

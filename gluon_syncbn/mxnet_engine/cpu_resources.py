@@ -64,11 +64,10 @@ def _separate() -> str:
     is_ours = _BUFFERS not in os.environ
     os.environ[_BUFFERS] = value  # MXNet reads it meanwhile
     try:
-        problem = library.core.gluon_syncbn_separate_cpu_devices(library.LIBMXNET._handle, int(value))
+        return library.core.gluon_syncbn_separate_cpu_devices(library.LIBMXNET._handle, int(value)).decode()
     finally:
         if is_ours:
             del os.environ[_BUFFERS]
-    return "" if problem is None else problem.decode()
 
 
 def open_step() -> None:

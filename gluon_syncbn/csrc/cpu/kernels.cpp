@@ -133,13 +133,9 @@ const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen(
 
 }  // namespace gluon_syncbn
 
-// Python calls it (base/library.py). Returns the set, or null and the problem.
+// Python calls it (base/library.py). Returns the set; or an empty text, and the problem.
 EXPORTED const char* gluon_syncbn_instruction_set(const char** problem) {
-  try {
-    return gluon_syncbn::instruction_set();
-  } catch (const std::invalid_argument& error) {
-    static const std::string text = error.what();
-    *problem = text.c_str();
-    return nullptr;
-  }
+  const char* found = "";
+  *problem = gluon_syncbn::error_of([&] { found = gluon_syncbn::instruction_set(); });
+  return found;
 }

@@ -17,7 +17,6 @@ std::atomic<bool> is_on{false};
 struct Records {
   std::mutex mutex;
   std::vector<ProfiledPass::Record> all;
-  std::string text;
 };
 Records& records() {
   static auto* made = new Records;
@@ -65,12 +64,11 @@ EXPORTED int gluon_syncbn_start_profile() {
 EXPORTED int gluon_syncbn_is_profiling() { return is_on; }
 
 // Stops. Returns a line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
-// it started, arrived, left and ended, in seconds. The text stays until the next call.
+// it started, arrived, left and ended, in seconds.
 EXPORTED const char* gluon_syncbn_stop_profile() {
   is_on = false;
   std::lock_guard<std::mutex> lock(records().mutex);
-  std::string& text = records().text;
-  text.clear();
+  std::string text;
   for (const ProfiledPass::Record& record : records().all) {
     text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
             std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
@@ -80,5 +78,5 @@ EXPORTED const char* gluon_syncbn_stop_profile() {
     text += '\n';
   }
   records().all.clear();
-  return text.c_str();
+  return kept(std::move(text));
 }

@@ -70,12 +70,8 @@ EXPORTED int gluon_syncbn_step_is_by_reading() { return step().is_by_reading(); 
 
 EXPORTED void gluon_syncbn_reset_step() { step().reset(); }
 
-// The first error of the step, empty if it has not failed; valid until this thread calls again.
-EXPORTED const char* gluon_syncbn_step_failure() {
-  thread_local std::string text;
-  text = step().failure();
-  return text.c_str();
-}
+// The first error of the step, empty if it has not failed.
+EXPORTED const char* gluon_syncbn_step_failure() { return kept(step().failure()); }
 
 // When the step failed; 0 if it has not.
 EXPORTED double gluon_syncbn_step_failed_at() {

@@ -296,17 +296,11 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
 
 using namespace gluon_syncbn;
 
-// Called once, before there are nets; `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be, or null.
+// Before there are nets; a later call changes nothing. `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be,
+// or an empty text.
 EXPORTED const char* gluon_syncbn_separate_cpu_devices(void* libmxnet, int num_buffers) {
-  static const std::string problem = [&]() -> std::string {
-    try {
-      separate_cpu_devices(libmxnet, num_buffers);
-      return "";
-    } catch (const std::exception& error) {
-      return error.what();
-    }
-  }();
-  return problem.empty() ? nullptr : problem.c_str();
+  static const std::string problem = error_of([&] { separate_cpu_devices(libmxnet, num_buffers); });
+  return problem.c_str();
 }
 
 // From now on operators wait for no pending operators of other calls, until `gluon_syncbn_close_step`.

@@ -15,7 +15,6 @@
 // On a CPU they hand the pass to the engine (pass.h); on a GPU they wait for each other in a rendezvous. Groups are
 // shared by layer, graph and calls, and freed with the last.
 
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -305,13 +304,7 @@ EXPORTED int gluon_syncbn_register(const char* kernels) {
   return gluon_syncbn::mxnet().custom_op_register(gluon_syncbn::kOperator, gluon_syncbn::create_property);
 }
 
-// Compiles the kernels for GPUs and tries them on this one; 0, or 1 after leaving in `error` why they cannot be used.
-EXPORTED int gluon_syncbn_check_gpu(int device, char* error, int64_t error_size) {
-  try {
-    gluon_syncbn::check_gpu(device);
-    return 0;
-  } catch (const std::exception& problem) {
-    std::snprintf(error, static_cast<size_t>(error_size), "%s", problem.what());
-    return 1;
-  }
+// Compiles the kernels for GPUs and tries them on this one. Returns why they cannot be used, or an empty text.
+EXPORTED const char* gluon_syncbn_check_gpu(int device) {
+  return gluon_syncbn::error_of([device] { gluon_syncbn::check_gpu(device); });
 }

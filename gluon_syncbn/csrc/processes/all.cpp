@@ -37,24 +37,6 @@ void forget_in_child() {
   }
 }
 
-// Returns a text that stays until the thread calls again.
-const char* kept(std::string text) {
-  thread_local std::string last;
-  last = std::move(text);
-  return last.c_str();
-}
-
-// Returns the text of an exception in `call`, or an empty one.
-template <typename Call>
-const char* error_of(const Call& call) {
-  try {
-    call();
-  } catch (const std::exception& problem) {
-    return kept(problem.what());
-  }
-  return "";
-}
-
 // Returns the result that `start` is called back with, or throws its error.
 Outcome awaited(const std::function<void(Then)>& start) {
   const SignalWatch watch;  // Python's main thread may wait here
@@ -71,8 +53,7 @@ std::shared_ptr<Processes> find_processes(int64_t id) { return entry(id).process
 
 }  // namespace gluon_syncbn
 
-// Python calls all of these without the interpreter lock. A text that they return is empty if there is nothing to say,
-// and stays until the same thread calls again.
+// Python calls all of these without the interpreter lock. A text that they return is empty if there is nothing to say.
 
 using namespace gluon_syncbn;
 
