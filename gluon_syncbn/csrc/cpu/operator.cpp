@@ -94,8 +94,8 @@ class CpuOperator : public Operator {
       const Statistics all = meeting_.statistics();
       Saved now = op_->plain(all.mean, all.variance);
       if (!call_.group->limits.is_off()) {
-        RenormVectors made(call_.group->limits, call_.group->epsilon, all.mean, all.variance,
-                           op_->read(arrays_->running_mean), op_->read(arrays_->running_var));
+        RenormVectors made = renorm_vectors(call_.group->limits, call_.group->epsilon, all.mean, all.variance,
+                                            op_->read(arrays_->running_mean), op_->read(arrays_->running_var));
         now.r = std::move(made.r);
         now.d = std::move(made.d);
       }

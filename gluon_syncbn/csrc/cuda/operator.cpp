@@ -88,8 +88,8 @@ class GpuOperator : public Operator {
     if (!renorm) {
       scratch->put({&all.mean, &all.variance});
     } else {
-      const RenormVectors made(limits, call_.group->epsilon, all.mean, all.variance, vector_at(numbers, 2),
-                               vector_at(numbers, 3));
+      const RenormVectors made = renorm_vectors(limits, call_.group->epsilon, all.mean, all.variance,
+                                                vector_at(numbers, 2), vector_at(numbers, 3));
       scratch->put({&all.mean, &all.variance, &made.r, &made.d});
     }
     normalize(arrays, requests, launch, *scratch, all.call, renorm);

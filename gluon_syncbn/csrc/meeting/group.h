@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "meeting/rendezvous.h"
-#include "meeting/renorm.h"
 #include "processes/processes.h"
 #include "tensor.h"
 

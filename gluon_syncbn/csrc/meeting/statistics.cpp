@@ -1,5 +1,7 @@
 #include "meeting/statistics.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 
 namespace gluon_syncbn {
@@ -42,6 +44,18 @@ std::vector<double> add_ranks(const Vectors& vectors) {
     for (size_t i = 0; i < total.size(); ++i) total[i] += vector[i];
   }
   return total;
+}
+
+RenormVectors renorm_vectors(const RenormLimits& limits, double epsilon, const std::vector<double>& mean,
+                             const std::vector<double>& variance, const std::vector<double>& running_mean,
+                             const std::vector<double>& running_variance) {
+  RenormVectors made;
+  for (size_t c = 0; c < mean.size(); ++c) {  // NaN stays
+    const double deviation = std::sqrt(running_variance[c] + epsilon);
+    made.r.push_back(std::clamp(std::sqrt(variance[c] + epsilon) / deviation, 1 / limits.r_max, limits.r_max));
+    made.d.push_back(std::clamp((mean[c] - running_mean[c]) / deviation, -limits.d_max, limits.d_max));
+  }
+  return made;
 }
 
 }  // namespace gluon_syncbn
