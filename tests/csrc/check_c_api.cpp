@@ -1,5 +1,4 @@
-// Compares mxnet/c_api.h and mxnet/resource_manager.h, which are written by hand, with the headers of an MXNet wheel.
-// To compile it is to run it:
+// Compares mxnet/c_api.h, which is written by hand, with the headers of an MXNet wheel. To compile it is to run it:
 //   g++ -std=c++17 -fsyntax-only -fno-access-control -ISITE_PACKAGES/mxnet/include tests/csrc/check_c_api.cpp
 #define MSHADOW_USE_CBLAS 0
 #define MSHADOW_USE_CUDA 0
@@ -18,7 +17,6 @@
 
 namespace ours {
 #include "../../gluon_syncbn/csrc/mxnet/c_api.h"
-#include "../../gluon_syncbn/csrc/mxnet/resource_manager.h"
 }  // namespace ours
 
 // A function's type, with our types in place of MXNet's.

@@ -1,10 +1,11 @@
-// The few declarations of MXNet's C interface that the operator needs, by hand: no MXNet header is used, and nothing is
-// linked. They are the same from MXNet 1.5.1 to 1.9.1 (include/mxnet/c_api.h). The functions are looked up in the
-// libmxnet that Python has loaded, whose handle it hands over.
+// The few declarations of MXNet's C interface, of its engine and of its resource manager that the core needs, by hand:
+// no MXNet header is used, and nothing is linked. The C interface is the same from MXNet 1.5.1 to 1.9.1
+// (include/mxnet/c_api.h). Its functions are looked up in the libmxnet that Python has loaded, whose handle it hands
+// over. tests/csrc/check_c_api.cpp compares all of this with the headers of each MXNet.
 #pragma once
 
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -91,8 +92,6 @@ const MXNetFunctions& mxnet();
 
 }  // namespace gluon_syncbn
 
-// tests/csrc/check_c_api.cpp compares these with the headers of each MXNet.
-
 // Kinds of devices (include/mxnet/base.h, Context::DeviceType).
 constexpr int kCpu = 1;
 constexpr int kGpu = 2;
@@ -114,6 +113,44 @@ struct OnComplete {
 
 // enum OpReqType (include/mxnet/op_attr_types.h)
 enum class Request : int { kNull = 0, kWrite = 1, kWriteInplace = 2, kAdd = 3 };
+
+// The resource manager, the same in MXNet 1.7.0 to 1.9.1 (include/mxnet/resource.h and engine.h)
+
+// Context: the device of an operator.
+struct DeviceContext {
+  int32_t type;  // kCpu, ...
+  int32_t id;
+};
+
+// ResourceRequest: an operator asks for such a kind.
+struct ResourceRequest {
+  enum Kind : int32_t { kRandom, kTemporarySpace, kParallelRandom } kind;
+};
+
+// engine::Var. Operators that write the same variable run one after the other, in the order in which they were pushed.
+struct EngineVariable {
+  // Grows when operators have written it (once for those that the engine runs as one). Takes the variable's lock.
+  virtual size_t version() = 0;
+
+ protected:
+  ~EngineVariable() = default;  // MXNet's own
+};
+
+// Resource: MXNet's answer. The operator writes the variable.
+struct Resource {
+  ResourceRequest request;
+  EngineVariable* variable;
+  int32_t id;
+  void* contents;
+};
+
+// ResourceManager: each thread that computes has one, which MXNet never frees.
+struct ResourceManager;
+
+// Its methods, which take the object first.
+using RequestResource = Resource (*)(ResourceManager*, DeviceContext, const ResourceRequest&);
+using SeedAll = void (*)(ResourceManager*, uint32_t);
+using SeedDevice = void (*)(ResourceManager*, DeviceContext, uint32_t);
 
 // The exception that MXNet expects of an operator (dmlc-core, include/dmlc/logging.h). MXNet catches it by the name of
 // its type where it runs the callbacks, and hands its text to a reader of the output. Without it the text would be

@@ -43,7 +43,6 @@
 #include "exported.h"
 #include "mxnet/c_api.h"
 #include "mxnet/python.h"
-#include "mxnet/resource_manager.h"
 #include "mxnet/temporary_space.h"
 
 namespace gluon_syncbn {

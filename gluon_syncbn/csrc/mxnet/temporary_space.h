@@ -49,7 +49,7 @@
 #include <optional>
 #include <vector>
 
-#include "mxnet/resource_manager.h"
+#include "mxnet/c_api.h"
 
 namespace gluon_syncbn {
 
