@@ -39,7 +39,7 @@ class PythonFunctions(ctypes.Structure):
 
 
 class Task(ctypes.Structure):
-    """The next task of the thread that carries messages (csrc/processes/outside.h)."""
+    """The next task of the thread that carries messages (csrc/processes/all.cpp)."""
 
     NOTHING, SEND, ASK_WHO_CAME, ABANDON, END = range(5)
     _fields_ = [

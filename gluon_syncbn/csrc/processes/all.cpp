@@ -1,9 +1,12 @@
-// All `Processes` that Python has made, by their ids, and the functions that Python calls (base/library.py).
+// All `Processes` that Python has made, by their ids; the communicator, whose messages Python carries; and the
+// functions that Python calls (base/library.py).
 
 #include <pthread.h>
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
+#include <deque>
 #include <future>
 
 #include "exported.h"
@@ -12,6 +15,86 @@
 
 namespace gluon_syncbn {
 namespace {
+
+// The communicator (MPI or Horovod). A thread of Python's asks here for its next task, and hands messages that arrive
+// to `Processes`.
+class Outside : public Transport {
+ public:
+  struct Task {
+    enum Kind : int {
+      kNothing,     // the time is over
+      kSend,        // this message, to these ranks
+      kAskWhoCame,  // which of these ranks have come to the round of the message
+      kAbandon,     // the step has failed here, as the text says
+      kEnd,         // there is nothing more to do
+    };
+    Kind kind = kNothing;
+    Message message;
+    std::vector<int> ranks;
+    std::string text;
+  };
+
+  explicit Outside(bool must_be_asked) : must_be_asked_(must_be_asked) {}
+
+  // Waits for the next task. Returns kNothing after so many seconds under kAllTheTime, and after 100 ms under
+  // kNowAndThen.
+  Task next(double seconds, const std::function<Need()>& need) {
+    const auto until = Clock::now() + Seconds(seconds);
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_at_one_ = false;
+    while (tasks_.empty()) {
+      lock.unlock();
+      const Need now = need();  // it asks `Processes`, which may be about to ask here
+      lock.lock();
+      if (!tasks_.empty()) break;
+      if (now == kAllTheTime) {
+        if (changed_.wait_until(lock, until) == std::cv_status::timeout && tasks_.empty()) return {};
+      } else {
+        // `look` tells of a new wait; a look now and then is for safety.
+        changed_.wait_for(lock, std::chrono::milliseconds(100));
+        if (now == kNowAndThen && tasks_.empty()) return {};
+      }
+    }
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    is_at_one_ = true;
+    return task;
+  }
+
+  // The number of tasks that are not done; a task is done when Python asks for the next.
+  size_t open_tasks() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return tasks_.size() + (is_at_one_ ? 1 : 0);
+  }
+
+  // No tasks come any more.
+  void end() { add(Task::kEnd, {}, {}, ""); }
+
+  void send(const Message& message, const std::vector<int>& ranks) override { add(Task::kSend, message, ranks, ""); }
+  bool look() noexcept override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_one();
+    return true;
+  }
+  bool must_be_asked() const override { return must_be_asked_; }
+  void ask_who_came(int64_t key, int64_t round, const std::vector<int>& ranks) override {
+    add(Task::kAskWhoCame, {Message::kVector, key, round, {}}, ranks, "");
+  }
+  void abandon(const std::string& why) override { add(Task::kAbandon, {}, {}, why); }
+
+ private:
+  void add(Task::Kind kind, const Message& message, const std::vector<int>& ranks, const std::string& text) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back({kind, message, ranks, text});
+    changed_.notify_one();
+  }
+
+  const bool must_be_asked_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool is_at_one_ = false;
+};
 
 struct Registration {
   std::shared_ptr<Outside> outside;
@@ -85,8 +168,7 @@ struct OutsideTask {
 // needed all the time.
 EXPORTED void gluon_syncbn_next_task(int64_t id, double seconds, int is_busy, OutsideTask* found) {
   Registration& mine = entry(id);
-  mine.task =
-      mine.outside->next(seconds, [&] { return is_busy ? Outside::kAllTheTime : mine.processes->need_of_carrier(); });
+  mine.task = mine.outside->next(seconds, [&] { return is_busy ? kAllTheTime : mine.processes->need_of_carrier(); });
   const Outside::Task& task = mine.task;
   *found = {task.kind,
             task.message.kind,

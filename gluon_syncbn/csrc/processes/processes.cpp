@@ -409,10 +409,10 @@ int64_t Processes::highest_had() const {
   return highest;
 }
 
-Outside::Need Processes::need_of_carrier() const {
+Need Processes::need_of_carrier() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (needs_outside() ? waiting_ > 0 : !can_resume_ && !failure_.empty()) return Outside::kAllTheTime;
-  return uses_memory_ && hosts_.are_several() ? Outside::kNowAndThen : Outside::kNotNow;
+  if (needs_outside() ? waiting_ > 0 : !can_resume_ && !failure_.empty()) return kAllTheTime;
+  return uses_memory_ && hosts_.are_several() ? kNowAndThen : kNotNow;
 }
 
 OpenWaits Processes::end_overdue() {

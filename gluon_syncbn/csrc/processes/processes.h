@@ -53,7 +53,6 @@
 #include "meeting/rendezvous.h"
 #include "meeting/watchdog.h"
 #include "processes/hosts.h"
-#include "processes/outside.h"
 #include "processes/transport.h"
 
 namespace gluon_syncbn {
@@ -129,7 +128,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
 
   // How often the communicator must be looked at: all the time while something waits for it, or while a step has failed
   // of which it cannot tell others; now and then while this process may have to hand messages on.
-  Outside::Need need_of_carrier() const;
+  Need need_of_carrier() const;
 
   OpenWaits end_overdue() override;
 

@@ -1,4 +1,5 @@
-// The ways on which messages of one process reach others of its job: host_memory.h within a host, outside.h elsewhere.
+// The ways on which messages of one process reach others of its job: host_memory.h within a host, and the communicator
+// (MPI or Horovod), whose messages Python carries (all.cpp).
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,9 @@ struct Message {
   int64_t round = 0;  // of kAbandoned, the highest that the process has had
   std::vector<double> numbers;
 };
+
+// How often the thread that carries the communicator's messages must look for messages that arrive.
+enum Need { kNotNow, kNowAndThen, kAllTheTime };
 
 class Transport {
  public:
