@@ -40,7 +40,7 @@ class KernelKind(NamedTuple):
         return FLAGS[self.dtype], ACTIVATIONS.index(self.activation), self.has_residual, self.in_place
 
     def mark(self) -> str:
-        """The mark of this kind in the compiled kernels (entry_points.cuh)."""
+        """The mark of this kind in the compiled kernels (kernels.cu)."""
         return "_".join(str(int(number)) for number in self.numbers())
 
 

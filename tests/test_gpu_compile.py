@@ -73,6 +73,6 @@ def test_a_warning_names_file_and_line(monkeypatch):
     broken = gpu_kernels.SOURCE.replace(line, "__device__ void unused() { int i; } " + line)
     monkeypatch.setattr(gpu_kernels, "SOURCE", broken)
     log = compile_kernels("11", gpu_kernels.options(gpu_kernels.KernelKind("float32")))[1]
-    path = gpu_kernels.CSRC / "cuda" / "kernels" / "entry_points.cuh"
+    path = gpu_kernels.CSRC / "cuda" / "kernels.cu"
     (number,) = (i for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.startswith(line))
-    assert f"kernels/entry_points.cuh({number}): warning" in log
+    assert f"kernels.cu({number}): warning" in log
