@@ -171,8 +171,7 @@ inline void over_tiles(Layout layout, int64_t c_begin, int64_t c_end, const View
   }
 }
 
-#include "cpu/kernels/moments.h"
-#include "cpu/kernels/normalize.h"
+#include "cpu/kernels/forward.h"
 #include "cpu/kernels/backward.h"
 
 template <typename T>
