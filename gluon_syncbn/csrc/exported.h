@@ -1,4 +1,5 @@
-// For the functions that Python calls, which alone can be seen outside the library, and for texts that they return.
+// Marks the functions that Python calls, without its interpreter lock (base/library.py); everything else stays within
+// the library. A text that one returns is empty if there is nothing to say.
 #pragma once
 
 #include <exception>

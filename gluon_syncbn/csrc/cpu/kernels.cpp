@@ -133,7 +133,7 @@ const char* instruction_set() { return kInstructionSets[static_cast<int>(chosen(
 
 }  // namespace gluon_syncbn
 
-// Python calls it (base/library.py). Returns the set; or an empty text, and the problem.
+// Returns the set; or an empty text, and the problem.
 EXPORTED const char* gluon_syncbn_instruction_set(const char** problem) {
   const char* found = "";
   *problem = gluon_syncbn::error_of([&] { found = gluon_syncbn::instruction_set(); });

@@ -198,8 +198,7 @@ void wait_until_done(const std::function<void(std::function<void()>)>& start) {
 
 }  // namespace gluon_syncbn
 
-// Python calls this (base/library.py), without the interpreter lock. Waits until nobody holds an exchange any more, for
-// so many seconds at most.
+// Waits until nobody holds an exchange any more, for so many seconds at most.
 EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
   using namespace gluon_syncbn;
   const auto until = Clock::now() + Seconds(most);

@@ -58,8 +58,6 @@ bool Step::is_by_reading() const {
 
 }  // namespace gluon_syncbn
 
-// Python calls these (base/library.py).
-
 using namespace gluon_syncbn;
 
 EXPORTED void gluon_syncbn_fail_step(const char* error) { step().fail(error); }

@@ -177,8 +177,6 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
 
 }  // namespace gluon_syncbn
 
-// Python calls these (base/library.py).
-
 using namespace gluon_syncbn;
 
 EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {

@@ -95,8 +95,6 @@ void watch(const std::shared_ptr<Watched>& item) {
 
 }  // namespace gluon_syncbn
 
-// Python calls these (base/library.py), without the interpreter lock.
-
 using namespace gluon_syncbn;
 
 // Returns when the watchdog stands still, until `gluon_syncbn_after_fork`.

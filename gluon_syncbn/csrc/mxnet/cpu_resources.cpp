@@ -291,8 +291,6 @@ void separate_cpu_devices(void* libmxnet, int num_buffers) {
 }  // namespace
 }  // namespace gluon_syncbn
 
-// Functions that Python calls (base/library.py)
-
 using namespace gluon_syncbn;
 
 // Before there are nets; a later call changes nothing. `num_buffers` is MXNET_CPU_TEMP_COPY. Returns why it cannot be,

@@ -134,8 +134,6 @@ void poison(void* array, const std::string& error) {
 
 }  // namespace gluon_syncbn
 
-// Functions that Python calls (base/library.py). They return 0, or -1 after leaving MXNet's text for MXGetLastError.
-
 using namespace gluon_syncbn;
 
 // Gives `array` this error.

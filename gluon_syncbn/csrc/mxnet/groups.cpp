@@ -64,8 +64,6 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 
 }  // namespace gluon_syncbn
 
-// Functions that Python calls (base/library.py)
-
 // Makes the group that graphs name by `id`; it is open to any devices if `devices` is null. The attributes are those of
 // GroupSpec, in its order.
 EXPORTED void gluon_syncbn_make_group(int64_t id, const char* const* devices, const char* advice, const char* name,

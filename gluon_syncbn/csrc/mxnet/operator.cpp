@@ -40,9 +40,7 @@ namespace {
 
 constexpr const char* kOperator = "gluon_syncbn_native";
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Its properties: the part of a graph's node that is known before shapes are
-
+// The part of a graph's node that is known before shapes are.
 struct Property {
   const std::shared_ptr<Group> group;
   const int axis;
@@ -294,9 +292,6 @@ void warn_of_gamma(const Group& group, const std::string& device, int64_t channe
 }
 
 }  // namespace gluon_syncbn
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Functions that Python calls (base/library.py)
 
 // Registers the operator; 0, or MXNet's error code. `kernels` is the text of the CUDA kernels.
 EXPORTED int gluon_syncbn_register(const char* kernels) {

@@ -72,8 +72,6 @@ std::string take_error() { return std::exchange(left_behind, ""); }
 
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
-
 // Hands over Python's own functions.
 EXPORTED void gluon_syncbn_use_python(const gluon_syncbn::PythonFunctions* functions) {
   gluon_syncbn::functions = *functions;

@@ -179,8 +179,6 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 }  // namespace
 }  // namespace gluon_syncbn
 
-// What Python calls (base/library.py)
-
 // Registers, as `op_type`, the operator that Python knows as `name` and makes with `creator`; 0, or MXNet's error code.
 EXPORTED int gluon_syncbn_wrap_python_operator(const char* op_type, const char* name, CustomOpPropCreator creator) {
   gluon_syncbn::python_creator = creator;

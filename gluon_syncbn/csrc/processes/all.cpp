@@ -1,5 +1,4 @@
-// All `Processes` that Python has made, by their ids; the communicator, whose messages Python carries; and the
-// functions that Python calls (base/library.py).
+// All `Processes` that Python has made, by their ids; and the communicator, whose messages Python carries.
 
 #include <pthread.h>
 
@@ -135,8 +134,6 @@ Outcome awaited(const std::function<void(Then)>& start) {
 std::shared_ptr<Processes> find_processes(int64_t id) { return entry(id).processes; }
 
 }  // namespace gluon_syncbn
-
-// Python calls all of these without the interpreter lock. A text that they return is empty if there is nothing to say.
 
 using namespace gluon_syncbn;
 
