@@ -17,16 +17,12 @@ struct Programs {
   std::string source;
   std::map<KernelKind, std::string> ptx;
   std::map<std::pair<KernelKind, int>, std::unique_ptr<const GpuProgram>> loaded;
-
-  static Programs& get() {
-    static auto* programs = new Programs;
-    return *programs;
-  }
 };
+Programs& programs = *new Programs;
 
 }  // namespace
 
-void GpuProgram::set_source(const char* source) { Programs::get().source = source; }
+void GpuProgram::set_source(const char* source) { programs.source = source; }
 
 std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
   const auto define = [](const std::string& name, int64_t value) { return "-D" + name + "=" + std::to_string(value); };
@@ -39,7 +35,6 @@ std::vector<std::string> GpuProgram::options(const KernelKind& kind) {
 }
 
 const GpuProgram& GpuProgram::of(const KernelKind& kind, int device) {
-  Programs& programs = Programs::get();
   std::lock_guard<std::mutex> lock(programs.mutex);
   auto& loaded = programs.loaded[{kind, device}];
   if (!loaded) {

@@ -73,10 +73,7 @@ struct GroupTable {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Group>> by_id;
 };
-GroupTable& groups() {
-  static auto* all = new GroupTable;
-  return *all;
-}
+GroupTable& groups = *new GroupTable;
 
 }  // namespace
 
@@ -195,23 +192,23 @@ std::shared_ptr<Rendezvous> Group::make_place(bool is_forward, std::vector<std::
 std::string Group::where() const { return "SyncBatchNorm '" + name + "': "; }
 
 void add_group(int64_t id, std::shared_ptr<Group> group) {
-  std::lock_guard<std::mutex> lock(groups().mutex);
-  groups().by_id[id] = std::move(group);
+  std::lock_guard<std::mutex> lock(groups.mutex);
+  groups.by_id[id] = std::move(group);
 }
 
 std::shared_ptr<Group> find_group(int64_t id) {
-  std::lock_guard<std::mutex> lock(groups().mutex);
-  const auto found = groups().by_id.find(id);
-  if (found != groups().by_id.end()) return found->second;
+  std::lock_guard<std::mutex> lock(groups.mutex);
+  const auto found = groups.by_id.find(id);
+  if (found != groups.by_id.end()) return found->second;
   throw std::invalid_argument("no SyncBatchNorm layer number " + std::to_string(id) +
                               " in this process. Its layer was dropped, or this is a graph that another process has "
                               "run: save the net, or the symbol that it is of.");
 }
 
 void drop_group(int64_t id) {
-  decltype(groups().by_id)::node_type last;  // goes when the lock is free: it may be the last to hold the group
-  std::lock_guard<std::mutex> lock(groups().mutex);
-  last = groups().by_id.extract(id);
+  decltype(groups.by_id)::node_type last;  // goes when the lock is free: it may be the last to hold the group
+  std::lock_guard<std::mutex> lock(groups.mutex);
+  last = groups.by_id.extract(id);
 }
 
 }  // namespace gluon_syncbn

@@ -18,10 +18,7 @@ struct Records {
   std::mutex mutex;
   std::vector<ProfiledPass::Record> all;
 };
-Records& records() {
-  static auto* made = new Records;
-  return *made;
-}
+Records& records = *new Records;
 
 }  // namespace
 
@@ -43,8 +40,8 @@ void ProfiledPass::leave(const void* at, int64_t round_id) {
 ProfiledPass::~ProfiledPass() {
   if (!record_ || !record_->place) return;
   record_->ended = Clock::now();
-  std::lock_guard<std::mutex> lock(records().mutex);
-  records().all.push_back(std::move(*record_));
+  std::lock_guard<std::mutex> lock(records.mutex);
+  records.all.push_back(std::move(*record_));
 }
 
 }  // namespace gluon_syncbn
@@ -53,9 +50,9 @@ using namespace gluon_syncbn;
 
 // Forgets the records, and begins new ones; does nothing, and returns 0, while a profile is on.
 EXPORTED int gluon_syncbn_start_profile() {
-  std::lock_guard<std::mutex> lock(records().mutex);
+  std::lock_guard<std::mutex> lock(records.mutex);
   if (is_on) return 0;
-  records().all.clear();
+  records.all.clear();
   is_on = true;
   return 1;
 }
@@ -67,9 +64,9 @@ EXPORTED int gluon_syncbn_is_profiling() { return is_on; }
 // it started, arrived, left and ended, in seconds.
 EXPORTED const char* gluon_syncbn_stop_profile() {
   is_on = false;
-  std::lock_guard<std::mutex> lock(records().mutex);
+  std::lock_guard<std::mutex> lock(records.mutex);
   std::string text;
-  for (const ProfiledPass::Record& record : records().all) {
+  for (const ProfiledPass::Record& record : records.all) {
     text += record.layer + '\t' + record.device + '\t' + (record.is_forward ? "forward" : "backward") + '\t' +
             std::to_string(reinterpret_cast<uintptr_t>(record.place)) + '\t' + std::to_string(record.round_id);
     for (Clock::time_point time : {record.started, record.arrived, record.left, record.ended}) {
@@ -77,6 +74,6 @@ EXPORTED const char* gluon_syncbn_stop_profile() {
     }
     text += '\n';
   }
-  records().all.clear();
+  records.all.clear();
   return kept(std::move(text));
 }

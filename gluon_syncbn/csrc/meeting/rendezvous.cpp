@@ -45,14 +45,11 @@ struct Exchanges {
     return open > 0 ? before + (Clock::now() - since) : before;
   }
 };
-Exchanges& exchanges() {
-  static auto* all = new Exchanges;
-  return *all;
-}
+Exchanges& exchanges = *new Exchanges;
 
 struct CountedExchange {
-  CountedExchange() { exchanges().add(1); }
-  ~CountedExchange() { exchanges().add(-1); }
+  CountedExchange() { exchanges.add(1); }
+  ~CountedExchange() { exchanges.add(-1); }
   CountedExchange(const CountedExchange&) = delete;
 };
 
@@ -77,7 +74,7 @@ void Rendezvous::arrive(size_t rank, std::vector<double> contribution, int64_t k
     } else {
       watch(shared_from_this());
       round = std::make_shared<Round>(ranks_.size());
-      round->elsewhere = exchanges().time();
+      round->elsewhere = exchanges.time();
       gathering_.emplace(key, round);
       round->id = ++opened_;
     }
@@ -118,7 +115,7 @@ OpenWaits Rendezvous::end_overdue() {
     for (auto entry = gathering_.begin(); entry != gathering_.end();) {
       const RoundPtr round = entry->second;
       // A device that is missing may wait for another process in another layer, for longer than a device may take.
-      const double elsewhere = Seconds(exchanges().time() - round->elsewhere).count();
+      const double elsewhere = Seconds(exchanges.time() - round->elsewhere).count();
       const double seconds = timeout_seconds_ + elsewhere;
       if (const auto waited = ended_wait(round->opened, seconds)) {
         missed.emplace_back(round, waited->error(what_, "devices", names(*round, true), names(*round, false), advice_));
@@ -202,5 +199,5 @@ void wait_until_done(const std::function<void(std::function<void()>)>& start) {
 EXPORTED void gluon_syncbn_wait_for_exchanges(double most) {
   using namespace gluon_syncbn;
   const auto until = Clock::now() + Seconds(most);
-  while (exchanges().are_open() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (exchanges.are_open() && Clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }

@@ -70,10 +70,7 @@ struct Shared {
   Seconds grace{0}, process_grace{0};
   std::string because;
 };
-Shared& shared() {
-  static auto* all = new Shared;
-  return *all;
-}
+Shared& shared = *new Shared;
 
 }  // namespace
 
@@ -84,15 +81,15 @@ WaitingTimes& waiting_times() {
 
 void begin_watch() {
   {
-    std::lock_guard<std::mutex> lock(shared().mutex);
-    shared().watches += 1;
+    std::lock_guard<std::mutex> lock(shared.mutex);
+    shared.watches += 1;
   }
   renew_watch();
 }
 
 void renew_watch() {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  if (shared().watches == 0) return;
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  if (shared.watches == 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0 || place_of(found) < kMostActions || !is_handled(found)) continue;
@@ -109,8 +106,8 @@ void renew_watch() {
 }
 
 void end_watch() {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  if (--shared().watches > 0) return;
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  if (--shared.watches > 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0) continue;
@@ -167,10 +164,10 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
   if (failed && now >= std::max(began, *failed) + waiting_times().grace) {
     return Waited{seconds, "the step has failed (" + step().failure() + ")"};
   }
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  const Seconds grace = is_for_processes ? shared().process_grace : shared().grace;
-  if (!shared().because.empty() && now >= std::max(began, shared().cut_short_at) + grace) {
-    return Waited{seconds, shared().because};
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  const Seconds grace = is_for_processes ? shared.process_grace : shared.grace;
+  if (!shared.because.empty() && now >= std::max(began, shared.cut_short_at) + grace) {
+    return Waited{seconds, shared.because};
   }
   return std::nullopt;
 }
@@ -186,11 +183,11 @@ EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
 // Ends waits, from now on, after the grace period (for other processes after theirs), for this reason; an empty text
 // takes it back.
 EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double grace, double process_grace) {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  shared().cut_short_at = Clock::now();
-  shared().grace = Seconds(grace);
-  shared().process_grace = Seconds(process_grace);
-  shared().because = because;
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.cut_short_at = Clock::now();
+  shared.grace = Seconds(grace);
+  shared.process_grace = Seconds(process_grace);
+  shared.because = because;
 }
 
 EXPORTED void gluon_syncbn_begin_watch() { begin_watch(); }

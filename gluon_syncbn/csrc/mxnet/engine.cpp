@@ -37,18 +37,15 @@ struct Gates {
   int64_t last = 0;
   Clock::time_point free_turn;  // when the next error may be thrown
 };
-Gates& gates() {
-  static auto* all = new Gates;
-  return *all;
-}
+Gates& gates = *new Gates;
 
 // Returns when earlier errors have had the time that they reserved here.
 void wait_for_turn(std::chrono::microseconds time) {
   Clock::time_point mine;
   {
-    std::lock_guard<std::mutex> lock(gates().mutex);
-    mine = std::max(Clock::now(), gates().free_turn);
-    gates().free_turn = mine + time;
+    std::lock_guard<std::mutex> lock(gates.mutex);
+    mine = std::max(Clock::now(), gates.free_turn);
+    gates.free_turn = mine + time;
   }
   std::this_thread::sleep_until(mine);
 }
@@ -63,8 +60,8 @@ void pass_gate(int64_t number, bool has_gradients, const std::string& skipped_te
     throw dmlc::Error("This update was not made, because its step had failed: " + failure +
                       (has_advice ? "" : " " + advice));
   }
-  std::lock_guard<std::mutex> lock(gates().mutex);
-  gates().closed.erase(number);
+  std::lock_guard<std::mutex> lock(gates.mutex);
+  gates.closed.erase(number);
 }
 
 // Returns 0, or -1 after leaving MXNet's text for MXGetLastError.
@@ -201,9 +198,9 @@ EXPORTED int gluon_syncbn_gate(void** arrays, const int* num_gradients, const in
                                const char* skipped_text, const char* advice, int64_t* first) {
   return or_code([&] {
     {
-      std::lock_guard<std::mutex> lock(gates().mutex);
-      *first = gates().last + 1;
-      while (gates().last < *first + num_gates - 1) gates().closed.insert(++gates().last);
+      std::lock_guard<std::mutex> lock(gates.mutex);
+      *first = gates.last + 1;
+      while (gates.last < *first + num_gates - 1) gates.closed.insert(++gates.last);
     }
     for (int i = 0; i < num_gates; ++i) {
       const std::vector<void*> gradients(arrays, arrays + num_gradients[i]);
@@ -241,12 +238,12 @@ EXPORTED int gluon_syncbn_reserve(int exceptions) {
 
 // Whether a gate has opened.
 EXPORTED int gluon_syncbn_gate_has_opened(int64_t number) {
-  std::lock_guard<std::mutex> lock(gates().mutex);
-  return gates().closed.count(number) == 0;
+  std::lock_guard<std::mutex> lock(gates.mutex);
+  return gates.closed.count(number) == 0;
 }
 
 // Forgets the gates that held updates back. Nothing may be running.
 EXPORTED void gluon_syncbn_forget_gates() {
-  std::lock_guard<std::mutex> lock(gates().mutex);
-  gates().closed.clear();
+  std::lock_guard<std::mutex> lock(gates.mutex);
+  gates.closed.clear();
 }
