@@ -26,22 +26,21 @@ constexpr int kNotReady = 600;        // CUDA_ERROR_NOT_READY
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
 
 // Allocates an array of MXNet's, whose pool frees unused memory when a GPU has none left. The caller frees the handle.
-void* new_array(int device_type, int device, int dtype, int64_t size) {
+void* new_array(int device_type, int device, DType dtype, int64_t size) {
   if (size > std::numeric_limits<unsigned>::max()) throw MXNetFailure("there are too many channels for a GPU");
   const auto shape = static_cast<unsigned>(size);
   void* array = nullptr;
-  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, dtype, &array), "memory could not be allocated");
+  check_mxnet(mxnet().array_create(&shape, 1, device_type, device, 0, static_cast<int>(dtype), &array),
+              "memory could not be allocated");
   return array;
 }
 
 void* new_copy(int device, const std::vector<float>& numbers) {
-  void* array = new_array(kGpu, device, static_cast<int>(DType::kFloat32), static_cast<int64_t>(numbers.size()));
+  void* array = new_array(kGpu, device, DType::kFloat32, static_cast<int64_t>(numbers.size()));
   check_mxnet(mxnet().array_copy_from_cpu(array, numbers.data(), numbers.size()),
               "numbers could not be copied to a GPU");
   return array;
 }
-
-constexpr int kFloat64 = static_cast<int>(DType::kFloat64);
 
 // Rounds sizes up, so that layers of about the same size share memory.
 int64_t rounded(int64_t size) { return power_of_two_for(std::max<int64_t>(size, 64)); }
@@ -66,9 +65,9 @@ bool Scratch::Sizes::operator<(const Sizes& other) const {
 
 Scratch::Scratch(const Sizes& sizes)
     : sizes_(sizes),
-      partials_(new_array(kGpu, sizes.device, kFloat64, sizes.partials)),
+      partials_(new_array(kGpu, sizes.device, DType::kFloat64, sizes.partials)),
       counters_(new_copy(sizes.device, std::vector<float>(static_cast<size_t>(sizes.counters)))),  // the bits of 0
-      message_(new_array(kPinned, sizes.device, kFloat64, sizes.message)),
+      message_(new_array(kPinned, sizes.device, DType::kFloat64, sizes.message)),
       numbers_(static_cast<double*>(message_.data())) {
   check_cuda(cuda().create_stream(&stream_, kNonBlocking), "a stream could not be created");
 }
