@@ -147,7 +147,7 @@ def test_naive_engine_and_a_timeout_of_the_environment(backend):
 
 MANY = """
 from gluon_syncbn.base import library
-print([library.core.gluon_syncbn_make_processes(0, 1, b"", 1, 0) for _ in range(1026)][1022:])
+print([library.core.gluon_syncbn_make_processes(0, 1, b"", 1) for _ in range(1026)][1022:])
 """
 
 

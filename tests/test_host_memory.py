@@ -104,7 +104,7 @@ def test_a_container_with_the_same_host_name_shares_none(tmp_path):
 import ctypes, subprocess, sys
 import gluon_syncbn.base.library as library
 core = library.core
-make = lambda rank: core.gluon_syncbn_make_processes(rank, 2, b"", 1, 0)
+make = lambda rank: core.gluon_syncbn_make_processes(rank, 2, b"", 1)
 if len(sys.argv) > 1:
     print(core.gluon_syncbn_join_memory(make(1), sys.argv[1].encode(), (ctypes.c_int * 2)(0, 1), 2).decode())
 else:

@@ -20,7 +20,7 @@ class Member(ProcessGroup):
     """A process of a `Job`. Messages outside of hosts are lists of Python's."""
 
     name = "here"
-    can_resume = sends_to_each = True
+    can_resume = True
 
     def __init__(self, job, rank, size):
         self.job, self.rank, self.size = job, rank, size

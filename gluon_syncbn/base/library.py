@@ -105,7 +105,7 @@ _PROTOTYPES = {
     "set_waiting_times": (None, [c_double, c_double]),
     "cut_waits_short": (None, [c_char_p, c_double, c_double]),
     "wait_for_exchanges": (None, [c_double]),
-    "make_processes": (c_int64, [c_int, c_int, c_char_p, c_int, c_int]),
+    "make_processes": (c_int64, [c_int, c_int, c_char_p, c_int]),
     "next_task": (None, [c_int64, c_double, c_int, POINTER(Task)]),
     "receive": (None, [c_int64, c_int, c_int64, c_int64, c_int64, _NUMBERS, c_int64]),
     "hear_who_came": (None, [c_int64, c_int64, c_int64, _INTEGERS, c_int]),

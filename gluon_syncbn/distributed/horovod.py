@@ -53,7 +53,6 @@ class HorovodProcessGroup(ProcessGroup):
 
     name = "horovod"
     can_resume = False
-    sends_to_each = False
 
     def __init__(self, process_set: Any = None) -> None:
         try:

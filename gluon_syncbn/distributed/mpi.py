@@ -33,7 +33,6 @@ class MPIProcessGroup(ProcessGroup):
 
     name = "mpi"
     can_resume = True
-    sends_to_each = True
 
     def __init__(self, comm: Any) -> None:
         try:

@@ -59,17 +59,14 @@ class ProcessGroup(ABC):
     name : str
         The name of the communicator: 'mpi' or 'horovod'.
     can_resume : bool
-        Whether the processes can go on together after they have abandoned a step.
-    sends_to_each : bool
-        Whether a message can go to one process alone. It then shows that its sender has come, and hosts can exchange
-        by leaders.
+        Whether a message can go to one process alone. So it shows that its sender has come, hosts can exchange by
+        leaders, and the processes can go on together after they have abandoned a step.
     rank, size : int
         The number of this process, from 0, and how many there are.
     """
 
     name: str
     can_resume: bool
-    sends_to_each: bool
     rank: int
     size: int
 
@@ -78,7 +75,7 @@ class ProcessGroup(ABC):
         if library.core is None:
             raise CommunicatorError(f"several processes need the compiled library: {library.unavailable_reason}")
         self.id: int = library.core.gluon_syncbn_make_processes(
-            self.rank, self.size, _REASONS.encode(), self.can_resume, not self.sends_to_each
+            self.rank, self.size, _REASONS.encode(), self.can_resume
         )
         if self.id < 0:
             raise CommunicatorError("this process has made 1,024 groups of processes; use these again")
@@ -127,7 +124,7 @@ class ProcessGroup(ABC):
         """Hand each message that has arrived to `_receive`."""
 
     def _find_out_who_came(self, message: Message) -> None:  # noqa: B027
-        """Call `_hear_who_came` with each of ``message.ranks`` that has come to its round; not if `sends_to_each`."""
+        """Call `_hear_who_came` with each of ``message.ranks`` that has come to its round; not if `can_resume`."""
 
     def _abandon(self, why: str) -> None:  # noqa: B027
         """The step has failed in this process, and no message can say so: where not `can_resume`."""

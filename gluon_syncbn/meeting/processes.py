@@ -166,7 +166,7 @@ class Processes:
         self.group.name_processes(self._hosts)
         near = [rank for rank, host in enumerate(hosts) if host == hosts[self.group.rank]]
         found = _first(problems)
-        if len(set(hosts)) == len(hosts) or not self.group.sends_to_each:
+        if len(set(hosts)) == len(hosts) or not self.group.can_resume:
             found = found or _first(["it is on another host" if host != hosts[0] else "" for host in hosts])
         for rank, build in enumerate(builds) if found is None else ():
             first = hosts.index(hosts[rank])

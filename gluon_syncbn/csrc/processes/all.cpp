@@ -33,8 +33,6 @@ class Outside : public Transport {
     std::string text;
   };
 
-  explicit Outside(bool must_be_asked) : must_be_asked_(must_be_asked) {}
-
   // Waits for the next task. Returns kNothing after so many seconds under kAllTheTime, and after 100 ms under
   // kNowAndThen.
   Task next(double seconds, const std::function<Need()>& need) {
@@ -75,7 +73,6 @@ class Outside : public Transport {
     changed_.notify_one();
     return true;
   }
-  bool must_be_asked() const override { return must_be_asked_; }
   void ask_who_came(int64_t key, int64_t round, const std::vector<int>& ranks) override {
     add(Task::kAskWhoCame, {Message::kVector, key, round, {}}, ranks, "");
   }
@@ -88,7 +85,6 @@ class Outside : public Transport {
     changed_.notify_one();
   }
 
-  const bool must_be_asked_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
@@ -138,12 +134,11 @@ std::shared_ptr<Processes> find_processes(int64_t id) { return entry(id).process
 using namespace gluon_syncbn;
 
 // Returns the id, or -1 if there are too many.
-EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* advice, int can_resume,
-                                             int must_be_asked) {
+EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* advice, int can_resume) {
   static const int is_watched = pthread_atfork(nullptr, nullptr, forget_in_child);
   static_cast<void>(is_watched);
   auto made = std::make_unique<Registration>();
-  made->outside = std::make_shared<Outside>(must_be_asked != 0);
+  made->outside = std::make_shared<Outside>();
   made->processes = std::make_shared<Processes>(rank, size, advice, made->outside, can_resume != 0);
   const size_t id = num_entries++;
   if (id >= kMost) return -1;

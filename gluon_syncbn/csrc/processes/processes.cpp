@@ -71,6 +71,7 @@ void Processes::name(std::vector<std::string> names) {
 
 template <typename Work>
 void Processes::locked(const Work& work) {
+  if (is_forked()) return;
   Afterwards after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -285,7 +286,6 @@ void Processes::fail_step(const std::string& error) {
 }
 
 void Processes::fail(const std::string& error) {
-  if (is_forked()) return;
   locked([&] { fail_step(error); });
 }
 
@@ -307,7 +307,6 @@ void Processes::end(const std::string& why) {
 
 std::string Processes::abandon(bool is_under_way) {
   std::string why;
-  if (is_forked()) return why;
   locked([&] {
     if (failure_.empty() && !is_under_way) return;
     why = failure_.empty() ? "gluon_syncbn.abandon_step() was called in the middle of a step" : failure_;
@@ -362,7 +361,6 @@ void Processes::end_resume() {
 }
 
 void Processes::leave() {
-  if (is_forked()) return;
   locked([&] { tell_all(has_ended(rank)); });
 }
 
@@ -456,7 +454,7 @@ std::string Processes::why_overdue(Waiting& waiting, OpenWaits& open) {
       open.add(waiting.began, until);
       return "";
     }
-    if (uses_memory_ || waiting.is_resume || !outside_->must_be_asked()) {
+    if (uses_memory_ || waiting.is_resume || can_resume_) {
       const std::string error = missing_text(waiting, who_came(waiting));
       // The others may wait for this process until the communicator ends.
       if (waiting.is_resume && !can_resume_) afterwards_.abandoned = error;

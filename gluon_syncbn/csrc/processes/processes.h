@@ -78,8 +78,9 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
  public:
   static constexpr int64_t kNext = 0;  // a round that is to be numbered
 
-  // `outside` is the communicator; `can_resume` says whether it tells others of a step that is abandoned.
-  // `advice` ends the error about a missing process. To be made by std::make_shared.
+  // `outside` is the communicator; `can_resume` says whether it tells others of a step that is abandoned, and shows
+  // which have come to a round; if not, it is asked. `advice` ends the error about a missing process. To be made by
+  // std::make_shared.
   Processes(int rank, int size, std::string advice, std::shared_ptr<Transport> outside, bool can_resume);
 
   const int rank, size;
@@ -166,7 +167,8 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
     std::vector<std::pair<Channel, int64_t>> questions;              // which ranks have come to this round
     std::string abandoned;                                           // why
   };
-  // Runs `work` with the lock, and then all calls that it has left in `afterwards_` without it.
+  // Runs `work` with the lock, and then all calls that it has left in `afterwards_` without it; nothing in a process
+  // that was forked, where the lock may be held for ever.
   template <typename Work>
   void locked(const Work& work);
 

@@ -47,8 +47,7 @@ class Transport {
   // Whether a rank has ended without a word.
   virtual bool has_lost(int /*rank*/) { return false; }
 
-  // Whether the transport must be asked which ranks have come to a round; `Processes::hear_who_came` takes the answer.
-  virtual bool must_be_asked() const { return false; }
+  // Asks which of these ranks have come to a round; `Processes::hear_who_came` takes the answer.
   virtual void ask_who_came(int64_t /*key*/, int64_t /*round*/, const std::vector<int>& /*ranks*/) {}
 
   // The step has failed here or was abandoned, and no message can say so.
