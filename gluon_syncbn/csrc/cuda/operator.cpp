@@ -3,15 +3,10 @@
 //   forward    moments → [message, pinned] → meet → [mean, variance, pinned] → normalize, running statistics
 //   backward   gradient sums, dγ, dβ → [message] → meet → [ΣS1, ΣS2] → input gradient
 //
-// Beside the two kernels, the arrows take the time of a pass:
-//
-//   1. To the GPU: this thread launches the first kernel at once, on a stream of its own (scratch.h says why).
-//   2. Back: the last block of each tile of channels writes its numbers over the bus into pinned memory, where this
-//      thread sees them.
-//   3. The rendezvous: two threads that arrive together meet in some µs (benchmarks/layer.py); else the faster device
-//      waits for the slower one. The merge in float64 takes some ns per channel and device.
-//   4. To the GPU again, as 1. Each block reads the numbers of its channels over the bus, while it reads the tensor.
-//   5. The end: this thread watches the stream, and returns to MXNet's engine when the second kernel has ended.
+// Beside the two kernels, the arrows take the time of a pass. scratch.h has the ways to the GPU and back, over the bus:
+// the last block of each tile of channels writes its numbers, and each block of the second kernel reads the numbers of
+// its channels while it reads the tensor. In the rendezvous two threads that arrive together meet in some µs
+// (benchmarks/layer.py); the merge in float64 takes some ns per channel and device.
 //
 // All waits end with the layer's timeout, and an error that names the kernel or the missing devices.
 
