@@ -16,7 +16,6 @@
 // The watchdog (watchdog.h) looks once per poll interval, as a signal handler could not wake it.
 #pragma once
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <vector>
