@@ -212,9 +212,9 @@ def run_two_devices(device, case: Case) -> list:
     for own in running:
         for name, vector, wanted in zip(("mean", "variance"), own, norm.running()):
             allowed = units if name == "mean" else VARIANCE_UNITS[real]
-            if name == "mean" and case.data == "first":  # from which a device counts: it loses units of that distance
-                lost = 4 / allowed * (1 - norm.momentum) * 1000
-                wanted = Sized(wanted.value, wanted.size + lost * (real == "float64"))
+            if case.data == "first" and real == "float64":  # a device counts from it, and loses units of its distance
+                lost = 4 / allowed if name == "mean" else np.abs(expected.means[0].value)
+                wanted = Sized(wanted.value, wanted.size + lost * (1 - norm.momentum) * 1000)
             check(f"running {name}", vector.numpy(), wanted, real, units=allowed)
     for i, wanted in enumerate((expected.gamma_gradient, expected.beta_gradient)):
         own = [there[n][i] * add for n in (0, 1)]
