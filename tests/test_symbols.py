@@ -499,3 +499,12 @@ def test_mirroring_is_off_for_symbols_with_synchronized_layers(backend, monkeypa
         moved.append(module.get_params()[1]["norm_moving_mean"].asnumpy())
     np.testing.assert_array_equal(*moved)
     assert moved[0].all()
+
+
+@pytest.mark.parametrize("name", ["device", "buffers", "function", "bind", "symbol", "executor", "forward"])
+def test_an_input_may_have_any_name(name):
+    """Inputs are keywords of MXNet's methods, which are extended."""
+    executor = (mx.sym.var(name) + 1).simple_bind(mx.cpu(), **{name: (2, 3)})
+    assert executor.forward(is_train=True, **{name: mx.nd.ones((2, 3))})[0].asnumpy().tolist() == [[2] * 3] * 2
+    executor.backward(mx.nd.ones((2, 3)))
+    assert executor.reshape(**{name: (1, 3)}).forward(**{name: mx.nd.ones((1, 3))})[0].shape == (1, 3)

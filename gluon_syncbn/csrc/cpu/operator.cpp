@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "cpu/kernels.h"
-#include "in_place.h"
+#include "least_gamma.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "mxnet/operator.h"
@@ -213,7 +213,7 @@ class CpuOperator : public Operator {
   void predict(const ForwardArrays& arrays, ForwardRequests requests) {
     auto* saved = static_cast<double*>(data_if(requests.saved, arrays.saved));
     plain(read(arrays.running_mean), read(arrays.running_var)).save(saved, {});
-    // Where `saved` is not requested, no backward pass can follow, and in_place.h need not be able to undo γ.
+    // Where `saved` is not requested, no backward pass can follow, and least_gamma.h need not be able to undo γ.
     const bool in_place = call_.in_place && saved;
     if (void* y = data_if(requests.out, arrays.out)) {
       normalize(call_.dtype, arrays.data.data(), data_if(call_.has.skip, arrays.skip), call_.layout,

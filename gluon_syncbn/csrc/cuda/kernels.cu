@@ -7,7 +7,7 @@
 //   RESIDUAL     whether a residual is added before the activation, which then is a ReLU
 //   FROM_OUTPUT  whether the backward passes take y in place of x
 //
-// INVERSE_LEAST_GAMMA is 1 / least_gamma (in_place.h).
+// INVERSE_LEAST_GAMMA is 1 / least_gamma (least_gamma.h).
 //
 // Sums, parameters and statistics are float64 for float64 activations, and float32 for others. The host gets float64.
 //

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
-#include "in_place.h"
+#include "least_gamma.h"
 #include "meeting/all_reduce.h"
 #include "mxnet/array.h"
 #include "mxnet/operator.h"

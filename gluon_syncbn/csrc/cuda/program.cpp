@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "cuda/driver.h"
-#include "in_place.h"
+#include "least_gamma.h"
 
 namespace gluon_syncbn {
 namespace {

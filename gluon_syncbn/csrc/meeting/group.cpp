@@ -165,7 +165,7 @@ void Group::make_subgroups(std::map<std::string, Membership>& members, int64_t a
   std::map<size_t, std::vector<std::string>> neighbours;
   for (size_t i = 0; i < devices_.size(); ++i) {
     if (active_sets().includes(devices_[i], active_set)) {
-      neighbours[(link_->first_device + i) / group_size].push_back(devices_[i]);
+      neighbours[(link_->first_device + i) / devices_per_group].push_back(devices_[i]);
     }
   }
   for (const auto& [number, names] : neighbours) {

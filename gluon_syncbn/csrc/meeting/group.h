@@ -23,7 +23,7 @@ namespace gluon_syncbn {
 struct GroupSpec {
   const std::string name;  // the layer's
   const size_t num_devices;
-  const size_t group_size;  // of neighbours that synchronize among themselves, in all processes
+  const size_t devices_per_group;  // of neighbours that synchronize among themselves, in all processes
   const double timeout_seconds;
   const double momentum;
   const double epsilon;

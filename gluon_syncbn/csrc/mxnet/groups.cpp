@@ -67,11 +67,11 @@ std::shared_ptr<Group> group_of(const std::string& reference) {
 // Makes the group that graphs name by `id`; it is open to any devices if `devices` is null. The attributes are those of
 // GroupSpec, in its order.
 EXPORTED void gluon_syncbn_make_group(int64_t id, const char* const* devices, const char* advice, const char* name,
-                                      int num_devices, int group_size, double timeout_seconds, double momentum,
+                                      int num_devices, int devices_per_group, double timeout_seconds, double momentum,
                                       double epsilon, int scale, int dtype, double r_max, double d_max) {
   const gluon_syncbn::GroupSpec spec{name,
                                      static_cast<size_t>(num_devices),
-                                     static_cast<size_t>(group_size),
+                                     static_cast<size_t>(devices_per_group),
                                      timeout_seconds,
                                      momentum,
                                      epsilon,

@@ -31,7 +31,7 @@ inline int64_t saved_size(int64_t channels) { return 4 * channels + ForwardCall:
 // The number of a device: 1 of "gpu(1)".
 inline int number_of(const std::string& device) { return std::stoi(device.substr(device.find('(') + 1)); }
 
-// Warns the user that a layer which works in place has taken another γ than its own (in_place.h).
+// Warns the user that a layer which works in place has taken another γ than its own (least_gamma.h).
 void warn_of_gamma(const Group& group, const std::string& device, int64_t channel, double used);
 
 // MXNet owns it from `keep` until `let_go`, and so does each pass that is under way.
