@@ -48,8 +48,8 @@ struct Affine {
   }
 };
 
-// Puts r and d of Batch Renormalization into γ and β and, if `clamps`, keeps γ away from 0 as least_gamma.h says. Returns
-// whether that changed γ.
+// Puts r and d of Batch Renormalization into γ and β and, if `clamps`, keeps γ away from 0 as least_gamma.h says.
+// Returns whether that changed γ.
 __device__ inline bool effective(bool clamps, double r, double d, double& gamma, double& beta) {
   beta += gamma * d;
   gamma *= r;
