@@ -73,12 +73,10 @@ def synchronize(block: SymbolBlock, **options) -> None:
             norm.node.attrs.update(layer._note_in(noted))
     set_graph(block, (data, graph.symbol()))
     set_layers(block, noted)
-    kind: Any = type(block)
     if not isinstance(block, SynchronizedSymbolBlock):
-        block._converted_from = kind
-        block.__class__ = (
-            SynchronizedSymbolBlock if kind is SymbolBlock else class_of_both(kind, SynchronizedSymbolBlock)
-        )
+        kind: Any = type(block)
+        ours = SynchronizedSymbolBlock
+        block._converted_from, block.__class__ = kind, ours if kind is SymbolBlock else class_of_both(kind, ours)
     drop_graph(block)
 
 

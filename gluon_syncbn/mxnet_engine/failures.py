@@ -30,7 +30,7 @@ from gluon_syncbn.base.mxnet_private import device_of
 _ENDED = " has ended"  # a process
 _SECONDS_TO_FAIL = 0.05
 _EXCEPTIONS = 1024  # for which MXNet is given memory; a failed step throws some per net and gate
-_OF_NO_ACCOUNT = "gluon_syncbn: this error is of no account."  # as in csrc/mxnet/engine.cpp
+_OF_NO_ACCOUNT = "gluon_syncbn: this error is of no account."
 
 
 class _Failure:
@@ -258,7 +258,7 @@ def _give_memory() -> None:
         if _state.has_memory:
             return
         seen = last_error()
-        check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS))
+        check_call(library.core.gluon_syncbn_reserve(_EXCEPTIONS, _OF_NO_ACCOUNT.encode()))
         LIBMXNET["MXNDArrayWaitAll"]()  # which fails; not the function that `_hooks` extends
         set_last_error(seen)
         _state.has_memory = True
@@ -266,11 +266,10 @@ def _give_memory() -> None:
 
 def check_all_work(wait_for_all: Callable[[], int]) -> None:
     """Call ``MXNDArrayWaitAll``. MXNetError if work has failed, but not work of `_give_memory` in another thread."""
-    code = -1
-    while code != 0:
+    code = wait_for_all()
+    while code != 0 and _OF_NO_ACCOUNT in last_error():
         code = wait_for_all()
-        if code != 0 and _OF_NO_ACCOUNT not in last_error():
-            check_call(code)
+    check_call(code)
 
 
 def poison(array: mx.nd.NDArray, error: str) -> None:

@@ -94,10 +94,8 @@ def refusing_after_a_failure(write, owner, /, *args, **kwargs):
     """
     if failures.failure() and _may_write(owner):
         failures.tell()
-        raise SyncBatchNormError(
-            f"{type(owner).__name__}.{write.__name__}: nothing was written, because the step has failed: "
-            f"{failures.failure()} Call gluon_syncbn.abandon_step() first."
-        )
+        refused = f"{type(owner).__name__}.{write.__name__}: nothing was written, because the step has failed: "
+        raise SyncBatchNormError(failures.with_advice(refused + failures.failure()))
     return write(owner, *args, **kwargs)
 
 
@@ -124,7 +122,6 @@ def failing_what_cannot_be_read(read, *array):
     and the loss scaler of AMP read gradients there). An error of a synchronized layer is raised as a
     `SyncBatchNormError`.
     """
-
     with noticing_what_cannot_end(sys._getframe(1).f_back):  # the caller of the extended method
         return _read(read, *array)
 

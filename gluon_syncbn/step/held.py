@@ -95,8 +95,8 @@ class Updates:
     def writes(self, owner: Any) -> bool:
         """Whether an update may write this Parameter, or one that is held the states of this Updater."""
         with self._lock:
-            updaters = [item for held in self._held for item, _, _ in held.updaters]
-        return owner in self._known() or any(owner is item for item in updaters)
+            updaters = {item for held in self._held for item, _, _ in held.updaters}
+        return owner in updaters or owner in self._known()
 
     def _known(self) -> Set[mx.gluon.Parameter]:
         """The Parameters that are updated."""

@@ -89,12 +89,13 @@ def noting_trainer(init, trainer, /, *args, **kwargs):
 
 def guarding_trainer(update, trainer, /, *args, **kwargs):
     """A method of Trainer that reads gradients, or updates weights."""
-    with steps.progress.notes.given_back(parameters_of(trainer)):
+    parameters = parameters_of(trainer)
+    with steps.progress.notes.given_back(parameters):
+        check_met(parameters)
         return _guarded(update, trainer, args, kwargs)
 
 
 def _guarded(update, trainer, args, kwargs):
-    check_met(parameters_of(trainer))
     steps.updates.before_update()
     if not failures.is_in_use():
         return update(trainer, *args, **kwargs)
@@ -120,7 +121,6 @@ def finishing_update(update, trainer, /, *args, **kwargs):
 
     They are guarded, too, where a subclass of Trainer has a ``step`` of its own.
     """
-
     with _holding_ctrl_c():
         if steps.updates.here.updates:
             return update(trainer, *args, **kwargs)

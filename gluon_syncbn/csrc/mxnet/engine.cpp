@@ -226,12 +226,12 @@ EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays) {
 
 // Gives the engine's list of exceptions memory for `exceptions`: it doubles it when it is full. Nothing may be running.
 // The exceptions that this takes are still there afterwards.
-EXPORTED int gluon_syncbn_reserve(int exceptions) {
+EXPORTED int gluon_syncbn_reserve(int exceptions, const char* text) {
   return or_code([&] {
     const Array token(new_token());
     for (int i = 0; i < exceptions / 2 + 1; ++i) {
-      push([] { throw dmlc::Error("gluon_syncbn: this error is of no account."); }, EngineProperty::kNoSkip,
-           kGateThread, {}, {token.handle()});
+      push([error = std::string(text)] { throw dmlc::Error(error); }, EngineProperty::kNoSkip, kGateThread, {},
+           {token.handle()});
     }
   });
 }
