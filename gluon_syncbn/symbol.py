@@ -10,6 +10,7 @@ that has imported this package. So saved files load anywhere.
 from typing import Dict, Optional
 
 import mxnet as mx
+import numpy as np
 
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.base.mxnet_private import set_attributes, unique_name
@@ -67,7 +68,7 @@ def SyncBatchNorm(
     name : str, optional
         The name of the node, by default ``syncbatchnorm0`` and so on.
     attr : dict of str, optional
-        Hidden attributes of the node, such as ``__lr_mult__``.
+        Hidden attributes of the node and of variables that are created for it, such as ``__lr_mult__``.
     **options
         The other options of `gluon_syncbn.SyncBatchNorm`. ``kvstore`` and ``process_group`` must be names. In a job of
         several processes ``num_devices`` counts the devices of one process. The limits of Batch Renormalization cannot
@@ -88,6 +89,9 @@ def SyncBatchNorm(
     if not isinstance(data, mx.sym.Symbol):
         raise TypeError(f"SyncBatchNorm '{name}': data must be a Symbol, not {type(data).__name__}.")
     check_option_names(options, [*OPTIONS, *_BATCH_NORM, "dtype"], f"SyncBatchNorm '{name}'")
+    for option, value in (("fix_gamma", fix_gamma), ("use_global_stats", use_global_stats)):
+        if not isinstance(value, (int, np.bool_)):  # MXNet reads 'False' as False, and Python as True
+            raise TypeError(f"SyncBatchNorm '{name}': {option} must be True or False, not {value!r}.")
     spec = LayerSpec(
         name,
         axis=axis,
@@ -103,8 +107,8 @@ def SyncBatchNorm(
     plain = {"eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": fix_gamma, "axis": spec.axis}
     plain["use_global_stats"] = use_global_stats
     with mx.name.NameManager():
-        out = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name, **plain)
-        set_attributes(out, {**(attr or {}), **_mark(spec)})
+        out = mx.sym.BatchNorm(data, gamma, beta, moving_mean, moving_var, name=name, attr=attr, **plain)
+        set_attributes(out, _mark(spec))
         return mx.sym.relu(out, name=f"{name}_relu") if spec.activation else out
 
 

@@ -223,6 +223,25 @@ def test_a_loop_whose_body_calls_the_layer(mode, backend):
                     np.testing.assert_allclose(array.asnumpy(), wanted, rtol=1e-12)
 
 
+class Masked(gluon.HybridBlock):
+    """Convolutions in oneDNN's layouts, behind an operator whose output has no shape until it has run."""
+
+    def __init__(self, norm=nn.BatchNorm):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            convs = [functools.partial(nn.Conv2D, 32, 3, padding=1, in_channels=32) for _ in range(3)]
+            norms = [functools.partial(norm, in_channels=32)] * 3
+            self.body = sequential(*(block for both in zip(convs, norms) for block in both), prefix="")
+
+    def hybrid_forward(self, F, x):
+        return self.body(F.contrib.boolean_mask(x, F.ones_like(F.mean(x, axis=(1, 2, 3)))))
+
+
+def test_a_static_graph_that_mxnet_runs_one_operator_at_a_time(mode):
+    both = Pair(convert_sync_batchnorm(Masked()), Masked(Whole), 2, "float32", mode, units=3000)
+    both.check_steps([(4, 32, 12, 12)] * 2, count=5)
+
+
 class Twice(gluon.Block):
     """A net that runs twice per step, as a head or a discriminator does. On cpu(1) the second input is ready first."""
 

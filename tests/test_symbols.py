@@ -78,7 +78,8 @@ def test_a_node_trains_as_it_says_whatever_way_it_comes(node, way, tmp_path, bac
         "converted again": lambda: convert_symbol(symbol, 4, timeout=50),
         "loaded": lambda: mx.sym.load(file),
     }.get(way, lambda: symbol)()
-    assert attr.items() <= symbol.get_internals()["bn_output"].attr_dict()["bn"].items()
+    plain = mx.sym.BatchNorm(DATA, name="bn", attr=attr).attr_dict()
+    assert all(plain[name]["__lr_mult__"] == symbol.attr_dict()[name]["__lr_mult__"] for name in plain)
     if "block" in way:
         block = set_mode(SymbolBlock(symbol, DATA), way.split()[0])
         if norm.frozen:
@@ -116,7 +117,7 @@ def test_every_operator_is_converted(operator, backend):
     plain = make(DATA, name="bn", fix_gamma=False, eps=1e-2, momentum=0.6, attr={"__lr_mult__": "0.5"}, **key)
     symbol = convert_symbol(plain, 2, timeout=60)
     assert symbol.attr_dict()["bn"]["__lr_mult__"] == "0.5"
-    for listed in ("list_arguments", "list_auxiliary_states"):
+    for listed in ("list_arguments", "list_auxiliary_states", "list_outputs"):
         assert getattr(symbol, listed)() == getattr(plain, listed)()
     norm = norm_of(5, backend, epsilon=1e-2, momentum=0.6, activation="relu" if "ReLU" in operator else None)
     executors = bind(symbol, shards_and_heads(SHAPES[:2])[0], {"bn": norm})
@@ -250,6 +251,50 @@ def test_a_symbol_that_was_taken_apart_is_not_changed_any_more(backend):
             change(taken_apart())
 
 
+@pytest.mark.parametrize("partitioner", ["MKLDNN", "MKLDNN_QUANTIZE"])
+def test_a_partition_in_which_nothing_can_synchronize(partitioner):
+    """As a quantization makes it."""
+    symbols = [convert_symbol(network(), 2), convert_symbol(network().get_backend_symbol(partitioner), 2)]
+    for symbol in (symbols[0].get_backend_symbol(partitioner), symbols[1]):
+        with pytest.raises(ValueError, match="cannot synchronize in 'sg_mkldnn_.*plain_symbol"):
+            symbol.simple_bind(mx.cpu(), data=BATCH)
+    plain = plain_symbol(symbols[0]).get_backend_symbol(partitioner)
+    executors = [symbol.simple_bind(mx.cpu(), data=BATCH, grad_req="null") for symbol in (plain, network())]
+    for executor in executors:
+        values = np.random.RandomState(0)
+        for _, array in sorted([*executor.arg_dict.items(), *executor.aux_dict.items()]):
+            array[:] = values.uniform(1, 2, array.shape)
+    outputs = [executor.forward(is_train=False)[0].asnumpy() for executor in executors]
+    np.testing.assert_allclose(*outputs, rtol=1e-4)
+
+
+def test_a_module_that_splits_a_net_over_devices(backend):
+    def halves(norm, **options):
+        with mx.AttrScope(ctx_group="first"):
+            x = mx.sym.Convolution(DATA, num_filter=3, kernel=(3, 3), no_bias=True, name="conv")
+        with mx.AttrScope(ctx_group="second"):
+            x = mx.sym.relu(norm(x, fix_gamma=False, momentum=0.75, name="bn0", **options))
+        with mx.AttrScope(ctx_group="first"):
+            return classifier(norm(x, fix_gamma=False, momentum=0.75, name="bn1", **options))
+
+    places = [{"first": mx.cpu(i), "second": mx.cpu(2 + i)} for i in range(2)]
+    found = []
+    for symbol, count in ((halves(SYNCHRONIZED, num_devices=2, dtype="float64"), 2), (halves(mx.sym.BatchNorm), 1)):
+        mx.random.seed(0)
+        module = mx.mod.Module(symbol, context=cpus(count), group2ctxs=places[:count])
+        data = mx.nd.array(random_shards([BATCH])[0], dtype="float64")
+        described = [mx.io.DataDesc("data", BATCH, "float64")], [mx.io.DataDesc("softmax_label", BATCH[:1], "float64")]
+        module.bind(*described)
+        module.init_params(mx.init.Xavier())
+        module.init_optimizer()
+        for _ in range(3):
+            module.forward_backward(mx.io.DataBatch([data], [mx.nd.arange(BATCH[0], dtype="float64")]))
+            mx.nd.waitall()
+            module.update()
+        found.append({name: item.asnumpy() for items in module.get_params() for name, item in items.items()})
+    check_net(*found)
+
+
 BOUND = """
 import mxnet as mx, numpy as np, gluon_syncbn
 symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var('data'), num_devices=2, name='bn', timeout=60)
@@ -287,6 +332,8 @@ def test_bad_input(monkeypatch):
         (ValueError, "num_devices must be a positive integer, not 0", {"num_devices": 0}),
         (ValueError, "group_size=2 does not divide its 3 devices", {"num_devices": 3, "group_size": 2}),
         (TypeError, "axis must be an integer, not 1.5", {"axis": 1.5}),
+        (TypeError, "fix_gamma must be True or False, not 'False'", {"fix_gamma": "False"}),
+        (TypeError, "use_global_stats must be True or False, not 'False'", {"use_global_stats": "False"}),
         *((ValueError, "dtype must be 'float32' or 'float64'", {"dtype": it}) for it in (None, "float16", ["int32"])),
         (TypeError, "a symbol can be saved, so kvstore must be a name", {"kvstore": mx.kv.create("local")}),
     ]

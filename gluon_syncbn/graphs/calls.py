@@ -177,6 +177,17 @@ def _make(net: Block, args) -> Optional[_NetGraph]:
         return _graphs.get(net)
 
 
+def _has_fixed_shapes(net: Block, symbol: mx.sym.Symbol, arrays: Dict[str, mx.nd.NDArray]) -> bool:
+    """Whether the shapes of the inputs say all others: else (``boolean_mask``) MXNet runs a static graph, too, one
+    operator at a time."""
+    known = {name: item.shape for name, item in {**net.collect_params(), **arrays}.items()}
+    known = {name: known[name] for name in symbol.list_arguments() if known.get(name) is not None}
+    found = symbol.get_internals().infer_shape_partial(**known)[1]
+    if mx.util.is_np_shape():
+        return all(shape is not None and -1 not in shape for shape in found)
+    return all(shape and 0 not in shape for shape in found)
+
+
 def plain_graph_of(net: Block) -> Tuple:
     """The graph that the net keeps, as it was before a partitioner took it apart."""
     graph = _graphs.get(net)
@@ -230,8 +241,10 @@ def lowering_what_runs(build, net, *args):
             flat = flatten(args, "input")[0]
             find_shapes(net, plain, flat)
             given = zip(inputs, (item for item in flat if item is not None))
-            dtypes = {data.name: x.dtype for data, x in given if isinstance(x, mx.nd.NDArray)}
-            kind = Kind(is_static(net), is_partitioned, not has_operator_hook(net) and not is_partitioned)
+            arrays = {data.name: x for data, x in given if isinstance(x, mx.nd.NDArray)}
+            dtypes = {name: x.dtype for name, x in arrays.items()}
+            runs_statically = is_static(net) and _has_fixed_shapes(net, plain, arrays)
+            kind = Kind(runs_statically, is_partitioned, not has_operator_hook(net) and not is_partitioned)
             lowering = Lowering(plain, layers_of(net), dtypes, kind)
             say(net.name, lowering.fused)
             set_graph(net, (inputs, lowering.symbol))

@@ -9,9 +9,11 @@ Several calls that share running statistics (one layer, or several that have its
 which MXNet sorts the nodes, which depends on fusion; and in a static graph in no order at all, since MXNet does not
 know that a call writes the statistics. So each call is made to depend on the call before, by an order token.
 
-The body of a loop or branch (``F.contrib.foreach``) is a graph of its own, and is lowered by itself.
+The body of a loop or branch (``F.contrib.foreach``) is a graph of its own, and is lowered by itself. The parts that a
+partitioner has taken out of a symbol run in the partitioner's own way: a norm in them cannot synchronize.
 """
 
+import json
 import logging
 import threading
 from ast import literal_eval
@@ -24,8 +26,8 @@ import mxnet as mx
 from gluon_syncbn.backends.bfloat16 import BFLOAT16, dtype_name, inferred_dtypes, is_bfloat16, mxnet_takes_bfloat16
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.graphs.fuse import fuse
-from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node
-from gluon_syncbn.graphs.norms import Layers, Norm, find_norms, take_frozen
+from gluon_syncbn.graphs.graph import Entry, Graph, Kind, Node, in_order
+from gluon_syncbn.graphs.norms import MARK, Layers, Norm, find_norms, take_frozen
 from gluon_syncbn.layer.spec import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
@@ -67,7 +69,14 @@ class Lowering:
             norm.unmark()
         for node in graph.nodes:
             for number, body in enumerate(node.more.get("subgraphs", ())):
-                self._lower_body(node, number, body)
+                if node.op in _WITH_BODIES:
+                    self._lower_body(node, number, body)
+                elif node.op == "_CachedOp" or MARK in json.dumps(body):
+                    raise ValueError(
+                        f"BatchNorms cannot synchronize in '{node.name}', a part of the symbol that get_backend_symbol "
+                        f"has taken out. To train the symbol use Symbol.optimize_for; to predict with it, or to "
+                        f"quantize it, take gluon_syncbn.plain_symbol(symbol) first."
+                    )
         if fusible and self._kind.fuses:
             self.fused += fuse(graph, fusible, self._kind.fuses_sums)
 
@@ -126,16 +135,27 @@ def _replace(graph: Graph, made: List[_New]) -> Set[Node]:
     replaced: Dict[Node, Entry] = {}
     for norm, make, _ in sorted(made, key=lambda new: new.norm.call or 0):
         replaced[norm.node], token = make(tokens.get(norm.running_mean))
+        _place(norm, replaced[norm.node], tokens.get(norm.running_mean))
         if norm.running_mean in several and token is not None:
             tokens[norm.running_mean] = token
     graph.replace(replaced)
     return {replaced[new.norm.node].node for new in made if new.fuses}
 
 
+def _place(norm: Norm, made: Entry, after: Optional[Entry]) -> None:
+    """Put all new nodes on the norm's device, where a Module splits a net over devices (``group2ctxs``)."""
+    if _PLACE in norm.hidden:
+        old = set(in_order(entry.node for entry in [*norm.inputs, *([] if after is None else [after])]))
+        for node in set(in_order([made.node])) - old:
+            node.attrs[_PLACE] = norm.hidden[_PLACE]
+
+
+_PLACE = "__ctx_group__"
 _INPUTS_OF_BODIES = {
     "_while_loop": ("cond_input_locs", "func_input_locs"),
     "_cond": ("cond_input_locs", "then_input_locs", "else_input_locs"),
 }
+_WITH_BODIES = {"_foreach", *_INPUTS_OF_BODIES}
 
 
 def _move_inputs(node: Node, number: int, new: List[int]) -> None:

@@ -127,8 +127,9 @@ class Norm(NamedTuple):
             options = {"axis": spec.axis, "eps": spec.epsilon, "momentum": spec.momentum, "fix_gamma": not spec.scale}
             options["use_global_stats"] = spec.use_global_stats
             attrs = {**{name: str(value) for name, value in options.items()}, **self.hidden}
-        out = Entry(Node("BatchNorm", self.name, {**attrs, **marks}, self.inputs))
-        return Entry(Node("relu", f"{self.name}_relu", {}, [out])) if self.activation else out
+        name = f"{self.name}_norm" if self.activation else self.name
+        out = Entry(Node("BatchNorm", name, {**attrs, **marks}, self.inputs))
+        return Entry(Node("relu", self.name, self.hidden, [out])) if self.activation else out
 
 
 def find_norms(graph: Graph) -> List[Norm]:
