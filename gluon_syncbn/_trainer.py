@@ -88,7 +88,7 @@ class DistributedTrainer(gluon.Trainer):
         self._number = processes_of(group).count_layers(_NAME)
         self._values = np.empty(0, np.float32)  # all gradients
         self._compared: Optional[Tuple] = None  # the facts for which values were compared, and the step's generation
-        steps.progress.trainers_of_jobs.add(self)
+        steps.progress.under_way.trainers.add(self)
 
     def broadcast_parameters(self) -> None:
         """Give all processes the parameters and statistics of the first process. All of them call it.
@@ -173,7 +173,7 @@ class DistributedTrainer(gluon.Trainer):
             for gradient in parameter.list_grad():
                 _write(gradient, part.reshape(parameter.shape))
         self._compared = now
-        steps.progress.has_gradients_of_job = False
+        steps.progress.under_way.has_new_gradients = False
 
     def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
         """Wait for the other processes. Return the facts of all of them, one row each.

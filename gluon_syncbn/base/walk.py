@@ -38,9 +38,9 @@ def outermost_block() -> Optional[Block]:
     found = None
     while frame is not None:
         if frame.f_code is Block.__call__.__code__:
-            found = frame.f_locals["self"]
+            found = frame
         frame = frame.f_back
-    return found
+    return None if found is None else found.f_locals["self"]
 
 
 def users_line() -> int:

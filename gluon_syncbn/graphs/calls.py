@@ -46,7 +46,6 @@ from gluon_syncbn.graphs.lower import Lowering, making, say
 from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, layers_of, replace_norms, set_layers, take_frozen
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
-from gluon_syncbn.step.progress import is_followed
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, synchronization_of
@@ -100,8 +99,8 @@ class _NetGraph:
             self._end_other_mode(device)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
-        if first is not None and is_followed():
-            steps.progress.note_forward(first.passes)
+        if first is not None:
+            steps.progress.under_way.note_call(first.passes)
 
     def _end_other_mode(self, device: mx.Context) -> None:
         """Let the calls before run first if they were in the other mode: where nobody has their outputs any more, MXNet

@@ -13,7 +13,7 @@ import mxnet as mx
 
 from gluon_syncbn.base.mxnet_private import added_gradients_of_module, arrays_of, has_gradient, parameters_of
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.step.passes import take_fresh_gradient
+from gluon_syncbn.step.reached import take_fresh_gradient
 
 # Numbers that optimizers of MXNet's keep in Python: all, Nadam, and LARS.
 _NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")

@@ -11,7 +11,7 @@ import mxnet as mx
 from gluon_syncbn.base.mxnet_private import device_of, device_of_handle, has_fresh_gradient, is_record, trains
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
-from gluon_syncbn.step.passes import take_fresh_gradient
+from gluon_syncbn.step.reached import take_fresh_gradient
 from gluon_syncbn.step.steps import LayerInStep, steps
 from gluon_syncbn.step.unmet import check_met
 
@@ -35,7 +35,7 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     passes = sync.passes
     broken = steps.progress.broken_off(passes, device) if mx.autograd.is_recording() else None
     if broken is not None:
-        started = ", ".join(map(str, broken.started()))
+        started = ", ".join(str(item) for subgroup in broken.subgroups for item in subgroup.ahead("backward"))
         _log.warning(
             "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is abandoned now. (Did an "
             "exception come in between?) Its gradients are undefined.",
@@ -51,15 +51,9 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
 
 def noticing_end_of_record(leave, scope, kind, value, trace):
     """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
-    try:
-        if is_record(scope):
-            steps.progress.end_record()
-    finally:
-        leave(scope, kind, value, trace)
-    if is_record(scope):
-        if kind is not None and steps.layers.in_use():
-            abandon_step()
-        steps.progress.show_new_net()
+    leave(scope, kind, value, trace)
+    if kind is not None and is_record(scope) and steps.layers.in_use():
+        abandon_step()
 
 
 class _Head(NamedTuple):
@@ -89,7 +83,7 @@ def counting_backward(
         steps.progress.begin_backward(devices, writes_gradients=False)
         code = call()
         if code == 0 and not retain_graph.value and not create_graph.value:
-            steps.progress.end_grad()
+            steps.progress.under_way.end_grad()
         return code
     if failures.is_in_use():
         for head in found:
