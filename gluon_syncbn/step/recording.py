@@ -68,32 +68,26 @@ def counting_backward(
 ):
     """``MXAutogradBackwardEx``: ``backward()`` of an array, and of several with ``autograd.backward``; and
     ``autograd.grad``, which ends the step unless more is to be done with its graph."""
-
-    def call() -> int:
-        args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
-        if failures.is_in_use():
-            cpu_resources.open_step()
-        if steps.progress.has_copies_in_graphs:  # it may go from device to device, and so in several calls
-            return backward(*args)
-        return cpu_resources.in_one_call(None, None, backward, *args)
-
+    args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
     found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
     devices = [head.ctx for head in found]
-    if num_variables:  # autograd.grad
-        steps.progress.begin_backward(devices, writes_gradients=False)
-        code = call()
-        if code == 0 and not retain_graph.value and not create_graph.value:
-            steps.progress.under_way.end_grad()
-        return code
+    is_grad = bool(num_variables)
     if failures.is_in_use():
-        for head in found:
+        cpu_resources.open_step()
+        for head in () if is_grad else found:
             failures.watch([head], f"an operator before backward() on {head.ctx} had failed.", are_heads=True)
-    steps.progress.begin_backward(devices, writes_gradients=True)
+    steps.progress.begin_backward(devices, writes_gradients=not is_grad)
     code = -1
     try:
-        code = call()
+        if steps.progress.has_copies_in_graphs:  # it may go from device to device, and so in several calls
+            code = backward(*args)
+        else:
+            code = cpu_resources.in_one_call(None, None, backward, *args)
     finally:
-        steps.progress.end_backward(devices, is_done=code == 0)
+        if not is_grad:
+            steps.progress.end_backward(devices, is_done=code == 0)
+        elif code == 0 and not retain_graph.value and not create_graph.value:
+            steps.progress.under_way.end_grad()
     return code
 
 
