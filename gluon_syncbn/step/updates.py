@@ -92,28 +92,24 @@ def guarding_trainer(update, trainer, /, *args, **kwargs):
     parameters = parameters_of(trainer)
     with steps.progress.notes.given_back(parameters):
         check_met(parameters)
-        return _guarded(update, trainer, args, kwargs)
+        steps.updates.before_update()
+        if not failures.is_in_use():
+            return update(trainer, *args, **kwargs)
+        if not steps.updates.trainers.get(trainer) and update.__name__ != "update":
+            _warn_if_alone(trainer)
+        steps.updates.trainers[trainer] = True
+        is_first = is_first_update(trainer)
+        ignores_stale = kwargs.get("ignore_stale_grad") or any(args if update.__name__ == "_update" else args[1:])
+        # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
+        # needed where the gradients of some device may be of the step before.
+        has_one_gate = is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(trainer)
 
+        def updates() -> List[Update]:
+            found = updates_of_trainer(trainer)
+            return joined(found) if has_one_gate else found
 
-def _guarded(update, trainer, args, kwargs):
-    steps.updates.before_update()
-    if not failures.is_in_use():
-        return update(trainer, *args, **kwargs)
-    if not steps.updates.trainers.get(trainer) and update.__name__ != "update":
-        _warn_if_alone(trainer)
-    steps.updates.trainers[trainer] = True
-    is_first = is_first_update(trainer)
-    # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
-    # needed where the gradients of some device may be of the step before.
-    ignores_stale = kwargs.get("ignore_stale_grad", args[-1] if len(args) > (update.__name__ != "_update") else False)
-    has_one_gate = is_first or ignores_stale or steps.progress.is_uneven() or not reduces_gradients(trainer)
-
-    def updates() -> List[Update]:
-        found = updates_of_trainer(trainer)
-        return joined(found) if has_one_gate else found
-
-    with _guarding(updates, is_first, optimizer_of(trainer), updaters_of(trainer)):
-        return update(trainer, *args, **kwargs)
+        with _guarding(updates, is_first, optimizer_of(trainer), updaters_of(trainer)):
+            return update(trainer, *args, **kwargs)
 
 
 def finishing_update(update, trainer, /, *args, **kwargs):
