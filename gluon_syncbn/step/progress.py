@@ -150,7 +150,6 @@ class Progress:
 
     def end_backward(self, devices: List[mx.Context], is_done: bool) -> None:
         """Note that a ``backward()`` of arrays on these devices has reached layers, or that it has raised an error."""
-        self.under_way.has_new_gradients = bool(self.under_way.trainers)
         reached = self.notes.end()
         with self._lock:
             for passes, device in reached:
@@ -161,8 +160,7 @@ class Progress:
                 if self.has_copies_in_graphs and is_done and device not in devices:
                     # One loss may be the sum of the losses of all devices.
                     self._heads[device] = max(self._heads[item] for item in (device, *devices))
-        if is_done:
-            self.under_way.end_backward(dict(reached))
+        self.under_way.end_backward(dict(reached), is_done)
 
     def begin_update(self) -> None:
         """Note that weights are about to be updated: the backward passes of all devices have begun.

@@ -52,10 +52,11 @@ class UnderWay:
                 for threads in self._called.values():
                     threads.discard(threading.get_ident())
 
-    def end_backward(self, reached: Container[Passes]) -> None:
-        """Note that a ``backward()`` has reached these layers."""
+    def end_backward(self, reached: Container[Passes], is_done: bool) -> None:
+        """Note that a ``backward()`` has reached these layers, or that it has raised an error."""
         with self._lock:
-            for passes, threads in list(self._called.items()):
+            self.has_new_gradients = bool(self.trainers)
+            for passes, threads in list(self._called.items()) if is_done else ():
                 self._answers_late |= passes in reached and not threads
                 if passes in reached or not passes.arrays():
                     del self._called[passes]
