@@ -581,6 +581,21 @@ def test_a_step_that_broke_off_is_noticed_where_another_layer_comes_first(before
     assert caplog.text.count(LATE) == 1 and "called for cpu(0) only, and is abandoned now" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["on some devices", "behind a layer that is frozen now"])
+def test_a_step_that_broke_off_is_noticed_wherever_it_was(how, mode, caplog):
+    net = small_net(mode, 3)
+    Ways.in_one_scope(net, parts(3))
+    if how != "on some devices":
+        net[1].gamma.grad_req = net[1].beta.grad_req = "null"
+        Ways.in_one_scope(net, parts(3))
+    used = 2 if how == "on some devices" else 3
+    with gluon_syncbn.devices(cpus(used), net):
+        forward(net, parts(used))[0].backward()
+        Ways.in_one_scope(net, parts(used))
+    mx.nd.waitall()
+    assert caplog.text.count(LATE) == 1 and "called for cpu(0) only, and is abandoned now" in caplog.text
+
+
 def test_a_group_that_has_trained_by_itself_hides_no_step_that_broke_off(mode, caplog):
     net = small_net(mode, 4)
     gluon_syncbn.convert_sync_batchnorm(net, group_size=2)
