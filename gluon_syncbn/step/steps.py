@@ -21,7 +21,6 @@ class LastLook:
 
     def __init__(self, may_have_trained: bool) -> None:
         self.may_have_trained = may_have_trained  # on these devices, before it was made
-        self.met_on: Optional[List[mx.Context]] = None  # another list where the layer has moved
         self.means: Optional[List[np.ndarray]] = None  # on all devices, when they differed first
 
 

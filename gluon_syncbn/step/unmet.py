@@ -103,20 +103,14 @@ def _fresh(sync: LayerInStep) -> List[mx.nd.NDArray]:
 def _is_suspect(sync: LayerInStep, chosen) -> bool:
     """Whether the layer has gradients on several devices that should have met, and it was never asked to."""
     layer = sync.layer_or_none
-    contexts = None if layer is None else context_list(layer.running_mean)
-    if contexts is None or len(contexts) < 2 or sync.last_look.met_on is contexts:
+    if layer is None or len(context_list(layer.running_mean) or ()) < 2 or sync.trains_here():
         return False
     if chosen is not None and not any(id(item) in chosen for item in _learning(sync)):
         return False
     if sync.spec().is_plain:
         return False
     fresh = {device_of(array) for array in _fresh(sync)}
-    if all(len(fresh.intersection(group)) < 2 for group in sync.groups()):
-        return False
-    if sync.trains_here():
-        sync.last_look.met_on = contexts
-        return False
-    return True
+    return any(len(fresh.intersection(group)) > 1 for group in sync.groups())
 
 
 def _has_learned_apart(sync: LayerInStep) -> bool:
