@@ -14,16 +14,14 @@ from gluon_syncbn._symbol_block import synchronizing_what_is_marked
 from gluon_syncbn.base.library import LIBMXNET
 from gluon_syncbn.base.mxnet_private import RecordingScope
 from gluon_syncbn.convert import warn_of_plain_norms
-from gluon_syncbn.graphs.bind import following_reshape, lowering_bind, lowering_partition
+from gluon_syncbn.graphs.bind import lowering_bind, lowering_partition
 from gluon_syncbn.graphs.calls import exporting_plain_graphs, following_changes, lowering_what_runs
 from gluon_syncbn.graphs.norms import noting_layers
 from gluon_syncbn.step.abandon import failing_what_cannot_be_read, failing_with_all_work, refusing_after_a_failure
 from gluon_syncbn.step.recording import (
     counting_backward,
-    noticing_backward_of_symbols,
     noticing_copies,
     noticing_end_of_record,
-    noticing_forward_of_symbols,
     noticing_record,
 )
 from gluon_syncbn.step.steps import steps
@@ -38,11 +36,7 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "asnumpy wait_to_read", failing_what_cannot_be_read),  # MXNet drops an error when it is read
     (LIBMXNET, "MXNDArrayWaitAll", failing_with_all_work),  # nd.waitall and npx.waitall
     (mx.gluon.Parameter, "set_data", refusing_after_a_failure),  # nothing is lost that a failed step would skip
-    (mx.executor.Executor, "copy_params_from", refusing_after_a_failure),
     (mx.optimizer.Updater, "set_states", refusing_after_a_failure),
-    (mx.executor.Executor, "forward", noticing_forward_of_symbols),  # a step of a Module or symbol begins
-    (mx.executor.Executor, "backward", noticing_backward_of_symbols),  # and ends
-    (mx.executor.Executor, "reshape", following_reshape),  # it makes another executor
     (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
     (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight
     (mx.gluon.Trainer, "_update _allreduce_grads", finishing_update),  # Ctrl-C between devices; a subclass's own step

@@ -1,18 +1,22 @@
-"""Executors of symbols: MXNet binds the lowered copy of a symbol (`gluon_syncbn.graphs.lower`)."""
+"""Executors of symbols: MXNet binds the lowered copy of a symbol (`gluon_syncbn.graphs.lower`).
+
+An executor that MXNet has bound becomes a `FollowedExecutor`, whose methods follow the step.
+"""
 
 import os
 import warnings
 from collections import OrderedDict
-from typing import Tuple
+from typing import Iterable, Optional, Tuple
 
 import mxnet as mx
 
-from gluon_syncbn.base.mxnet_private import json_of
+from gluon_syncbn.base.mxnet_private import device_of, json_of
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.graphs.graph import Kind
 from gluon_syncbn.graphs.lower import Lowering, making, say
 from gluon_syncbn.graphs.norms import MARK, Layers, has_what_runs
-from gluon_syncbn.mxnet_engine import cpu_resources
+from gluon_syncbn.mxnet_engine import cpu_resources, failures
+from gluon_syncbn.step.abandon import leave_failed_step, refuse_after_a_failure
 from gluon_syncbn.step.steps import steps
 
 _MIRROR = "MXNET_BACKWARD_DO_MIRROR"
@@ -45,7 +49,7 @@ def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
 def lowering_bind(bind, symbol, /, *args, **kwargs):
     """``Symbol.bind`` and ``simple_bind``, as a Module calls them."""
     lowered = _lowered(symbol, Kind())
-    return _bind(bind, lowered, has_what_runs(lowered), args, kwargs)
+    return _bind(has_what_runs(lowered), bind, lowered, *args, **kwargs)
 
 
 def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
@@ -56,12 +60,62 @@ def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
     return optimize_for(_lowered(symbol, Kind(is_partitioned=True, fuses=False)), *args, **kwargs)
 
 
-def following_reshape(reshape, executor, /, *args, **kwargs):
-    """``Executor.reshape``, which binds another executor; a Module calls it for a batch of another size."""
-    return _bind(reshape, executor, executor in steps.progress.executors, args, kwargs)
+class FollowedExecutor(mx.executor.Executor):
+    """An Executor that MXNet has bound, also where nothing synchronizes."""
+
+    synchronizes: bool
+    buffers: cpu_resources.GraphsBuffers  # which it keeps until it goes
+    is_training: Optional[bool] = None  # the mode of the last call
+
+    def forward(self, /, is_train=False, **kwargs):
+        """As MXNet's; in training a step of symbols and Modules begins with it.
+
+        MXNet gives operators that are pending the mode of the next call. So calls in the other mode run first. And it
+        does not know that the call writes running statistics: ``Module.get_params`` would read those from before.
+        """
+        if self.synchronizes:
+            if self.is_training not in (None, bool(is_train)):
+                for output in self.outputs:
+                    output.wait_to_read()
+            self.is_training = bool(is_train)
+        if is_train:
+            leave_failed_step()
+            if self.synchronizes:
+                steps.progress.close_if_balanced()
+                cpu_resources.open_step()
+                if any(array is not None for array in self.grad_arrays or ()):
+                    steps.progress.open_executors.add(self)
+        outputs = super().forward(is_train, **kwargs)
+        if is_train:
+            self._watch_statistics(outputs)
+        return outputs
+
+    def backward(self, *args, **kwargs):
+        """As MXNet's; a step of symbols and Modules ends with it."""
+        super().backward(*args, **kwargs)
+        self._watch_statistics(self.grad_arrays or ())
+        steps.progress.open_executors.discard(self)
+
+    def _watch_statistics(self, computed: Iterable[Optional[mx.nd.NDArray]]) -> None:
+        """The call that computes these arrays writes running statistics, MXNet's own BatchNorm in the backward pass."""
+        arrays = [array for array in computed if array is not None]
+        if arrays and self.synchronizes and failures.is_in_use():
+            device = device_of(arrays[0])
+            error = f"an operator of a symbol, or one before it, had failed on {device}."
+            failures.watch([array for array in arrays if device_of(array) == device], error, self.aux_arrays)
+
+    def reshape(self, *args, **kwargs):
+        """As MXNet's, which binds another executor; a Module calls it for a batch of another size."""
+        return _bind(self.synchronizes, super().reshape, *args, **kwargs)
+
+    def copy_params_from(self, *args, **kwargs):
+        """As MXNet's."""
+        if self.synchronizes:
+            refuse_after_a_failure("Executor.copy_params_from")
+        super().copy_params_from(*args, **kwargs)
 
 
-def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor:
+def _bind(synchronizes: bool, bind, /, *args, **kwargs) -> FollowedExecutor:
     buffers = cpu_resources.GraphsBuffers()
     with making:
         before = os.environ.get(_MIRROR, "0")
@@ -71,13 +125,12 @@ def _bind(bind, bound, synchronizes: bool, args, kwargs) -> mx.executor.Executor
                 # MXNet would compute the layers again in the backward pass: their running statistics would move twice.
                 warnings.warn(f"{_MIRROR} is off for symbols with synchronized layers.", stacklevel=users_line())
                 os.environ[_MIRROR] = "0"
-            executor = cpu_resources.in_one_call(buffers, None, bind, bound, *args, **kwargs)
+            executor = cpu_resources.in_one_call(buffers, None, bind, *args, **kwargs)
         finally:
             if is_off:
                 os.environ[_MIRROR] = before
-    cpu_resources.give_buffers(executor, buffers)
-    if synchronizes:
-        steps.progress.executors[executor] = None
+    executor.__class__ = FollowedExecutor
+    executor.synchronizes, executor.buffers = synchronizes, buffers
     return executor
 
 

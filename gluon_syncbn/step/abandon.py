@@ -87,22 +87,27 @@ def leave_failed_step() -> None:
         raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
 
 
-def refusing_after_a_failure(write, owner, /, *args, **kwargs):
-    """``set_data``, ``copy_params_from``, ``set_states``: where a failed step writes, they raise its error.
+def refuse_after_a_failure(write: str) -> None:
+    """SyncBatchNormError if the step has failed, for a method that writes where steps write.
 
     MXNet would skip the copy, as it has skipped the update, or the step would take it back: a checkpoint would be lost.
     """
-    if failures.failure() and _may_write(owner):
+    error = failures.failure()
+    if error:
         failures.tell()
-        refused = f"{type(owner).__name__}.{write.__name__}: nothing was written, because the step has failed: "
-        raise SyncBatchNormError(failures.with_advice(refused + failures.failure()))
+        refused = f"{write}: nothing was written, because the step has failed: {error}"
+        raise SyncBatchNormError(failures.with_advice(refused))
+
+
+def refusing_after_a_failure(write, owner, /, *args, **kwargs):
+    """``set_data`` and ``set_states``."""
+    if failures.failure() and _may_write(owner):
+        refuse_after_a_failure(f"{type(owner).__name__}.{write.__name__}")
     return write(owner, *args, **kwargs)
 
 
-def _may_write(owner: Union[mx.gluon.Parameter, mx.executor.Executor, mx.optimizer.Updater]) -> bool:
+def _may_write(owner: Union[mx.gluon.Parameter, mx.optimizer.Updater]) -> bool:
     """Whether a step that has failed may write what it has."""
-    if isinstance(owner, mx.executor.Executor):
-        return owner in steps.progress.executors
     statistics = {item for layer in steps.layers.blocks() for item in (layer.running_mean, layer.running_var)}
     return owner in statistics or steps.updates.writes(owner)
 

@@ -40,10 +40,8 @@ class Progress:
         self.has_copies_in_graphs = False
         self.when_net_is_new: Callable[[Block], None] = lambda net: None  # called in its first record()
         self._nets: weakref.WeakSet[Block] = weakref.WeakSet()  # for which it was called
-        # Executors of symbols that have synchronized layers, with the mode of the last call: training, prediction, or
-        # none yet.
-        self.executors: weakref.WeakKeyDictionary[mx.executor.Executor, Optional[bool]] = weakref.WeakKeyDictionary()
-        self.open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()  # with no backward pass yet
+        # Those of symbols with synchronized layers, which have had no backward pass yet.
+        self.open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()
         self.under_way = UnderWay()  # for other processes
         self.notes = GradientNotes()
         self._record = _LastRecord()

@@ -1,10 +1,10 @@
-"""Follows a step through the methods of MXNet that it calls: ``record()``, ``backward()`` and an Executor's methods.
+"""Follows a step through the methods of MXNet that it calls: ``record()`` and ``backward()``.
 
 Each function but `begin_forward` makes the extended form of a method (`gluon_syncbn._hooks`).
 """
 
 import logging
-from typing import Iterable, NamedTuple, Optional
+from typing import NamedTuple
 
 import mxnet as mx
 
@@ -100,45 +100,3 @@ def noticing_copies(copyto, array, other):
             # Whether autograd has computed this array, or computes its gradient.
             steps.progress.has_copies_in_graphs = has_fresh_gradient(array) or take_fresh_gradient(array)
     return copyto(array, other)
-
-
-def noticing_forward_of_symbols(forward, executor, /, is_train=False, **kwargs):
-    """``Executor.forward``; in training a step of symbols and Modules begins with it.
-
-    MXNet gives operators that are pending the mode of the next call. So calls in the other mode run first. And it does
-    not know that the call writes running statistics: ``Module.get_params`` would read the statistics from before.
-    """
-    executors = steps.progress.executors
-    if executor in executors:
-        if executors[executor] not in (None, bool(is_train)):
-            for output in executor.outputs:
-                output.wait_to_read()
-        executors[executor] = bool(is_train)
-    if is_train:
-        leave_failed_step()
-        if executor in executors:
-            steps.progress.close_if_balanced()
-            cpu_resources.open_step()
-            if any(array is not None for array in executor.grad_arrays or ()):
-                steps.progress.open_executors.add(executor)
-    outputs = forward(executor, is_train, **kwargs)
-    if is_train:
-        _watch_statistics(executor, outputs)
-    return outputs
-
-
-def _watch_statistics(executor: mx.executor.Executor, computed: Iterable[Optional[mx.nd.NDArray]]) -> None:
-    """The call that computes these arrays writes running statistics, MXNet's own BatchNorm in the backward pass."""
-    arrays = [array for array in computed if array is not None]
-    if arrays and executor in steps.progress.executors and failures.is_in_use():
-        device = device_of(arrays[0])
-        error = f"an operator of a symbol, or one before it, had failed on {device}."
-        failures.watch([array for array in arrays if device_of(array) == device], error, executor.aux_arrays)
-
-
-def noticing_backward_of_symbols(backward, executor, /, *args, **kwargs):
-    """``Executor.backward``."""
-    done = backward(executor, *args, **kwargs)
-    _watch_statistics(executor, executor.grad_arrays or ())
-    steps.progress.open_executors.discard(executor)
-    return done
