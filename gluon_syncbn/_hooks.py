@@ -36,7 +36,6 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "asnumpy wait_to_read", failing_what_cannot_be_read),  # MXNet drops an error when it is read
     (LIBMXNET, "MXNDArrayWaitAll", failing_with_all_work),  # nd.waitall and npx.waitall
     (mx.gluon.Parameter, "set_data", refusing_after_a_failure),  # nothing is lost that a failed step would skip
-    (mx.optimizer.Updater, "set_states", refusing_after_a_failure),
     (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
     (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight
     (mx.gluon.Trainer, "_update _allreduce_grads", finishing_update),  # Ctrl-C between devices; a subclass's own step

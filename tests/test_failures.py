@@ -4,10 +4,12 @@ A step that broke off between two ``backward()`` is abandoned, too, and no other
 """
 
 import contextlib
+import pickle
 import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mxnet as mx
 import pytest
@@ -842,8 +844,8 @@ def test_states_that_a_failed_update_has_moved_to_their_devices_are_as_before(kv
 
 @pytest.mark.parametrize("update_on_kvstore", [False, True])
 def test_a_checkpoint_is_loaded_when_a_failed_step_was_abandoned(update_on_kvstore, mode, backend, tmp_path):
-    """Before that, MXNet would skip what is copied into weights, so it is refused."""
-    net, files = small_net(mode), [str(tmp_path / name) for name in ("weights", "states")]
+    """Before that, MXNet would skip what is copied into weights, so it is refused. Optimizer states are loaded."""
+    net, files = small_net(mode), [str(tmp_path / name) for name in ("weights", "states", "again")]
     trainer = gluon.Trainer(net.collect_params(), "adam", update_on_kvstore=update_on_kvstore)
     train(net, trainer)
     mx.nd.waitall()
@@ -857,15 +859,19 @@ def test_a_checkpoint_is_loaded_when_a_failed_step_was_abandoned(update_on_kvsto
         autograd.backward(losses)
         trainer.step(4, ignore_stale_grad=True)
         mx.nd.waitall()
-    loads = [lambda: net.load_parameters(files[0], ctx=DEVICES), lambda: trainer.load_states(files[1])]
-    for load in loads:
-        with pytest.raises(SyncBatchNormError, match=f"(?s)nothing was written, .*{SKIPPED}.*abandon_step"):
-            load()
+    with pytest.raises(SyncBatchNormError, match=f"(?s)nothing was written, .*{SKIPPED}.*abandon_step"):
+        net.load_parameters(files[0], ctx=DEVICES)
+    trainer.load_states(files[1])
     gluon_syncbn.abandon_step()
-    for load in loads:
+    trainer.save_states(files[2])
+    saved, loaded = (pickle.loads(Path(file).read_bytes())[0] for file in files[1:])
+    assert saved.keys() == loaded.keys()
+    for key, pair in saved.items():
+        assert same([array.asnumpy() for array in pair], [array.asnumpy() for array in loaded[key]])
+    for load in (lambda: net.load_parameters(files[0], ctx=DEVICES), lambda: trainer.load_states(files[1])):
         load()
-    assert all(same(arrays, before[name]) for name, arrays in learned(net).items())
-    assert trainer._optimizer.num_update == count
+        assert all(same(arrays, before[name]) for name, arrays in learned(net).items())
+        assert trainer._optimizer.num_update == count
 
 
 @pytest.mark.parametrize("between", [autograd.pause, autograd.predict_mode])

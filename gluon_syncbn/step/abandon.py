@@ -12,7 +12,6 @@ step if nobody has seen it.
 
 import logging
 import sys
-from typing import Union
 
 import mxnet as mx
 
@@ -99,17 +98,17 @@ def refuse_after_a_failure(write: str) -> None:
         raise SyncBatchNormError(failures.with_advice(refused))
 
 
-def refusing_after_a_failure(write, owner, /, *args, **kwargs):
-    """``set_data`` and ``set_states``."""
-    if failures.failure() and _may_write(owner):
-        refuse_after_a_failure(f"{type(owner).__name__}.{write.__name__}")
-    return write(owner, *args, **kwargs)
+def refusing_after_a_failure(set_data, parameter, /, *args, **kwargs):
+    """``Parameter.set_data``."""
+    if failures.failure() and _may_write(parameter):
+        refuse_after_a_failure("Parameter.set_data")
+    return set_data(parameter, *args, **kwargs)
 
 
-def _may_write(owner: Union[mx.gluon.Parameter, mx.optimizer.Updater]) -> bool:
-    """Whether a step that has failed may write what it has."""
+def _may_write(parameter: mx.gluon.Parameter) -> bool:
+    """Whether a step that has failed may write the Parameter."""
     statistics = {item for layer in steps.layers.blocks() for item in (layer.running_mean, layer.running_var)}
-    return owner in statistics or steps.updates.writes(owner)
+    return parameter in statistics or parameter in steps.updates.parameters()
 
 
 def _with_cause(error: str, pending: str) -> str:

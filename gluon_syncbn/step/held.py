@@ -27,8 +27,9 @@ class _Held(NamedTuple):
     optimizer: "weakref.ref[mx.optimizer.Optimizer]"
     numbers: Dict[str, Any]
     counts: Dict[int, Dict[Any, int]]  # by device
-    # Of each updater, the states and whether they are on the right device: MXNet makes and moves them in an update.
-    updaters: List[Tuple[mx.optimizer.Updater, Dict[Any, Any], Dict[Any, bool]]]
+    # The dicts of each updater, and their items before the update: states, and whether they are on the right device.
+    # MXNet makes and moves states in an update. States that are loaded meanwhile stay: they are in other dicts.
+    states: List[Tuple[Dict[Any, Any], Dict[Any, Any]]]
 
     def opened(self) -> List[bool]:
         return [failures.has_opened(self.first_gate + i) for i in range(len(self.indices))]
@@ -39,10 +40,9 @@ class _Held(NamedTuple):
         if optimizer is None or all(opened):
             return
         held = [index for some, is_open in zip(self.indices, opened) if not is_open for index in some]
-        for updater, states, synced in self.updaters:
+        for states, before in self.states:
             for index in held:
-                _put_back(updater.states, index, states)
-                _put_back(updater.states_synced, index, synced)
+                _put_back(states, index, before)
         for device, counts in _counts(optimizer).items():
             for index in held:
                 _put_back(counts, index, self.counts.get(device, {}))
@@ -89,16 +89,10 @@ class Updates:
         with self._lock:
             while self._held and all(self._held[0].opened()):
                 del self._held[0]
-            known = [(item, dict(item.states), dict(item.states_synced)) for item in updaters]
-            self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts, known))
+            states = [(some, dict(some)) for item in updaters for some in (item.states, item.states_synced)]
+            self._held.append(_Held(gate, indices, weakref.ref(optimizer), numbers, counts, states))
 
-    def writes(self, owner: Any) -> bool:
-        """Whether an update may write this Parameter, or one that is held the states of this Updater."""
-        with self._lock:
-            updaters = {item for held in self._held for item, _, _ in held.updaters}
-        return owner in updaters or owner in self._known()
-
-    def _known(self) -> Set[mx.gluon.Parameter]:
+    def parameters(self) -> Set[mx.gluon.Parameter]:
         """The Parameters that are updated."""
         of_trainers = (parameter for trainer in list(self.trainers) for parameter in parameters_of(trainer))
         return {*self.guarded, *of_trainers}
@@ -134,7 +128,7 @@ class Updates:
 
         A Trainer does not take them for new ones, and gradients with ``grad_req='add'`` are zero.
         """
-        learning = [parameter for parameter in self._known() if has_gradient(parameter)]
+        learning = [parameter for parameter in self.parameters() if has_gradient(parameter)]
         for array in (array for parameter in learning for array in arrays_of(parameter)):
             take_fresh_gradient(array)
         with mx.autograd.pause():  # a step may be abandoned where the next one is recorded
