@@ -11,7 +11,7 @@ from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.base.mxnet_private import set_attributes
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
 from gluon_syncbn.graphs.calls import note_changes
-from gluon_syncbn.graphs.norms import Layers, mark, tracing
+from gluon_syncbn.graphs.norms import Layers, making, mark
 from gluon_syncbn.layer.spec import (
     OPTIONS,
     LayerSpec,
@@ -219,9 +219,8 @@ class SyncBatchNorm(nn.BatchNorm):
         The layer is noted in the graph of a net. A user's symbol may be saved, bound by a Module or put into a
         SymbolBlock, so its node has a full description.
         """
-        layers = tracing()
-        if layers is not None:
-            return self._note_in(layers)
+        if making.layers is not None:
+            return self._note_in(making.layers)
         spec, devices = self._sync.spec(), self._sync.devices()
         is_moving = len(devices) == 1  # most layers are on one device before they train
         does_synchronize = symbol_synchronizes(spec)

@@ -1,8 +1,9 @@
 """The interface of a back end. A new one is a subclass of `Backend`, named in `gluon_syncbn.backends.choose`."""
 
 import itertools
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any, List, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type
 
 import mxnet as mx
 
@@ -11,13 +12,21 @@ from gluon_syncbn.graphs.norms import Norm
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.mxnet_engine import failures
 
-_ids = itertools.count()
+
+class LayerGroups:
+    """The groups of this process, by the ids by which graphs name them; no two share one."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self.of_layers: weakref.WeakValueDictionary[int, LayerGroup] = weakref.WeakValueDictionary()
+        self.compiled: Dict[int, Any] = {}  # until the compiled core drops them; for its callbacks (`backends.native`)
+
+    def next_id(self) -> int:
+        failures.begin_use()
+        return next(self._ids)
 
 
-def next_group_id() -> int:
-    """The id by which a graph names a group; no two groups of this process share one."""
-    failures.begin_use()
-    return next(_ids)
+groups = LayerGroups()
 
 
 class LayerGroup(ABC):
@@ -32,7 +41,8 @@ class LayerGroup(ABC):
     def __init__(self, spec: LayerSpec, devices: Sequence[mx.Context]):
         self.spec = spec
         self.devices: List[mx.Context] = list(devices)
-        self.id = next_group_id()
+        self.id = groups.next_id()
+        groups.of_layers[self.id] = self
 
     @abstractmethod
     def connect(self) -> Any:

@@ -28,7 +28,7 @@ from typing import Dict, List, Optional, Sequence
 
 import mxnet as mx
 
-from gluon_syncbn.backends.interface import Backend, LayerGroup, next_group_id
+from gluon_syncbn.backends.interface import Backend, LayerGroup, groups
 from gluon_syncbn.base import library
 from gluon_syncbn.base.cuda_source import cuda_source
 from gluon_syncbn.graphs.fuse import OPERATOR
@@ -61,9 +61,6 @@ class _CompiledGroup:
             return self._links[0]
 
 
-_groups: Dict[int, _CompiledGroup] = {}  # by id of the group, for the callbacks of compiled groups
-
-
 def _leaving_errors(function):
     """Leave the text of an error, never an empty one, for the core, and return -1.
 
@@ -85,7 +82,7 @@ def _leaving_errors(function):
 @_leaving_errors
 def _make_described_group(text: bytes) -> int:
     """Make the group of a symbol. Called by the operator, on the thread that makes or loads the symbol."""
-    group_id = next_group_id()
+    group_id = groups.next_id()
     _make_group(group_id, LayerSpec.from_json(text.decode()), None)
     return group_id
 
@@ -102,7 +99,7 @@ def _try_engine() -> None:
 def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Context]]) -> None:
     """Have the operator make a group; without ``devices`` it is open to any."""
     _try_engine()
-    _groups[group_id] = _CompiledGroup(spec)
+    groups.compiled[group_id] = _CompiledGroup(spec)
     library.core.gluon_syncbn_make_group(
         group_id,
         None if devices is None else library.strings([str(device) for device in devices]),
@@ -123,7 +120,7 @@ def _make_group(group_id: int, spec: LayerSpec, devices: Optional[Sequence[mx.Co
 @_leaving_errors
 def _connect(group_id: int, answer) -> int:
     """Connect a group, and answer with the four numbers of its link. Called once, by the first pass that trains."""
-    link = _groups[group_id].link()
+    link = groups.compiled[group_id].link()
     found = (1, 0, 0, 0) if link is None else (link.size, link.first_device, link.seconds, link.processes_id)
     for place, number in enumerate(found):
         answer[place] = number
@@ -133,7 +130,7 @@ def _connect(group_id: int, answer) -> int:
 @_leaving_errors
 def _prepare(group_id: int, chunk: int, set_id: int, key, ranks) -> int:
     """Fill in the key and the ``ranks`` of a subgroup, and return how many. Called by a thread that may wait."""
-    link = _groups[group_id].link()
+    link = groups.compiled[group_id].link()
     assert link is not None
     key[0], members = link.prepare(chunk, set_id)
     for place, rank in enumerate(members):
@@ -146,7 +143,7 @@ def _warn(text: bytes) -> None:
 
 
 def _drop(group_id: int) -> None:
-    _groups.pop(group_id, None)
+    groups.compiled.pop(group_id, None)
 
 
 _CALLBACKS = library.PythonFunctions(_make_described_group, _connect, _prepare, _drop, _warn)
@@ -194,11 +191,11 @@ class NativeGroup(LayerGroup):
         weakref.finalize(self, library.core.gluon_syncbn_drop_group, self.id).atexit = False
 
     def connect(self) -> Optional[Link]:
-        self.link = _groups[self.id].link()
+        self.link = groups.compiled[self.id].link()
         return self.link
 
     def set_limits(self, limits):
-        _groups[self.id].spec = _groups[self.id].spec.but(renorm=limits)
+        groups.compiled[self.id].spec = groups.compiled[self.id].spec.but(renorm=limits)
         library.core.gluon_syncbn_set_limits(self.id, *limits)
 
 

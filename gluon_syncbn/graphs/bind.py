@@ -13,8 +13,8 @@ import mxnet as mx
 from gluon_syncbn.base.mxnet_private import device_of, json_of
 from gluon_syncbn.base.walk import users_line
 from gluon_syncbn.graphs.graph import Kind
-from gluon_syncbn.graphs.lower import Lowering, making, say
-from gluon_syncbn.graphs.norms import MARK, Layers, has_what_runs
+from gluon_syncbn.graphs.lower import Lowering, say
+from gluon_syncbn.graphs.norms import MARK, Layers, has_what_runs, making
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import leave_failed_step, refuse_after_a_failure
 from gluon_syncbn.step.steps import steps
@@ -33,7 +33,7 @@ def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
     if MARK not in text:
         return symbol
     key = symbol.handle.value, text, kind
-    with making:
+    with making.lock:
         if key not in _kept:
             lowering = Lowering(symbol, Layers(), {}, kind)
             if _inputs_of(lowering.symbol) != _inputs_of(symbol):
@@ -117,7 +117,7 @@ class FollowedExecutor(mx.executor.Executor):
 
 def _bind(synchronizes: bool, bind, /, *args, **kwargs) -> FollowedExecutor:
     buffers = cpu_resources.GraphsBuffers()
-    with making:
+    with making.lock:
         before = os.environ.get(_MIRROR, "0")
         is_off = synchronizes and before not in ("", "0")
         try:

@@ -42,8 +42,17 @@ from gluon_syncbn.base.mxnet_private import (
 )
 from gluon_syncbn.base.walk import all_blocks
 from gluon_syncbn.graphs.graph import Graph, Kind
-from gluon_syncbn.graphs.lower import Lowering, making, say
-from gluon_syncbn.graphs.norms import Norm, is_frozen, is_marked, layers_of, replace_norms, set_layers, take_frozen
+from gluon_syncbn.graphs.lower import Lowering, say
+from gluon_syncbn.graphs.norms import (
+    Norm,
+    is_frozen,
+    is_marked,
+    layers_of,
+    making,
+    replace_norms,
+    set_layers,
+    take_frozen,
+)
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.recording import begin_forward
@@ -55,7 +64,7 @@ _graphs: "weakref.WeakKeyDictionary[Block, _NetGraph]" = weakref.WeakKeyDictiona
 
 def note_changes() -> None:
     """Layers have been converted or frozen, or have got other options."""
-    with making:  # a graph that another thread is making may have been made of the old ones
+    with making.lock:  # a graph that another thread is making may have been made of the old ones
         for graph in list(_graphs.values()):
             graph.may_have_changed = True
 
@@ -164,7 +173,7 @@ def _device_of(inputs) -> Optional[mx.Context]:
 def _make(net: Block, args) -> Optional[_NetGraph]:
     """Make the lowered copy, one thread at a time: threads of several devices may call the net for the first time
     together, and MXNet, which keeps the names of new arrays and symbols in the blocks, does not expect that."""
-    with making:
+    with making.lock:
         graph = _graphs.get(net)
         if graph is None or graph.is_out_of_date(net):
             if graph is not None and graph.has_changed(net):
@@ -229,7 +238,7 @@ def keeping_graphs(blocks: List[Block]) -> Iterator[None]:
 
 def lowering_what_runs(build, net, *args):
     """``HybridBlock._build_cache``: it makes an operator of the lowered copy of the graph; the net keeps the graph."""
-    with making:
+    with making.lock:
         set_graph(net, plain_graph_of(net))
         _graphs.pop(net, None)
         if not _is_complete(net):
@@ -272,7 +281,7 @@ def following_changes(call, net, *args):
     try:
         out = cpu_resources.in_one_call(buffers, device, call, net, *args)
     except mx.MXNetError:
-        with making:
+        with making.lock:
             drop_operator(net)  # it would raise another error from now on, about itself
         raise
     if device is not None and mx.autograd.is_training() and failures.is_in_use():

@@ -15,7 +15,6 @@ partitioner has taken out of a symbol run in the partitioner's own way: a norm i
 
 import json
 import logging
-import threading
 from ast import literal_eval
 from collections import Counter
 from functools import partial
@@ -31,8 +30,6 @@ from gluon_syncbn.graphs.norms import MARK, Layers, Norm, find_norms, take_froze
 from gluon_syncbn.layer.spec import symbol_synchronizes
 from gluon_syncbn.synchronization import synchronization_of
 
-# One thread at a time makes graphs: MXNet keeps names of new arrays and symbols in blocks, and reads a variable.
-making = threading.RLock()
 _log = logging.getLogger("gluon_syncbn")
 
 

@@ -219,13 +219,17 @@ class Layers:
         return list(dict.fromkeys(layer for calls in self._calls.values() for layer in calls))
 
 
-_tracing = threading.local()  # `layers`: of the graph that a thread is making
+class _Making(threading.local):
+    """The making of graphs."""
+
+    # One thread at a time: MXNet keeps names of new arrays and symbols in blocks, and reads a variable.
+    lock = threading.RLock()
+    # In the graph that this thread is making for a net; None if a user calls blocks with symbols.
+    layers: Optional[Layers] = None
+
+
+making = _Making()
 _ATTRIBUTE = "_syncbn_layers"  # of a net; so it is copied with the graph, and goes with it
-
-
-def tracing() -> Optional[Layers]:
-    """The layers of the graph that this thread is making for a net; None if a user calls blocks with symbols."""
-    return getattr(_tracing, "layers", None)
 
 
 def layers_of(net: Block) -> Layers:
@@ -244,10 +248,10 @@ def noting_layers(get_graph, net, *args):
     """``HybridBlock._get_graph``: the layers of a graph that is made are noted."""
     if graph_of(net):
         return get_graph(net, *args)
-    outer, _tracing.layers = tracing(), Layers()
+    outer, making.layers = making.layers, Layers()
     try:
         made = get_graph(net, *args)
-        set_layers(net, _tracing.layers)
+        set_layers(net, making.layers)
     finally:
-        _tracing.layers = outer
+        making.layers = outer
     return made

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import mxnet as mx
 import numpy as np
 
-from gluon_syncbn.backends.interface import LayerGroup
+from gluon_syncbn.backends.interface import LayerGroup, groups
 from gluon_syncbn.base import library
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
@@ -22,8 +22,6 @@ from gluon_syncbn.layer.spec import LayerSpec, check_groups
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.active_set import absent_text, active_sets
 from gluon_syncbn.meeting.statistics import merge
-
-_groups: "weakref.WeakValueDictionary[int, Group]" = weakref.WeakValueDictionary()
 
 
 class _Round:
@@ -146,7 +144,6 @@ class Group(LayerGroup):
         # By active set: the rank of each device, and its rendezvous of both directions.
         self._members: Dict[int, Dict[mx.Context, Tuple[int, Rendezvous, Rendezvous]]] = {}
         self._seconds = spec.seconds  # a variable that is no number shows here
-        _groups[self.id] = self
 
     def connect(self) -> None:
         where = self.spec.where
@@ -229,8 +226,8 @@ def find_group(reference: str) -> Group:
     """
     if "{" in reference:
         return Group(LayerSpec.from_json(reference), [])
-    group = _groups.get(int(reference))
-    if group is None:
+    group = groups.of_layers.get(int(reference))
+    if not isinstance(group, Group):
         raise KeyError(
             f"no SyncBatchNorm layer number {reference} in this process. Its layer was dropped, or another process has "
             f"run this graph: save the net, or the symbol from which the graph was made."
