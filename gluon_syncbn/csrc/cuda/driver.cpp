@@ -12,6 +12,8 @@ void* library_of_mxnet = nullptr;
 struct Driver {
   CudaFunctions functions{};
   std::string missing;
+  std::mutex mutex;
+  std::map<int, void*> contexts;  // of the GPUs in use
 
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -35,6 +37,11 @@ struct Driver {
     if (!found) missing = std::string("the CUDA driver is too old: ") + dlerror();
   }
 };
+
+Driver& driver() {
+  static auto* one = new Driver;
+  return *one;
+}
 
 struct Compiler {
   int (*create)(void** program, const char* source, const char* name, int num_headers, const char* const* headers,
@@ -81,10 +88,9 @@ int handle_of(int device) {
 
 // Retains each context once and never releases it, as MXNet does.
 void* context_of(int device) {
-  static auto* mutex = new std::mutex;
-  static auto* contexts = new std::map<int, void*>;
-  std::lock_guard<std::mutex> lock(*mutex);
-  void*& context = (*contexts)[device];
+  cuda();  // throws where there is no driver
+  std::lock_guard<std::mutex> lock(driver().mutex);
+  void*& context = driver().contexts[device];
   if (!context) {
     void* retained = nullptr;
     check_cuda(cuda().retain_context(&retained, handle_of(device)),
@@ -99,9 +105,8 @@ void* context_of(int device) {
 void set_cuda_library(void* handle) { library_of_mxnet = handle; }
 
 const CudaFunctions& cuda() {
-  static const auto* driver = new Driver;
-  if (!driver->missing.empty()) throw CudaFailure(driver->missing);
-  return driver->functions;
+  if (!driver().missing.empty()) throw CudaFailure(driver().missing);
+  return driver().functions;
 }
 
 void check_cuda(int code, const std::string& what) {

@@ -72,16 +72,13 @@ class WayOut : public std::enable_shared_from_this<WayOut> {
 struct GroupTable {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<Group>> by_id;
+  ActiveSets active_sets;
 };
 GroupTable& groups = *new GroupTable;
 
 }  // namespace
 
-// Never destroyed, like the groups.
-ActiveSets& active_sets() {
-  static auto* all = new ActiveSets;
-  return *all;
-}
+ActiveSets& active_sets() { return groups.active_sets; }
 
 bool ActiveSets::knows(int64_t id) {
   std::lock_guard<std::mutex> lock(mutex);

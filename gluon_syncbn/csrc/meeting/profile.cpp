@@ -11,10 +11,9 @@
 namespace gluon_syncbn {
 namespace {
 
-std::atomic<bool> is_on{false};
-
 // Never destroyed, because operators may still run while the process exits.
 struct Records {
+  std::atomic<bool> are_taken{false};
   std::mutex mutex;
   std::vector<ProfiledPass::Record> all;
 };
@@ -23,7 +22,7 @@ Records& records = *new Records;
 }  // namespace
 
 ProfiledPass::ProfiledPass(const std::string& layer, const std::string& device, bool is_forward) {
-  if (is_on.load(std::memory_order_relaxed)) record_ = Record{layer, device, is_forward, Clock::now()};
+  if (records.are_taken.load(std::memory_order_relaxed)) record_ = Record{layer, device, is_forward, Clock::now()};
 }
 
 void ProfiledPass::arrive() {
@@ -51,19 +50,19 @@ using namespace gluon_syncbn;
 // Forgets the records, and begins new ones; does nothing, and returns 0, while a profile is on.
 EXPORTED int gluon_syncbn_start_profile() {
   std::lock_guard<std::mutex> lock(records.mutex);
-  if (is_on) return 0;
+  if (records.are_taken) return 0;
   records.all.clear();
-  is_on = true;
+  records.are_taken = true;
   return 1;
 }
 
 // Whether a profile is on.
-EXPORTED int gluon_syncbn_is_profiling() { return is_on; }
+EXPORTED int gluon_syncbn_is_profiling() { return records.are_taken; }
 
 // Stops. Returns a line per pass, its fields between tabs: layer, device, forward or backward, place, round, and when
 // it started, arrived, left and ended, in seconds.
 EXPORTED const char* gluon_syncbn_stop_profile() {
-  is_on = false;
+  records.are_taken = false;
   std::lock_guard<std::mutex> lock(records.mutex);
   std::string text;
   for (const ProfiledPass::Record& record : records.all) {

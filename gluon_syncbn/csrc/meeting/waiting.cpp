@@ -15,9 +15,6 @@ namespace {
 constexpr int kSignals[] = {SIGINT, SIGTERM};
 constexpr size_t kNumSignals = sizeof kSignals / sizeof *kSignals;
 
-// Time of the last signal, by the steady clock. The handler writes nothing else.
-std::atomic<int64_t> signalled{INT64_MIN};
-
 // The program's own actions for each signal. A handler of ours belongs to each, and calls it: the program may set an
 // action that calls the handler that it has found, ours, or puts it back later (as faulthandler does). An action never
 // changes, since a handler may be reading it.
@@ -26,12 +23,26 @@ struct Actions {
   struct sigaction all[kMostActions];
   size_t count = 0;
 };
-Actions actions[kNumSignals];
+
+// Never destroyed, because devices may still wait while the process exits.
+struct Waits {
+  WaitingTimes times;
+  // Time of the last signal, by the steady clock. The handler writes nothing else.
+  std::atomic<int64_t> signalled{INT64_MIN};
+  Actions actions[kNumSignals];
+
+  std::mutex mutex;  // of all that follows, and of additions to the actions
+  int watches = 0;
+  Clock::time_point cut_short_at;
+  Seconds grace{0}, process_grace{0};
+  std::string because;
+};
+Waits& waits = *new Waits;
 
 template <size_t kPlace>
 void on_signal(int number, siginfo_t* information, void* context) {
-  signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
-  const struct sigaction& own = actions[number == kSignals[0] ? 0 : 1].all[kPlace];
+  waits.signalled.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  const struct sigaction& own = waits.actions[number == kSignals[0] ? 0 : 1].all[kPlace];
   if (own.sa_flags & SA_SIGINFO) {
     own.sa_sigaction(number, information, context);
   } else {
@@ -61,38 +72,25 @@ bool is_handled(const struct sigaction& action) {
   return (action.sa_flags & SA_SIGINFO) || (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
 }
 
-// Never destroyed, because devices may still wait while the process exits.
-struct Shared {
-  std::mutex mutex;
-  int watches = 0;
-  Clock::time_point cut_short_at;
-  Seconds grace{0}, process_grace{0};
-  std::string because;
-};
-Shared& shared = *new Shared;
-
 }  // namespace
 
-WaitingTimes& waiting_times() {
-  static auto* times = new WaitingTimes;
-  return *times;
-}
+WaitingTimes& waiting_times() { return waits.times; }
 
 void begin_watch() {
   {
-    std::lock_guard<std::mutex> lock(shared.mutex);
-    shared.watches += 1;
+    std::lock_guard<std::mutex> lock(waits.mutex);
+    waits.watches += 1;
   }
   renew_watch();
 }
 
 void renew_watch() {
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  if (shared.watches == 0) return;
+  std::lock_guard<std::mutex> lock(waits.mutex);
+  if (waits.watches == 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0 || place_of(found) < kMostActions || !is_handled(found)) continue;
-    Actions& known = actions[i];
+    Actions& known = waits.actions[i];
     size_t place = 0;
     while (place < known.count && !is_same(known.all[place], found)) ++place;
     if (place == kMostActions) continue;
@@ -105,18 +103,18 @@ void renew_watch() {
 }
 
 void end_watch() {
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  if (--shared.watches > 0) return;
+  std::lock_guard<std::mutex> lock(waits.mutex);
+  if (--waits.watches > 0) return;
   for (size_t i = 0; i < kNumSignals; ++i) {
     struct sigaction found;
     if (sigaction(kSignals[i], nullptr, &found) != 0) continue;
     const size_t place = place_of(found);
-    if (place < kMostActions) sigaction(kSignals[i], &actions[i].all[place], nullptr);
+    if (place < kMostActions) sigaction(kSignals[i], &waits.actions[i].all[place], nullptr);
   }
 }
 
 Clock::time_point signalled_at() {
-  return Clock::time_point(Clock::duration(signalled.load(std::memory_order_relaxed)));
+  return Clock::time_point(Clock::duration(waits.signalled.load(std::memory_order_relaxed)));
 }
 
 std::string Waited::text(const std::string& whom) const {
@@ -163,10 +161,10 @@ std::optional<Waited> ended_wait(Clock::time_point began, double timeout_seconds
   if (failed && now >= std::max(began, *failed) + waiting_times().grace) {
     return Waited{seconds, "the step has failed (" + step().failure() + ")"};
   }
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  const Seconds grace = is_for_processes ? shared.process_grace : shared.grace;
-  if (!shared.because.empty() && now >= std::max(began, shared.cut_short_at) + grace) {
-    return Waited{seconds, shared.because};
+  std::lock_guard<std::mutex> lock(waits.mutex);
+  const Seconds grace = is_for_processes ? waits.process_grace : waits.grace;
+  if (!waits.because.empty() && now >= std::max(began, waits.cut_short_at) + grace) {
+    return Waited{seconds, waits.because};
   }
   return std::nullopt;
 }
@@ -182,11 +180,11 @@ EXPORTED void gluon_syncbn_set_waiting_times(double grace, double poll) {
 // Ends waits, from now on, after the grace period (for other processes after theirs), for this reason; an empty text
 // takes it back.
 EXPORTED void gluon_syncbn_cut_waits_short(const char* because, double grace, double process_grace) {
-  std::lock_guard<std::mutex> lock(shared.mutex);
-  shared.cut_short_at = Clock::now();
-  shared.grace = Seconds(grace);
-  shared.process_grace = Seconds(process_grace);
-  shared.because = because;
+  std::lock_guard<std::mutex> lock(waits.mutex);
+  waits.cut_short_at = Clock::now();
+  waits.grace = Seconds(grace);
+  waits.process_grace = Seconds(process_grace);
+  waits.because = because;
 }
 
 EXPORTED void gluon_syncbn_begin_watch() { begin_watch(); }

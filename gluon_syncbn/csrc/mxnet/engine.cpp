@@ -22,14 +22,8 @@ constexpr int kGateThread = 0;
 // After this time the engine has added an exception to its list; or has also run all operations that hand it on.
 constexpr std::chrono::microseconds kTimeToThrow{500}, kTimeToRunAndThrow{5000};
 
-// A look at a head of a backward pass writes this token.
-const Array& heads() {
-  static const auto* token = new Array(new_token());  // never destroyed, like the step
-  return *token;
-}
-
-// Never destroyed, because operators may still fail while the process exits.
 struct Gates {
+  const Array heads{new_token()};  // a look at a head of a backward pass writes this token
   std::mutex mutex;
   // The numbers of gates that have not opened. A gate leaves when it opens; a gate that is still here when nothing runs
   // any more has held its update back.
@@ -37,15 +31,20 @@ struct Gates {
   int64_t last = 0;
   Clock::time_point free_turn;  // when the next error may be thrown
 };
-Gates& gates = *new Gates;
+
+// Never destroyed, because operators may still fail while the process exits.
+Gates& gates() {
+  static auto* all = new Gates;
+  return *all;
+}
 
 // Returns when earlier errors have had the time that they reserved here.
 void wait_for_turn(std::chrono::microseconds time) {
   Clock::time_point mine;
   {
-    std::lock_guard<std::mutex> lock(gates.mutex);
-    mine = std::max(Clock::now(), gates.free_turn);
-    gates.free_turn = mine + time;
+    std::lock_guard<std::mutex> lock(gates().mutex);
+    mine = std::max(Clock::now(), gates().free_turn);
+    gates().free_turn = mine + time;
   }
   std::this_thread::sleep_until(mine);
 }
@@ -60,8 +59,8 @@ void pass_gate(int64_t number, bool has_gradients, const std::string& skipped_te
     throw dmlc::Error("This update was not made, because its step had failed: " + failure +
                       (has_advice ? "" : " " + advice));
   }
-  std::lock_guard<std::mutex> lock(gates.mutex);
-  gates.closed.erase(number);
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  gates().closed.erase(number);
 }
 
 // Returns 0, or -1 after leaving MXNet's text for MXGetLastError.
@@ -157,7 +156,7 @@ EXPORTED int gluon_syncbn_watch(void** arrays, int num_arrays, void** statistics
     }
     for (int i = 0; i < num_arrays; ++i) {  // each on its own: two of them may be the same memory
       std::vector<void*> writes{arrays[i]};
-      if (are_heads) writes.push_back(heads().handle());
+      if (are_heads) writes.push_back(gates().heads.handle());
       push(look, EngineProperty::kNoSkip, thread, tokens, writes);
     }
     if (num_statistics == 0) return;
@@ -198,9 +197,9 @@ EXPORTED int gluon_syncbn_gate(void** arrays, const int* num_gradients, const in
                                const char* skipped_text, const char* advice, int64_t* first) {
   return or_code([&] {
     {
-      std::lock_guard<std::mutex> lock(gates.mutex);
-      *first = gates.last + 1;
-      while (gates.last < *first + num_gates - 1) gates.closed.insert(++gates.last);
+      std::lock_guard<std::mutex> lock(gates().mutex);
+      *first = gates().last + 1;
+      while (gates().last < *first + num_gates - 1) gates().closed.insert(++gates().last);
     }
     for (int i = 0; i < num_gates; ++i) {
       const std::vector<void*> gradients(arrays, arrays + num_gradients[i]);
@@ -209,7 +208,7 @@ EXPORTED int gluon_syncbn_gate(void** arrays, const int* num_gradients, const in
       const auto has_gradients = std::make_shared<std::atomic<bool>>(false);
       push([has_gradients] { *has_gradients = true; }, EngineProperty::kOrdinary, kGateThread, gradients, {});
       // One gate for all needs no heads: a failure shows in some gradient.
-      const std::vector<void*> heads_of_step(num_gates > 1, heads().handle());
+      const std::vector<void*> heads_of_step(num_gates > 1, gates().heads.handle());
       push([=, number = *first + i, skipped = std::string(skipped_text),
             end = std::string(advice)] { pass_gate(number, *has_gradients, skipped, end); },
            EngineProperty::kNoSkip, kGateThread, heads_of_step, guarded);
@@ -238,12 +237,12 @@ EXPORTED int gluon_syncbn_reserve(int exceptions, const char* text) {
 
 // Whether a gate has opened.
 EXPORTED int gluon_syncbn_gate_has_opened(int64_t number) {
-  std::lock_guard<std::mutex> lock(gates.mutex);
-  return gates.closed.count(number) == 0;
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  return gates().closed.count(number) == 0;
 }
 
 // Forgets the gates that held updates back. Nothing may be running.
 EXPORTED void gluon_syncbn_forget_gates() {
-  std::lock_guard<std::mutex> lock(gates.mutex);
-  gates.closed.clear();
+  std::lock_guard<std::mutex> lock(gates().mutex);
+  gates().closed.clear();
 }

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
 #include <exception>
 #include <future>
 #include <string>
@@ -15,8 +14,6 @@
 
 namespace gluon_syncbn {
 namespace {
-
-std::atomic<bool> engine_completes{false};
 
 // MXNet completes no call that throws anything but its own kind of error.
 void lose(EnginePass& pass) {
@@ -45,7 +42,7 @@ bool is_in_libmxnet(const void* address) {
 }  // namespace
 
 void run(std::shared_ptr<EnginePass> pass, int device, void* token) {
-  if (!engine_completes) return run_here(*pass);
+  if (!mxnet().engine_completes) return run_here(*pass);
   // Both operations have it.
   const auto error = std::make_shared<std::string>();
   const auto fail = [error](const std::exception& problem) {
@@ -95,10 +92,10 @@ EXPORTED int gluon_syncbn_try_engine() {
         0, token.handle());
     future.get()();  // or the promise was broken
     check_mxnet(mxnet().array_wait(token.handle()), "the operation failed");
-    engine_completes = true;
+    mxnet().engine_completes = true;
   } catch (const std::exception&) {
     mxnet().array_wait(token.handle());  // which takes the error away
-    engine_completes = false;
+    mxnet().engine_completes = false;
   }
-  return engine_completes;
+  return mxnet().engine_completes;
 }

@@ -18,14 +18,17 @@
 namespace gluon_syncbn {
 namespace {
 
-PythonFunctions functions;
 thread_local std::string left_behind;
-std::atomic<bool> python_is_gone{false};
-std::atomic<int> calls{0};  // of Python, that are under way
+
+struct {
+  PythonFunctions functions;
+  std::atomic<int> calls{0};  // that are under way
+  std::atomic<bool> is_gone{false};
+} interpreter;
 
 }  // namespace
 
-const PythonFunctions& python() { return functions; }
+const PythonFunctions& python() { return interpreter.functions; }
 
 void warn_user(const std::string& text) {
   // A user's hook for warnings may wait for this thread's work. So this thread waits for it no longer than a second, in
@@ -59,13 +62,13 @@ int call_off_main_thread(const std::function<int()>& call) {
 
 void while_python_lives(const std::function<void()>& call) {
   // The threads that were in a call are not there in a child.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { calls = 0; });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { interpreter.calls = 0; });
   static_cast<void>(registered);
   const struct Counted {
-    Counted() { calls += 1; }
-    ~Counted() { calls -= 1; }
-  } counted;  // before the look at python_is_gone, or stop_calling_python could miss this call
-  if (!python_is_gone) call();
+    Counted() { interpreter.calls += 1; }
+    ~Counted() { interpreter.calls -= 1; }
+  } counted;  // before the look at `is_gone`, or stop_calling_python could miss this call
+  if (!interpreter.is_gone) call();
 }
 
 std::string take_error() { return std::exchange(left_behind, ""); }
@@ -74,7 +77,7 @@ std::string take_error() { return std::exchange(left_behind, ""); }
 
 // Hands over Python's own functions.
 EXPORTED void gluon_syncbn_use_python(const gluon_syncbn::PythonFunctions* functions) {
-  gluon_syncbn::functions = *functions;
+  gluon_syncbn::interpreter.functions = *functions;
 }
 
 // Sets the text of the error in which the callback that runs on this thread ends.
@@ -83,9 +86,9 @@ EXPORTED void gluon_syncbn_leave_error(const char* text) { gluon_syncbn::left_be
 // The interpreter is about to end. Called without the interpreter lock, for which a call may be waiting. A call that
 // does not return, in a hook of the user's, keeps the process for ten seconds.
 EXPORTED void gluon_syncbn_stop_calling_python() {
-  gluon_syncbn::python_is_gone = true;
+  gluon_syncbn::interpreter.is_gone = true;
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (gluon_syncbn::calls > 0 && std::chrono::steady_clock::now() < until) {
+  while (gluon_syncbn::interpreter.calls > 0 && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

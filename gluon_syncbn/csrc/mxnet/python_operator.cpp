@@ -27,8 +27,10 @@
 namespace gluon_syncbn {
 namespace {
 
-CustomOpPropCreator python_creator = nullptr;
-std::string python_name;
+struct {
+  CustomOpPropCreator make = nullptr;
+  std::string name;
+} wrapped;
 
 int or_error(int returned) {
   const std::string text = take_error();
@@ -160,7 +162,7 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
   PropertyWrapper* wrapper = nullptr;
   call_off_main_thread([&] {
     take_error();  // of an earlier call
-    or_error(python_creator(python_name.c_str(), num_arguments, keys, values, &made));
+    or_error(wrapped.make(wrapped.name.c_str(), num_arguments, keys, values, &made));
     wrapper = new PropertyWrapper(made);
     return 1;
   });
@@ -181,7 +183,6 @@ int create_property(const char*, int num_arguments, const char** keys, const cha
 
 // Registers, as `op_type`, the operator that Python knows as `name` and makes with `creator`; 0, or MXNet's error code.
 EXPORTED int gluon_syncbn_wrap_python_operator(const char* op_type, const char* name, CustomOpPropCreator creator) {
-  gluon_syncbn::python_creator = creator;
-  gluon_syncbn::python_name = name;
+  gluon_syncbn::wrapped = {creator, name};
   return gluon_syncbn::mxnet().custom_op_register(op_type, gluon_syncbn::create_property);
 }

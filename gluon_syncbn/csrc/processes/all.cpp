@@ -102,14 +102,16 @@ struct Registration {
 // Nothing is ever taken out, since messages may still come while the process exits. There are no locks, since a fork
 // may come at any time.
 constexpr size_t kMost = 1024;
-std::array<std::atomic<Registration*>, kMost> entries{};
-std::atomic<size_t> num_entries{0};
+struct {
+  std::array<std::atomic<Registration*>, kMost> by_id{};
+  std::atomic<size_t> count{0};
+} entries;
 
-Registration& entry(int64_t id) { return *entries.at(static_cast<size_t>(id)).load(); }
+Registration& entry(int64_t id) { return *entries.by_id.at(static_cast<size_t>(id)).load(); }
 
 // In a child that was forked, which is not of the job: its open files would keep its parent's locks.
 void forget_in_child() {
-  for (const std::atomic<Registration*>& item : entries) {
+  for (const std::atomic<Registration*>& item : entries.by_id) {
     const Registration* const found = item;
     if (found && found->memory) found->memory->forget();
   }
@@ -140,9 +142,9 @@ EXPORTED int64_t gluon_syncbn_make_processes(int rank, int size, const char* adv
   auto made = std::make_unique<Registration>();
   made->outside = std::make_shared<Outside>();
   made->processes = std::make_shared<Processes>(rank, size, advice, made->outside, can_resume != 0);
-  const size_t id = num_entries++;
+  const size_t id = entries.count++;
   if (id >= kMost) return -1;
-  entries[id] = made.release();
+  entries.by_id[id] = made.release();
   return static_cast<int64_t>(id);
 }
 
