@@ -1,6 +1,6 @@
 """Processes that have MXNet imported when they start, forked from one that has done this and nothing else.
 
-The import takes a second of a processor, and the tests start hundreds of processes.
+The import takes half a second of a processor (tests/lean), and the tests start hundreds of processes.
 
 Each worker of pytest has a server, with one thread. It never lets MXNet compute, so there is no engine in it. It reads
 requests, a line of JSON each, from its standard input, and answers on its standard output: first with the number of its
