@@ -28,6 +28,7 @@ import testing
 from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+from mxnet.gluon.model_zoo.vision import resnet
 from processes import WithHorovod, WithMPI
 from reference import Norm, check, check_all, total
 from testing import MODES, cpus, initialized, random_shards, reference_of, sequential, set_mode, shards_and_heads
@@ -100,10 +101,18 @@ def resnet18(norm):
     return net if norm is nn.BatchNorm else gluon_syncbn.convert_sync_batchnorm(net, timeout=job.TIMEOUT)
 
 
+def thin_resnet18(norm):
+    """The same layers with a quarter of the channels, so that processes exchange and compare fewer gradients."""
+    net = resnet.ResNetV1(resnet.BasicBlockV1, [2, 2, 2, 2], [16, 16, 32, 64, 128], classes=5)
+    return net if norm is nn.BatchNorm else gluon_syncbn.convert_sync_batchnorm(net, timeout=job.TIMEOUT)
+
+
 # How it is made, the shape of an image, and the tolerance, of float64; deep nets enlarge errors of rounding.
 NETS = {
     "layer": (lambda norm: norm(in_channels=3), (3, 5, 2), 1e-10),
     "branches": (Branches, (3, 4, 4), 1e-9),
+    "wide": (lambda norm: norm(in_channels=2048), (2048, 2, 1), 1e-10),
+    "thin_resnet18": (thin_resnet18, (3, 32, 32), 1e-6),
     "resnet18": (resnet18, (3, 32, 32), 1e-6),
 }
 
