@@ -79,7 +79,7 @@ void run(uint64_t number) {
         });
     int64_t sent = 0;
     const auto send = [&] {
-      const int64_t size = random() % 4 ? 400000 : static_cast<int64_t>(random() % 100);
+      const int64_t size = random() % 4 ? 150000 : static_cast<int64_t>(random() % 100);
       memory->send({Message::kVector, sent, size, std::vector<double>(static_cast<size_t>(size), double(sent))}, {1});
       sent += 1;
     };
@@ -98,7 +98,7 @@ void run(uint64_t number) {
     kill(other, SIGCONT);
     wait_for([&] { return come == sent; }, "not all has come back after it was stopped");
     for (int i = 0; i < 8; ++i) send();
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 20000));
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 8000));
     kill(other, SIGKILL);
     int status = 0;
     waitpid(other, &status, 0);
