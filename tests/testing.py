@@ -341,9 +341,14 @@ def shorten_grace(seconds: float = GRACE) -> None:
 
 
 def lean_environment() -> dict:
-    """For processes that need nothing of MXNet's that takes long to import (tests/lean); there are hundreds of them."""
+    """For processes that need nothing of MXNet's that takes long to import (tests/lean); there are hundreds of them.
+
+    So one writes the bytecode of the package for all, also where the environment would have it made anew by each.
+    """
     folders = [os.path.join(ROOT, "tests", "lean"), ROOT, os.path.join(ROOT, "tests")]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    chosen = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    chosen.pop("PYTHONDONTWRITEBYTECODE", None)
+    return chosen
 
 
 def run_program(arguments, merged=False, limit=HANG, status=0, **environment) -> subprocess.CompletedProcess:
