@@ -11,7 +11,6 @@ import pytest
 from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
 from PIL import Image
 from testing import run_python
-from train_detection import PadBoxes, parse_arguments
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +76,8 @@ DEVICES = {"cpu:2": "cpu(0) cpu(1)", "cpu:1,3": "cpu(1) cpu(3)", "gpu:0": "gpu(0
 
 
 def test_arguments(capsys):
+    from train_detection import parse_arguments  # here, as every worker of pytest would import matplotlib with it
+
     for text, devices in DEVICES.items():
         assert " ".join(map(str, parse_arguments(["--devices", text]).devices)) == devices
     for wrong in (["--devices", "tpu:1"], ["--devices", "cpu"], ["--dataset", "voc"]):
@@ -86,6 +87,8 @@ def test_arguments(capsys):
 
 
 def test_too_many_boxes_are_not_dropped():
+    from train_detection import PadBoxes
+
     with pytest.raises(ValueError, match="has 3 objects, more than 2"):
         PadBoxes(2)([mx.nd.ones((3, 4))])
 
