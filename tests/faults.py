@@ -72,6 +72,12 @@ FOR_GPUS = re.compile(r"csrc/cuda/(driver|operator|program|scratch)\.")
 EQUIVALENT = {
     # Whoever asks next finds out the same, by more memory.
     ("mxnet_engine/cpu_resources.py", "mx.nd.waitall()", "statement_not_run"),
+    # It may be as well.
+    (
+        "csrc/cpu/kernels/body.h",
+        "const int64_t width = layout.inner - i < kBlock ? layout.inner - i : kBlock;",
+        "changed_comparison",
+    ),
     ("csrc/cpu/kernels/forward.h", "over_tiles<A, 0, Rows::kGrowing>(", "number_one_more"),  # copied, not used
     ("mxnet_engine/cpu_resources.py", "before = 0", "number_one_more"),  # it is set before it is read
     ("meeting/processes.py", "different = different_facts(theirs, expected)", "swapped_arguments"),  # either way round
@@ -266,7 +272,7 @@ KNOWN = [
     ("csrc/meeting/waiting.cpp", "sigismember(&a.sa_mask, number) != sigismember(&b.sa_mask, number)", "false"),
     (
         "csrc/meeting/waiting.cpp",
-        "is_for_processes ? shared().process_grace :",
+        "is_for_processes ? waits.process_grace :",
         "is_for_processes ? waiting_times().grace :",
     ),
     ("meeting/positions.py", 're.sub(r"\\d+", "", name)', "name"),

@@ -143,9 +143,13 @@ class Passes:
         self.followers: weakref.WeakSet[Passes] = weakref.WeakSet()
 
     @property
+    def layer(self) -> Optional[mx.gluon.nn.BatchNorm]:
+        return self._layer()
+
+    @property
     def name(self) -> str:
         """The layer's name."""
-        layer = self._layer()
+        layer = self.layer
         return "" if layer is None else layer.name
 
     def subgroup(self, device: mx.Context) -> Optional[Subgroup]:
@@ -168,12 +172,12 @@ class Passes:
         return found
 
     def _devices_now(self) -> List[mx.Context]:
-        layer = self._layer()
+        layer = self.layer
         return [] if layer is None else layer.running_mean.list_ctx()
 
     def parameter(self) -> Optional[Parameter]:
         """γ or β, if one of them learns."""
-        layer = self._layer()
+        layer = self.layer
         return None if layer is None else next(filter(has_gradient, (layer.gamma, layer.beta)), None)
 
     def arrays(self) -> Dict[mx.Context, mx.nd.NDArray]:

@@ -118,7 +118,7 @@ class Progress:
 
     def _watch(self, passes: Passes) -> None:
         """Count the backward passes of a layer from now on if it is the first of its net that learns."""
-        record, net = self._record, outermost_block()
+        record, net = self._record, outermost_block() or passes.layer
         first = record.first() or passes
         record.first = weakref.ref(first)
         if net is None or net in record.nets:

@@ -4,7 +4,6 @@
 // over. tests/csrc/check_c_api.cpp compares all of this with the headers of each MXNet.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -51,8 +50,6 @@ typedef int (*CustomOpPropCreator)(const char* op_type, int num_arguments, const
 // MXNet's functions that the core calls. Each but last_error returns 0, or another number after leaving the text that
 // last_error returns.
 struct MXNetFunctions {
-  // Whether its engine completes operations as pass.h describes; the core finds it out.
-  mutable std::atomic<bool> engine_completes;
   int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
   int (*array_data)(void* array, void** data);
   int (*array_free)(void* array);

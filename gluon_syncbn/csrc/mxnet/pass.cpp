@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <exception>
 #include <future>
 #include <string>
@@ -14,6 +15,8 @@
 
 namespace gluon_syncbn {
 namespace {
+
+std::atomic<bool> engine_completes{false};
 
 // MXNet completes no call that throws anything but its own kind of error.
 void lose(EnginePass& pass) {
@@ -42,7 +45,7 @@ bool is_in_libmxnet(const void* address) {
 }  // namespace
 
 void run(std::shared_ptr<EnginePass> pass, int device, void* token) {
-  if (!mxnet().engine_completes) return run_here(*pass);
+  if (!engine_completes) return run_here(*pass);
   // Both operations have it.
   const auto error = std::make_shared<std::string>();
   const auto fail = [error](const std::exception& problem) {
@@ -92,10 +95,10 @@ EXPORTED int gluon_syncbn_try_engine() {
         0, token.handle());
     future.get()();  // or the promise was broken
     check_mxnet(mxnet().array_wait(token.handle()), "the operation failed");
-    mxnet().engine_completes = true;
+    engine_completes = true;
   } catch (const std::exception&) {
     mxnet().array_wait(token.handle());  // which takes the error away
-    mxnet().engine_completes = false;
+    engine_completes = false;
   }
-  return mxnet().engine_completes;
+  return engine_completes;
 }
