@@ -41,14 +41,23 @@ class Member(ProcessGroup):
             self._receive(rank, message.kind, message.key, message.round_id, message.numbers)
 
 
+class Asked(Member):
+    """Messages do not show who has come, as with Horovod; it says that all have."""
+
+    can_resume = False
+
+    def _find_out_who_came(self, message):
+        self._hear_who_came(message, range(self.size))
+
+
 class Job:
     """Processes on hosts with these names, which have met. ``held`` has the kinds that a rank sends in vain."""
 
-    def __init__(self, hosts, monkeypatch):
+    def __init__(self, hosts, monkeypatch, kind):
         here = threading.local()
         monkeypatch.setattr(socket, "gethostname", lambda: here.name)
         self.sent, self.held, self.kept = Counter(), set(), []
-        self.members = [Member(self, rank, len(hosts)) for rank in range(len(hosts))]
+        self.members = [kind(self, rank, len(hosts)) for rank in range(len(hosts))]
 
         def meet(member):
             here.name = f"host{hosts[member.rank]}"
@@ -81,7 +90,7 @@ class Job:
 
 @pytest.fixture
 def job_on(monkeypatch):
-    return lambda hosts: Job(hosts.split(), monkeypatch)
+    return lambda hosts, kind=Member: Job(hosts.split(), monkeypatch, kind)
 
 
 def error_of(future):
@@ -113,6 +122,32 @@ def test_errors_name_who_is_missing(job_on, missing):
         arrived = ", ".join(f"process {rank} (host{(rank in (1, 2)) * 1})" for rank in others)
         assert f"waited 2 s for 1 of 4 processes. Arrived: {arrived}. Missing: process {missing} (host" in text, text
     assert job.sent[CAME]
+
+
+def test_nobody_is_missing_where_all_came_and_one_has_stopped_since(job_on):
+    job = job_on("0 1 2", Asked)
+    text = error_of(job.exchange([0, 1], seconds=1)[0])
+    assert "waited 1 s for the other 2 processes; all of them have come, but not their vectors. Usual" in text, text
+
+
+def test_an_exchange_ends_when_this_process_abandons_the_step(job_on):
+    """On another thread; its error belongs to that step, and not to the next."""
+    job = job_on("0 0")
+
+    def gather():
+        with processes_of(job.members[0]).together("it", timeout=PATIENCE) as both:
+            both.gather("rows", np.ones(1))
+
+    future = job.pool.submit(gather)
+    time.sleep(0.3)
+    for member in job.members:
+        member.abandon(True)
+    assert error_of(future) == "it: the step was abandoned."
+    for resumed in [job.pool.submit(member.resume, "again", PATIENCE) for member in job.members]:
+        resumed.result(PATIENCE)
+    for rows in job.exchange().values():
+        assert len(rows.result(PATIENCE)) == 2
+    assert not job.members[0].state.has_lost_some
 
 
 def test_a_leader_that_hands_nothing_on_is_missing(job_on):

@@ -64,6 +64,7 @@ class State(ctypes.Structure):
         ("has_lost_some", c_int),
         ("open_tasks", c_int),
         ("seconds_failed", c_double),
+        ("epoch", c_int64),
     ]
 
 

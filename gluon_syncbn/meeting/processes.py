@@ -107,19 +107,25 @@ class Processes:
         come within the timeout, or 600 s, if the net differs there, or if the step has been abandoned.
         """
         occasion = Occasion(self.group, where, seconds_for_processes(timeout))
+        epoch = self.group.state.epoch
         try:
             self._prepare(place, occasion)
             yield occasion
         except ExchangeError as problem:
-            self.group.fail(str(problem))  # as the core has done, if it could
+            self._fail(str(problem), epoch)  # as the core has done, if it could
             raise
         except (CommunicatorError, SyncBatchNormError) as problem:
             error = f"{where}: {problem}."
-            self.group.fail(error)
+            self._fail(error, epoch)
             raise SyncBatchNormError(error) from None
         except BaseException as problem:  # as Ctrl-C: the others may go on
-            self.group.fail(f"{where}: {problem!r}")
+            self._fail(f"{where}: {problem!r}", epoch)
             raise
+
+    def _fail(self, error: str, epoch: int) -> None:
+        """Let the step fail, unless it has been abandoned since, by another thread."""
+        if self.group.state.epoch == epoch:
+            self.group.fail(error)
 
     def knows(self, place: Place) -> bool:
         """Whether the processes have compared the net of this layer."""

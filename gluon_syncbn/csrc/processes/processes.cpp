@@ -312,6 +312,7 @@ std::string Processes::abandon(bool is_under_way) {
     why = failure_.empty() ? "gluon_syncbn.abandon_step() was called in the middle of a step" : failure_;
     failure_.clear();
     epoch_ += 1;
+    end_waiting([](Waiting& waiting) { return waiting.is_resume ? "" : waiting.error("the step was abandoned"); });
     std::map<int, Message>& abandoned = abandoned_[resumes_];
     const int first = abandoned.empty() ? rank : first_of(abandoned.begin()->second);
     Message mine{Message::kAbandoned, resumes_, highest_had(), {uses_memory_ ? 1.0 : 0.0, static_cast<double>(first)}};
@@ -393,7 +394,7 @@ State Processes::state() const {
   if (is_forked()) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   const double failed = failure_.empty() ? 0 : Seconds(Clock::now() - failed_at_).count();
-  return {is_resuming(), uses_memory_, has_lost_some_, 0, failed};
+  return {is_resuming(), uses_memory_, has_lost_some_, 0, failed, static_cast<int64_t>(epoch_)};
 }
 
 bool Processes::is_resuming() const {
@@ -497,19 +498,18 @@ std::set<int> Processes::who_came(const Waiting& waiting) {
 std::string Processes::missing_text(const Waiting& waiting, const std::optional<std::set<int>>& came) {
   has_lost_some_ = true;
   const auto& [what, key, members, timeout_seconds] = waiting.channel;
-  if (!came) {
-    const std::string whom = "the other " + std::to_string(members.size() - 1) + " processes";
-    return what + " " + waiting.waited->text(whom) + "; which of them came is not known. " +
-           waiting.waited->advice(advice_);
-  }
   std::vector<std::string> arrived, missing;
   for (int member : members) {
     const std::string name = "process " + std::to_string(member);
     const auto place = static_cast<size_t>(member);
-    (member == rank || came->count(member) > 0 ? arrived : missing)
-        .push_back(place < names_.size() ? name + " (" + names_[place] + ")" : name);
+    const bool is_there = member == rank || (came && came->count(member) > 0);
+    (is_there ? arrived : missing).push_back(place < names_.size() ? name + " (" + names_[place] + ")" : name);
   }
-  return waiting.waited->error(what, "processes", arrived, missing, advice_);
+  if (came && !missing.empty()) return waiting.waited->error(what, "processes", arrived, missing, advice_);
+  const std::string whom = "the other " + std::to_string(members.size() - 1) + " processes";
+  return what + " " + waiting.waited->text(whom) + "; " +
+         (came ? "all of them have come, but not their vectors" : "which of them came is not known") + ". " +
+         waiting.waited->advice(advice_);
 }
 
 }  // namespace gluon_syncbn

@@ -72,6 +72,7 @@ struct State {
   int has_lost_some = 0;      // processes did not come in time, and all have not gone on together since
   int open_tasks = 0;         // of the thread that carries messages
   double seconds_failed = 0;  // since the step has failed; 0 if it has not
+  int64_t epoch = 0;          // the number of abandoned steps
 };
 
 class Processes : public Watched, public std::enable_shared_from_this<Processes> {
