@@ -1,5 +1,7 @@
 """`check`: what it says of nets that synchronize and of nets that do not, and that it changes nothing."""
 
+import re
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from mxnet.gluon import nn
 from testing import cpus, initialized, sequential, set_mode
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn import SyncBatchNorm, convert_batchnorm
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -162,6 +164,33 @@ def test_frozen_layers_groups_and_layers_that_are_not_called(mode):
     assert sorted(states(result)) == ["frozen", "not called", "synchronized"] and result.is_synchronized
     assert "groups of 2 devices" in str(result)
     assert gluon_syncbn.check(initialized(build(group_size=1), 2, mode), images()).layers[0].text == "group_size=1"
+
+
+class Levels(gluon.HybridBlock):
+    """A head on two levels, whose layer shares its statistics with another, behind an embedding that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.words, self.stem = nn.Embedding(10, 4), SyncBatchNorm(in_channels=4)
+            self.conv, self.head = nn.Conv2D(3, 1, in_channels=4), SyncBatchNorm(in_channels=3)
+            self.twin = SyncBatchNorm(in_channels=3, params=self.head.params)
+        for block in (self.words, self.stem):
+            block.collect_params().setattr("grad_req", "null")
+
+    def hybrid_forward(self, F, x):
+        x = F.reshape(F.transpose(self.words(x), axes=(0, 2, 1)), shape=(0, 0, 4, 4))
+        x = self.conv(self.stem(x))
+        return self.head(x), self.head(F.Pooling(x, kernel=(2, 2), stride=(2, 2))), self.twin(x * x)
+
+
+def test_layers_whose_statistics_one_device_moves_otherwise(mode):
+    words = np.random.RandomState(0).randint(10, size=(6, 16))
+    result = gluon_syncbn.check(initialized(Levels(), 2, mode), mx.nd.array(words))
+    assert result.is_synchronized and "running statistics" not in result.differences, str(result)
+    assert re.search(r"running statistics of \w+, \w+, \w+ were not compared: one device", str(result))
+    net = convert_batchnorm(Levels())
+    assert not gluon_syncbn.check(initialized(net, 2, mode), mx.nd.array(words)).is_synchronized
 
 
 def test_several_inputs_and_nested_outputs(mode):
