@@ -66,6 +66,10 @@ def parse_arguments(arguments=None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/detection"))
     parser.add_argument("--resume", action="store_true", help="go on from --output after an interruption")
     options = parser.parse_args(arguments)
+    if options.epochs < 1 or options.batch_per_device < 1:
+        parser.error("--epochs and --batch-per-device must be at least 1")
+    if options.images is not None and options.images < options.batch_per_device * len(options.devices):
+        parser.error("--images must be enough for one batch on all --devices")
     if options.dataset == "voc" and options.root is None:
         parser.error("--dataset voc needs --root, the folder that holds VOC2007")
     options.data_shape = options.data_shape or {"digits": 96, "voc": 416}[options.dataset]
@@ -248,7 +252,9 @@ def train(options) -> list:
         history = json.loads(log.read_text(encoding="utf-8"))
         net.load_parameters(str(parameters), ctx=options.devices)
         plain.load_parameters(str(parameters), ctx=options.devices[0])
+        schedule = trainer.optimizer.lr_scheduler
         trainer.load_states(str(states))
+        trainer.optimizer.lr_scheduler = schedule  # the states have the schedule that ends with the --epochs of then
         random.seed(options.seed + len(history))
         np.random.seed(options.seed + len(history))
     elif job.size > 1:

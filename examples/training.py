@@ -35,7 +35,10 @@ def parse_devices(text: str) -> list:
         ids = [int(number) for number in numbers.split(",")]
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is not like cpu:4 or gpu:0,1") from None
-    return [make(i) for i in (range(ids[0]) if kind == "cpu" and len(ids) == 1 else ids)]
+    ids = list(range(ids[0])) if kind == "cpu" and len(ids) == 1 else ids
+    if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+        raise argparse.ArgumentTypeError(f"{text!r} names no device, or one twice; cpu:4 is cpu(0) to cpu(3)")
+    return [make(i) for i in ids]
 
 
 def set_seeds(seed: int) -> None:

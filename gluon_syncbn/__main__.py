@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from importlib import metadata
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -25,7 +25,8 @@ import gluon_syncbn
 from gluon_syncbn.backends import native
 from gluon_syncbn.backends.choose import choose, find_backend, why
 from gluon_syncbn.distributed.default import VARIABLE, name_of_communicator
-from gluon_syncbn.layer.spec import LayerSpec
+from gluon_syncbn.distributed.process_group import check_process_group
+from gluon_syncbn.layer.spec import LayerSpec, default_timeout
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import cpu_resources
 
@@ -37,10 +38,14 @@ def main() -> int:
     style = argparse.RawDescriptionHelpFormatter
     description = __doc__.replace("``", "")
     argparse.ArgumentParser("python -m gluon_syncbn", description=description, formatter_class=style).parse_args()
-    group = _join()
+    devices = [mx.cpu(0), mx.cpu(1)]
+    wrong = _wrong_variables(devices)
+    if wrong:
+        print("\n".join(f"warning      {text}" for text in wrong))
+        return 1
+    group, problem = _join()
     if group is not None and group.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    devices = [mx.cpu(0), mx.cpu(1)]
     print(f"gluon_syncbn {gluon_syncbn.__version__} in {os.path.dirname(gluon_syncbn.__file__)}")
     print(f"MXNet        {mx.__version__}, oneDNN {'on' if mx.runtime.Features().is_enabled('MKLDNN') else 'off'}")
     print(f"Python       {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
@@ -56,7 +61,7 @@ def main() -> int:
         print(f"             {_back_end([mx.gpu(0)], 'GPU')}")
     engines = _installed("mpi4py", "horovod")
     print(f"processes    {engines or 'one only: neither mpi4py nor horovod is installed'}")
-    warned = _warnings(group)
+    warned = ([problem] if problem else []) + _warnings(group)
     try:
         is_native = choose(LayerSpec("doctor"), devices).name == "native"
         with gluon_syncbn.profile() if is_native else contextlib.nullcontext() as report:
@@ -70,7 +75,7 @@ def main() -> int:
             delay = np.median(group.time_exchanges(_EXCHANGED, _ROUNDS))
             way = processes_of(group).way()
             print(f"exchange     {_EXCHANGED} numbers of {group.size} processes, {delay:.0f} µs (median), {way}")
-        status = 0
+        status = 1 if warned[:1] == [problem] else 0
     except (AssertionError, mx.MXNetError, RuntimeError) as problem:
         print(f"all-reduce   FAILED: {problem}")
         status = 1
@@ -81,18 +86,35 @@ def main() -> int:
     return status
 
 
-def _join() -> Optional[gluon_syncbn.ProcessGroup]:
-    """Connect the processes of this job; None, after a warning, if that fails."""
+def _join() -> Tuple[Optional[gluon_syncbn.ProcessGroup], str]:
+    """Connect the processes of this job. Returns their group, or None and the reason if that fails."""
     name = os.environ.get(VARIABLE) or name_of_communicator()
     try:
         if name == "horovod":
             import horovod.mxnet as hvd
 
             hvd.init()
-        return gluon_syncbn.init_process_group(name)
-    except (ImportError, RuntimeError, ValueError) as problem:
-        print(f"warning      this process stands alone: {problem}")
-        return None
+        return gluon_syncbn.init_process_group(name), ""
+    except (ImportError, RuntimeError) as problem:
+        return None, f"this process stands alone: {problem}"
+
+
+def _wrong_variables(devices: List[mx.Context]) -> List[str]:
+    """Return the errors about environment variables with which no layer can work."""
+    found = []
+    group = os.environ.get(VARIABLE) or None
+    for ask in (
+        default_timeout,
+        native.instruction_set,
+        lambda: find_backend(LayerSpec("doctor"), devices),
+        lambda: check_process_group(group, VARIABLE),
+    ):
+        try:
+            with contextlib.suppress(RuntimeError):  # `_back_end` tells it
+                ask()
+        except ValueError as problem:
+            found.append(str(problem))
+    return found
 
 
 def _installed(*packages: str) -> str:

@@ -29,9 +29,22 @@ _log = logging.getLogger(__name__)
 class ContribSyncBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with the signature of ``gluon.contrib.nn.SyncBatchNorm``, whose first argument is in_channels."""
 
-    def __init__(self, in_channels=0, num_devices=None, momentum=0.9, epsilon=1e-5, center=True, scale=True, **kwargs):
-        kwargs.update(momentum=momentum, epsilon=epsilon, center=center, scale=scale)
-        super().__init__(in_channels=in_channels, num_devices=num_devices, **kwargs)
+    def __init__(
+        self,
+        in_channels=0,
+        num_devices=None,
+        momentum=0.9,
+        epsilon=1e-5,
+        center=True,
+        scale=True,
+        use_global_stats=False,
+        *initializers,
+        **kwargs,
+    ):
+        names = "beta_initializer", "gamma_initializer", "running_mean_initializer", "running_variance_initializer"
+        kwargs.update(zip(names, initializers), momentum=momentum, epsilon=epsilon, center=center, scale=scale)
+        kwargs.update(in_channels=in_channels, num_devices=num_devices, use_global_stats=use_global_stats)
+        super().__init__(**kwargs)
 
 
 def _contrib_symbol(*arrays, ndev=None, key=None, output_mean_var=False, **options):
@@ -106,6 +119,8 @@ def _convert_nets_of(trainer: Trainer) -> None:
             "converted: nothing synchronizes.",
             names or "none was found",
         )
+    else:
+        _log.info("a Trainer was made, and its nets have nothing to convert: %s.", names)
 
 
 def _nets_of(parameters: List[Parameter]) -> List[Block]:

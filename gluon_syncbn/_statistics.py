@@ -26,6 +26,7 @@ from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.meeting.statistics import Moments, merge
 from gluon_syncbn.step.abandon import abandon_step
+from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import processes_of_layers
 
 _NAME = "update_statistics"
@@ -70,7 +71,7 @@ def update_statistics(
         ``net`` is no Gluon block, or a batch is no array.
     ValueError
         There are no batches; a batch has fewer images than there are devices; no layer learns statistics, or none was
-        called; or a SymbolBlock has BatchNorms, which cannot be seen.
+        called; a SymbolBlock has BatchNorms, which cannot be seen; or a step is under way.
 
     After an error the net has the statistics that it had before.
 
@@ -81,6 +82,7 @@ def update_statistics(
     """
     blocks = all_blocks(net)
     layers = _layers_of(net, blocks)
+    steps.progress.refuse_within_step(_NAME)
     own = contexts_of(layers[0].running_mean)
     contexts = [ctx] if isinstance(ctx, mx.Context) else list(ctx or own)
     if not contexts:

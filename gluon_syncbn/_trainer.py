@@ -143,6 +143,13 @@ class DistributedTrainer(gluon.Trainer):
             steps.updates.drop_last()
             raise
 
+    def _update(self, ignore_stale_grad=False):
+        try:
+            super()._update(ignore_stale_grad)
+        except BaseException:
+            self._compared = None  # other processes may have updated their parameters
+            raise
+
     def _average_gradients(self) -> None:
         numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
         learning = [parameter for _, parameter in numbered]

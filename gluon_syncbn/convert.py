@@ -14,7 +14,6 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from gluon_syncbn._symbol_block import SynchronizedSymbolBlock, class_of_both, plain_norms, restore, synchronize
-from gluon_syncbn.base.errors import STEP_IS_UNDER_WAY
 from gluon_syncbn.base.mxnet_private import PlainBatchNorm, drop_graph, operator_options
 from gluon_syncbn.base.walk import all_blocks, users_line
 from gluon_syncbn.block import BatchNormReLU, SyncBatchNorm
@@ -233,8 +232,7 @@ def set_renorm(block: Block, r_max: float, d_max: float) -> Block:
     layers = [item for item in all_blocks(block) if isinstance(item, SyncBatchNorm) and item._sync.options.renorm]
     if not layers:
         raise ValueError(f"{where}: no layer of '{block.name}' has the option renorm. Convert it with renorm=(1, 0).")
-    if mx.autograd.is_recording() or steps.progress.half_called() is not None:
-        raise ValueError(f"{where}: {STEP_IS_UNDER_WAY}")
+    steps.progress.refuse_within_step(where)
     try:
         mx.nd.waitall()
     finally:

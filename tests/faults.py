@@ -277,16 +277,11 @@ KNOWN = [
     ),
     ("meeting/positions.py", 're.sub(r"\\d+", "", name)', "name"),
     (
-        "csrc/processes/processes.cpp",
-        "channel.members.size() == 1",
-        "channel.members.size() == 1 || (round != kNext && channel.members.size() < static_cast<size_t>(size))",
-    ),
-    (
         "distributed/default.py",
         'if job.launcher == "Horovod":\n        return "horovod"',
         'if job.launcher == "Horovod":\n        return "none"',
     ),
-    ("step/updates.py", ', args[-1] if len(args) > (update.__name__ != "_update") else False)', ")"),
+    ("step/updates.py", ' or any(args if update.__name__ == "_update" else args[1:])', ""),
 ]
 
 

@@ -80,7 +80,9 @@ def test_arguments(capsys):
 
     for text, devices in DEVICES.items():
         assert " ".join(map(str, parse_arguments(["--devices", text]).devices)) == devices
-    for wrong in (["--devices", "tpu:1"], ["--devices", "cpu"], ["--dataset", "voc"]):
+    devices = "tpu:1", "cpu", "cpu:0", "cpu:0,0", "cpu:1,-1"
+    others = "--dataset voc", "--epochs 0", "--batch-per-device 0", "--devices cpu:2 --images 1"
+    for wrong in [*(["--devices", text] for text in devices), *(text.split() for text in others)]:
         with pytest.raises(SystemExit):
             parse_arguments(wrong)
         assert "error:" in capsys.readouterr().err
@@ -97,7 +99,10 @@ def test_trains_resumes_and_leaves_its_files(tmp_path):
     output = tmp_path / "run"
     where = tmp_path / "digits", output
     run_example(*where)
+    before = mx.nd.load(str(output / "last.params"))
     done, history = run_example(*where, "--resume", epochs=2)
+    after = mx.nd.load(str(output / "last.params"))
+    assert all((before[name] != after[name]).asnumpy().any() for name in before if name.endswith("weight"))
     assert "epoch 1:" not in done.stdout  # resumed, not repeated
     assert all(0 <= entry["map"] <= 1 for entry in history)
     for name in ("curve.png", "detections.png"):

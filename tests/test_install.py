@@ -96,6 +96,14 @@ def run(folder, *arguments, **environment):
     return done.stdout.split("ENDED ")[1:], done.stderr.split("ENDED")[:-1], done.stdout
 
 
+def test_the_layer_takes_all_arguments_of_contribs_by_place(installed):
+    given = (3, 2, 0.9, 1e-5, True, True, True, "ones", "zeros", "ones", "zeros")
+    ours, theirs = (initialized(kind(*given), 2) for kind in (mx.gluon.contrib.nn.SyncBatchNorm, CONTRIB["layer"]))
+    for name in ("gamma", "beta", "running_mean", "running_var"):
+        assert (getattr(ours, name).data(mx.cpu(0)) == getattr(theirs, name).data(mx.cpu(0))).asnumpy().all()
+    assert (ours(mx.nd.ones((2, 3))).asnumpy() == 1).all() and type(ours) is not type(theirs)
+
+
 def test_run_starts_a_script_with_ours(tmp_path):
     for name, text in (("script", SCRIPT), ("helper", "print('HELPED')"), ("exits", "import sys; sys.exit(3)")):
         (tmp_path / f"{name}.py").write_text(text)

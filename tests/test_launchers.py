@@ -27,6 +27,10 @@ REFUSED = [
     ("layer(kvstore='horovod')", f"RuntimeError: {STEM}Horovod is not initialized: call hvd.init()"),
     # 'auto' is what has started the process, whether it is installed or not, and although MPI is there.
     ("os.environ.update(HOROVOD_SIZE='2'); layer(process_group='auto')", f"RuntimeError: {STEM}Horovod "),
+    (
+        "os.environ.update(HOROVOD_SIZE='2'); layer(process_group='mpi')",
+        f"RuntimeError: {STEM}Horovod has started 2 processes, but 'mpi' knows this process only. Choose 'horovod', or",
+    ),
     ("init_process_group('x')", "ValueError: gluon_syncbn.init_process_group: process_group must be one of"),
     (
         "os.environ.update(GLUON_SYNCBN_PROCESS_GROUP='gloo'); layer()",
@@ -46,8 +50,9 @@ def test_it_warns_once_where_there_are_several(variables, told):
 
 @pytest.mark.parametrize("code, words", REFUSED)
 def test_what_cannot_connect_is_refused_at_once(code, words):
-    if "'horovod'" in code:
-        need("horovod")
+    for name in ("horovod", "mpi"):
+        if f"'{name}'" in code:
+            need(name)
     layer = "def layer(**options): SyncBatchNorm(prefix='stem_', **options)"
     imports = "import os\nfrom gluon_syncbn import SyncBatchNorm, init_process_group\n"
     assert words in run_python(f"{imports}{layer}\n{code}", status=1).stderr

@@ -162,6 +162,10 @@ DOCTORS = [
     ("", {"MXNET_ENGINE_TYPE": "NaiveEngine"}, 1, NAIVE),
     (NOT_COMPILED, {}, 0, PLAIN + RIGHT),
     (NO_LIBRARY, {}, 0, HEALTHY + "one only: neither mpi4py nor horovod is installed"),
+    ("", {"GLUON_SYNCBN_TIMEOUT": "abc"}, 1, "warning      GLUON_SYNCBN_TIMEOUT: the timeout must be a positive"),
+    ("", {"GLUON_SYNCBN_BACKEND": "abc"}, 1, "warning      GLUON_SYNCBN_BACKEND must be one of auto, native, portable"),
+    ("", {"GLUON_SYNCBN_MAX_CPU_ISA": "abc"}, 1, "warning      GLUON_SYNCBN_MAX_CPU_ISA must be baseline, avx2 or"),
+    ("", {"GLUON_SYNCBN_PROCESS_GROUP": "abc"}, 1, "warning      GLUON_SYNCBN_PROCESS_GROUP: process_group must"),
     (NO_BACK_END, {}, 1, NONE + "|all-reduce   FAILED: "),
 ]
 

@@ -167,6 +167,16 @@ def test_what_is_refused_changes_nothing(build, batches, options, error, words, 
     assert not is_known or all((old == new).all() for old, new in zip(before, everything(net)[0]))
 
 
+def test_in_the_middle_of_a_step(mode):
+    net = initialized(SyncBatchNorm(**LAYER), 2, mode)
+    with autograd.record():
+        net(mx.nd.array(draw()[0][:2]))
+    with pytest.raises(ValueError, match="update_statistics: a step is under way"):
+        update_statistics(net, draw())
+    gluon_syncbn.abandon_step()
+    update_statistics(net, draw())
+
+
 class SkipsOne(gluon.Block):
     """Does not call its norm for a shard of one image."""
 

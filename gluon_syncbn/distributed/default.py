@@ -150,9 +150,15 @@ def _made(process_group, where: str) -> Optional[ProcessGroup]:
             group = process_group if isinstance(process_group, ProcessGroup) else kind(some)
             _groups.made[key] = process_group, group
         group = _groups.made[key][1]
-        return group if group.size > 1 else None
     except CommunicatorError as problem:
         raise RuntimeError(f"{where}: {problem}.") from None
+    job = job_of_launcher()
+    if is_name and group.size == 1 and job is not None:
+        raise RuntimeError(
+            f"{where}: {job.launcher} has started {job.size} processes, but '{process_group}' knows this process only. "
+            f"Choose '{job.launcher.lower()}', or 'none' if each process is to synchronize its own devices only."
+        )
+    return group if group.size > 1 else None
 
 
 class Job(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Callable, Dict, List, Optional
 import mxnet as mx
 from mxnet.gluon import Block
 
+from gluon_syncbn.base.errors import STEP_IS_UNDER_WAY
 from gluon_syncbn.base.walk import outermost_block
 from gluon_syncbn.mxnet_engine import cpu_resources
 from gluon_syncbn.step.passes import HalfCalled, Passes, Subgroup
@@ -73,6 +74,11 @@ class Progress:
     def half_called(self) -> Optional[HalfCalled]:
         """The passes that this thread alone has begun on some devices, and no thread on the others; None if none."""
         return next(filter(None, (subgroup.half_called() for subgroup in self._half_called())), None)
+
+    def refuse_within_step(self, where: str) -> None:
+        """ValueError, starting with ``where``, if this thread is in the middle of a step."""
+        if mx.autograd.is_recording() or self.half_called() is not None:
+            raise ValueError(f"{where}: {STEP_IS_UNDER_WAY}")
 
     def is_ahead(self, device: mx.Context) -> bool:
         """Whether work on ``device`` may wait for another device, whose pass Python has yet to begin."""

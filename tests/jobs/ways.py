@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import warnings
+from unittest import mock
 
 import endings
 import job
@@ -797,6 +798,20 @@ def one_set_of_weights():
         trainer.step(1)
     trainer.broadcast_parameters()
     passes(9)
+    trainer.step(1)
+    passes(10)  # and one of two updates fails
+    how = {"side_effect": OSError} if RANK == 0 else {"wraps": trainer.optimizer.update_multi_precision}
+    with mock.patch.object(trainer.optimizer, "update_multi_precision", **how):
+        if RANK == 0:
+            with pytest.raises(OSError):
+                trainer.step(1)
+        else:
+            trainer.step(1)
+    passes(11)
+    with pytest.raises(ValueError, match="where an update was interrupted"):
+        trainer.step(1)
+    trainer.broadcast_parameters()
+    passes(12)
     trainer.step(1)
     job.check_same([array.asnumpy() for item in parameters.values() for array in item.list_data()])
     with pytest.raises(ValueError, match="ignore_stale_grad"):
