@@ -349,7 +349,7 @@ def _warn_of_others(blocks: List[Block]) -> None:
 
 
 def warn_of_plain_norms(net: Block) -> None:
-    """UserWarning if the net also has layers that synchronize. Called in its first training step.
+    """UserWarning if the net also has layers that synchronize. Called when its first ``record()`` ends.
 
     A net that is built with ``norm_layer=SyncBatchNorm`` may still put plain ones into its heads: GluonCV's
     YOLOv3Estimator synchronizes 27 of 47.

@@ -242,6 +242,20 @@ def test_a_static_graph_that_mxnet_runs_one_operator_at_a_time(mode):
     both.check_steps([(4, 32, 12, 12)] * 2, count=5)
 
 
+class Scaled(gluon.HybridBlock):
+    def __init__(self, norm=nn.BatchNorm):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.norm, self.factor = norm(in_channels=CHANNELS), self.params.get("factor", shape=[1, CHANNELS, 1, 1])
+
+    def hybrid_forward(self, F, x, factor):
+        return self.norm(F.broadcast_mul(x, factor))
+
+
+def test_a_parameter_whose_shape_is_a_list(mode):
+    Pair(convert_sync_batchnorm(Scaled()), Scaled(Whole), 2, mode=mode).check_steps(SHAPES)
+
+
 class Twice(gluon.Block):
     """A net that runs twice per step, as a head or a discriminator does. On cpu(1) the second input is ready first."""
 

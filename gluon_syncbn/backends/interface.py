@@ -22,6 +22,7 @@ class LayerGroups:
         self.compiled: Dict[int, Any] = {}  # until the compiled core drops them; for its callbacks (`backends.native`)
 
     def next_id(self) -> int:
+        """Return the id of a new group, with which this process begins to look for failures."""
         failures.begin_use()
         return next(self._ids)
 

@@ -186,10 +186,10 @@ def _make(net: Block, args) -> Optional[_NetGraph]:
 
 
 def _has_fixed_shapes(net: Block, symbol: mx.sym.Symbol, arrays: Dict[str, mx.nd.NDArray]) -> bool:
-    """Whether the shapes of the inputs say all others: else (``boolean_mask``) MXNet runs a static graph, too, one
-    operator at a time."""
+    """Whether all shapes follow from the shapes of the inputs. If not (``boolean_mask``), MXNet runs even a static
+    graph one operator at a time."""
     known = {name: item.shape for name, item in {**net.collect_params(), **arrays}.items()}
-    known = {name: known[name] for name in symbol.list_arguments() if known.get(name) is not None}
+    known = {name: tuple(known[name]) for name in symbol.list_arguments() if known.get(name) is not None}
     found = symbol.get_internals().infer_shape_partial(**known)[1]
     if mx.util.is_np_shape():
         return all(shape is not None and -1 not in shape for shape in found)

@@ -70,8 +70,8 @@ class Lowering:
                     self._lower_body(node, number, body)
                 elif node.op == "_CachedOp" or MARK in json.dumps(body):
                     raise ValueError(
-                        f"BatchNorms cannot synchronize in '{node.name}', a part of the symbol that get_backend_symbol "
-                        f"has taken out. To train the symbol use Symbol.optimize_for; to predict with it, or to "
+                        f"The symbol cannot be bound: its BatchNorms synchronize, and get_backend_symbol has made the "
+                        f"part '{node.name}' of it. To train it use Symbol.optimize_for; to predict with it, or to "
                         f"quantize it, take gluon_syncbn.plain_symbol(symbol) first."
                     )
         if fusible and self._kind.fuses:

@@ -34,10 +34,11 @@ def abandon_step() -> None:
     before you save the net. Where the exception has left ``with autograd.record()`` or
     ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
 
-    Weights and the states of optimizers are then as they were before the step. If a backward pass has failed, some may
-    be updated instead, with their whole gradient, on all devices; the log says which of the two holds. Running
-    statistics are as they were before the step, or as its own forward passes have made them. Do not use its outputs and
-    gradients: a Trainer does not take them for new ones, and gradients with ``grad_req='add'`` are set to zero.
+    Weights and the states of optimizers are then as they were before the step; states that were loaded since stay. If a
+    backward pass has failed, some may be updated instead, with their whole gradient, on all devices; the log says which
+    of the two holds. Running statistics are as they were before the step, or as its own forward passes have made them.
+    Do not use its outputs and gradients: a Trainer does not take them for new ones, and gradients with
+    ``grad_req='add'`` are set to zero.
 
     A device that waits for others in a synchronized layer waits for two seconds more, in case they are on their way.
 
@@ -89,7 +90,7 @@ def leave_failed_step() -> None:
 def refuse_after_a_failure(write: str) -> None:
     """SyncBatchNormError if the step has failed, for a method that writes where steps write.
 
-    MXNet would skip the copy, as it has skipped the update, or the step would take it back: a checkpoint would be lost.
+    MXNet would skip the copy, as it has skipped the update: a checkpoint would be lost.
     """
     error = failures.failure()
     if error:

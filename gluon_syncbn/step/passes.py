@@ -128,7 +128,7 @@ class Passes:
     """The passes of one layer that Python has begun.
 
     ``groups_of`` divides its devices into subgroups. (If a subgroup lies in several processes, it is
-    counted as if it began with the first device of this one: a step that runs everywhere is even in either way.)
+    counted as if it began with the first device of this process: a step that runs everywhere is balanced either way.)
     """
 
     def __init__(

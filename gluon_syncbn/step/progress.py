@@ -1,7 +1,7 @@
 """How far Python has come with the steps of this process.
 
 Forward passes are counted where a layer, or a graph that has some, is called. Backward passes are counted for one layer
-of a net, as 100 would cost time: in each ``autograd.record()``, the first that learns.
+of a net, since to look at all layers would cost time: in each ``autograd.record()``, the first that learns.
 """
 
 import threading
@@ -24,6 +24,7 @@ class _LastRecord(threading.local):
     """The last ``autograd.record()`` of a thread, or the one that it is in."""
 
     def __init__(self) -> None:
+        self.new_nets: List[Block] = []
         self.begin()
 
     def begin(self) -> None:
@@ -39,7 +40,7 @@ class Progress:
         # Whether autograd has ever recorded a copy from one CPU device to another. In a backward pass, one device may
         # then wait for another.
         self.has_copies_in_graphs = False
-        self.when_net_is_new: Callable[[Block], None] = lambda net: None  # called in its first record()
+        self.when_net_is_new: Callable[[Block], None] = lambda net: None  # called when its first record() ends
         self._nets: weakref.WeakSet[Block] = weakref.WeakSet()  # for which it was called
         # Those of symbols with synchronized layers, which have had no backward pass yet.
         self.open_executors: weakref.WeakSet[mx.executor.Executor] = weakref.WeakSet()
@@ -113,6 +114,12 @@ class Progress:
         self._record.begin()
         self.under_way.begin_record()
 
+    def end_record(self) -> None:
+        """Call `when_net_is_new` for the nets that this thread has trained for the first time."""
+        nets, self._record.new_nets = self._record.new_nets, []
+        for net in nets:
+            self.when_net_is_new(net)
+
     def begin_forward(self, passes: Passes, device: mx.Context) -> None:
         """Note that Python begins a forward pass in training mode on ``device``."""
         self.under_way.note_call(passes)
@@ -124,7 +131,8 @@ class Progress:
 
     def _watch(self, passes: Passes) -> None:
         """Count the backward passes of a layer from now on if it is the first of its net that learns."""
-        record, net = self._record, outermost_block() or passes.layer
+        record, net = self._record, outermost_block()
+        net = passes.layer if net is None else net
         first = record.first() or passes
         record.first = weakref.ref(first)
         if net is None or net in record.nets:
@@ -137,14 +145,17 @@ class Progress:
                 self._watched.add(passes)
                 first.followers.add(passes)
         if is_new:
-            self.when_net_is_new(net)
+            record.new_nets.append(net)
 
     def _note_balance(self, subgroup: Optional[Subgroup]) -> None:
         if subgroup is not None:
             (self._unbalanced.discard if subgroup.is_balanced() else self._unbalanced.add)(subgroup)
 
     def begin_backward(self, devices: List[mx.Context], writes_gradients: bool) -> None:
-        """Note that a backward pass begins, of an array on each of these devices; it may write those of Parameters."""
+        """Note that a backward pass begins, of an array on each of these devices.
+
+        With ``writes_gradients`` it writes gradients of Parameters, and may so reach layers.
+        """
         with self._lock:
             self._heads.update(devices)
             self._callers_of_backward.update(dict.fromkeys(devices, threading.current_thread()))

@@ -51,7 +51,7 @@ class GradientNotes:
                 if id(passes.parameter()) in self._updated:
                     continue
                 for device, array in passes.arrays().items():
-                    if (passes, id(array)) not in self._taken:  # else those calls may reach it at this moment
+                    if (passes, id(array)) not in self._taken:  # else a call that is under way may reach it now
                         was_fresh = has_fresh_gradient(array)
                         if not take_fresh_gradient(array):  # a copy
                             break
@@ -88,7 +88,8 @@ class GradientNotes:
             self._look()
             for key, note in list(self._taken.items()):
                 if id(note.passes.parameter()) in ids:
-                    set_fresh_gradient(note.array, note.was_fresh)
+                    if note.was_fresh:  # else another layer with this Parameter may have the note
+                        set_fresh_gradient(note.array, True)
                     del self._taken[key]
         try:
             yield

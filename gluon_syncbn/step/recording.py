@@ -52,8 +52,10 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
 def noticing_end_of_record(leave, scope, kind, value, trace):
     """The end of ``autograd.record()``: an exception that leaves it abandons the step."""
     leave(scope, kind, value, trace)
-    if kind is not None and is_record(scope) and steps.layers.in_use():
-        abandon_step()
+    if is_record(scope):
+        if kind is not None and steps.layers.in_use():
+            abandon_step()
+        steps.progress.end_record()
 
 
 class _Head(NamedTuple):

@@ -1,11 +1,11 @@
 """Whether a step is under way that other processes may be in the middle of, too: they must know where it breaks off.
 
 It is from the first recorded call of a layer on, until a ``backward()`` has reached that layer (any ``backward()``, if
-its parameters are frozen). For this the first layer of each graph counts that learns. Training passes outside
-``record()`` (statistics that are estimated anew) never are under way. A recorded pass without a backward pass is no
-longer under way when its thread enters the next ``autograd.record()``; unless the program has shown that it calls
-``backward()`` for one ``record()`` after it has entered the next. A step is also under way from ``backward()`` on until
-a Trainer that waits for other processes (`gluon_syncbn.DistributedTrainer`) has added gradients up.
+its parameters are frozen). Of each graph, the first layer that learns counts. Training passes outside ``record()``
+(statistics that are estimated anew) never are under way. A recorded pass without a backward pass is no longer under way
+when its thread enters the next ``autograd.record()``. A program may also call ``backward()`` for one ``record()`` after
+it has entered the next: once it has done so, the pass stays under way. A step is also under way from ``backward()`` on
+until a Trainer that waits for other processes (`gluon_syncbn.DistributedTrainer`) has added gradients up.
 """
 
 import threading
@@ -65,7 +65,10 @@ class UnderWay:
         """Note that ``autograd.grad`` was called on this thread, and its graph is done with."""
         me = threading.get_ident()
         with self._lock:
-            self._called = {passes: threads for passes, threads in self._called.items() if me not in threads}
+            for passes, threads in list(self._called.items()):
+                if threads == {me}:
+                    del self._called[passes]
+                threads.discard(me)
 
     def forget(self) -> None:
         """Begin anew: nothing is under way."""
