@@ -11,6 +11,7 @@ import pytest
 from digits_voc import CLASSES, IMAGE_SIZE, DigitsDetection, DigitsSegmentation, write_digits_voc
 from PIL import Image
 from testing import run_python
+from train_detection import PadBoxes, parse_arguments
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +77,6 @@ DEVICES = {"cpu:2": "cpu(0) cpu(1)", "cpu:1,3": "cpu(1) cpu(3)", "gpu:0": "gpu(0
 
 
 def test_arguments(capsys):
-    from train_detection import parse_arguments  # here, as every worker of pytest would import matplotlib with it
-
     for text, devices in DEVICES.items():
         assert " ".join(map(str, parse_arguments(["--devices", text]).devices)) == devices
     devices = "tpu:1", "cpu", "cpu:0", "cpu:0,0", "cpu:1,-1"
@@ -89,8 +88,6 @@ def test_arguments(capsys):
 
 
 def test_too_many_boxes_are_not_dropped():
-    from train_detection import PadBoxes
-
     with pytest.raises(ValueError, match="has 3 objects, more than 2"):
         PadBoxes(2)([mx.nd.ones((3, 4))])
 
