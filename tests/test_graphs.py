@@ -249,7 +249,7 @@ class Scaled(gluon.HybridBlock):
             self.norm, self.factor = norm(in_channels=CHANNELS), self.params.get("factor", shape=[1, CHANNELS, 1, 1])
 
     def hybrid_forward(self, F, x, factor):
-        return self.norm(F.broadcast_mul(x, factor))
+        return F.broadcast_mul(self.norm(x), factor)
 
 
 def test_a_parameter_whose_shape_is_a_list(mode):

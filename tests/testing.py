@@ -288,7 +288,7 @@ def has_failed() -> bool:
 
 def number_of_groups() -> int:
     """Layers that the compiled core knows; an entry goes when it frees the layer's group."""
-    return len(native._groups)
+    return len(native.groups.compiled)
 
 
 def play_not_compiled(monkeypatch, reason="no compiler") -> None:
