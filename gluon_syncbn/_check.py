@@ -24,7 +24,7 @@ from gluon_syncbn.base.mxnet_private import (
     operator_options,
     set_dropout,
 )
-from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.base.walk import all_blocks, watching_calls
 from gluon_syncbn.convert import drop_graphs, is_plain, names_left_plain
 from gluon_syncbn.graphs.calls import keeping_graphs
 from gluon_syncbn.meeting.processes import processes_of
@@ -374,12 +374,8 @@ class _TrialPasses:
         def count(layer, _):
             self._calls[layer.running_mean] += 1
 
-        handles = [layer.register_forward_pre_hook(count) for layer in self.learning]
-        try:
+        with watching_calls(self.learning, count):
             return self._net(*inputs)
-        finally:
-            for handle in handles:
-                handle.detach()
 
     def not_comparable(self, before: List[_Statistics], found: _Numbers, alone: _Numbers) -> List[int]:
         """Return the numbers of the layers whose statistics one device moves otherwise: MXNet moves them in the

@@ -38,13 +38,26 @@ class ContribSyncBatchNorm(SyncBatchNorm):
         center=True,
         scale=True,
         use_global_stats=False,
-        *initializers,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        running_mean_initializer="zeros",
+        running_variance_initializer="ones",
         **kwargs,
     ):
-        names = "beta_initializer", "gamma_initializer", "running_mean_initializer", "running_variance_initializer"
-        kwargs.update(zip(names, initializers), momentum=momentum, epsilon=epsilon, center=center, scale=scale)
-        kwargs.update(in_channels=in_channels, num_devices=num_devices, use_global_stats=use_global_stats)
-        super().__init__(**kwargs)
+        super().__init__(
+            in_channels=in_channels,
+            num_devices=num_devices,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            **kwargs,
+        )
 
 
 def _contrib_symbol(*arrays, ndev=None, key=None, output_mean_var=False, **options):

@@ -20,7 +20,7 @@ from gluon_syncbn.base.mxnet_private import (
     operator_options,
     without_graphs,
 )
-from gluon_syncbn.base.walk import all_blocks
+from gluon_syncbn.base.walk import all_blocks, watching_calls
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting.processes import processes_of
@@ -182,12 +182,8 @@ def _watching(layers: List[nn.BatchNorm]) -> Iterator[Dict[nn.BatchNorm, List[Tu
             m2 = mx.nd.square(mx.nd.broadcast_sub(x, mean.reshape(channels))).sum(axis=axis, exclude=True)
         calls[owners[layer.running_mean]].append((x.size / x.shape[axis], mean, m2))
 
-    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
-    try:
+    with watching_calls(layers, watch):
         yield calls
-    finally:
-        for handle in handles:
-            handle.detach()
 
 
 def _over_processes(

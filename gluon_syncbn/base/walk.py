@@ -1,8 +1,9 @@
-"""The blocks of a net, the net that is being called, and the user's line that calls it."""
+"""The blocks of a net and their calls, the net that is being called, and the user's line that calls it."""
 
+import contextlib
 import sys
 from types import FrameType
-from typing import Iterator, List, Optional
+from typing import Callable, Iterator, List, Optional, Tuple
 
 from mxnet.gluon import Block
 
@@ -41,6 +42,17 @@ def outermost_block() -> Optional[Block]:
             found = frame
         frame = frame.f_back
     return None if found is None else found.f_locals["self"]
+
+
+@contextlib.contextmanager
+def watching_calls(blocks: List[Block], watch: Callable[[Block, Tuple], None]) -> Iterator[None]:
+    """Call ``watch(block, inputs)`` before each call of these blocks, within the ``with`` block."""
+    handles = [block.register_forward_pre_hook(watch) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.detach()
 
 
 def users_line() -> int:

@@ -19,12 +19,14 @@ inline std::string text_of(double number, std::ios_base& (*format)(std::ios_base
   return text.str();
 }
 
-// Throws std::invalid_argument if `text` is not a number.
+// Throws std::invalid_argument if `text` is not a number, and nothing else.
 inline double number_in(const std::string& text) {
   std::istringstream source(text);
   source.imbue(std::locale::classic());
   double number = 0;
-  if (!(source >> number)) throw std::invalid_argument("'" + text + "' is not a number.");
+  if (!(source >> number) || source.peek() != std::istringstream::traits_type::eof()) {
+    throw std::invalid_argument("'" + text + "' is not a number.");
+  }
   return number;
 }
 
