@@ -6,7 +6,10 @@ which changes came before.
 """
 
 import contextlib
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
@@ -18,7 +21,15 @@ from mxnet.gluon import nn
 from reference import UNIT, Sized, check, check_all
 from testing import check_step, cpus, options_of, random_affine, reference_of, sequential, set_mode, shards_and_heads
 
-from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_sync_batchnorm, devices, freeze_statistics
+from gluon_syncbn import (
+    SyncBatchNorm,
+    abandon_step,
+    convert_batchnorm,
+    convert_sync_batchnorm,
+    devices,
+    freeze_statistics,
+)
+from gluon_syncbn.step.steps import steps
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
@@ -326,24 +337,50 @@ def test_who_reads_running_statistics_waits_for_the_layers_that_write_them(mode)
     assert len(outputs) == 2
 
 
-def test_calls_that_nobody_records_keep_their_modes(mode):
+@pytest.mark.parametrize("how", ["one thread", "a thread per device"])
+def test_calls_that_nobody_records_keep_their_modes(how, mode):
     """Also if others follow before they have run. MXNet gives those of a static graph the mode of the last one."""
     layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
     net = testing.initialized(sequential(Late(lambda device: 0.05), layer), 2, mode)
     random_affine(layer, CHANNELS)
     norm, (shards, _) = reference_of(layer), shards_and_heads(SHAPES)
-    found = []
-    for is_training in (True, False, True, True, False, False):
+    modes = True, False, True, True, False, False
+
+    def call(x, is_training):
         with autograd.train_mode() if is_training else autograd.predict_mode():
-            outputs = [net(x) for x in testing.on_devices(shards)]
-        found.append((outputs, norm.step(shards, training=is_training).outputs))
-    for outputs, expected in found:
+            return net(x)
+
+    def call_late(x):
+        call(x, True)
+        both.wait()  # from now on it is known which thread has which device
+        outputs = []
+        for is_training in modes:
+            time.sleep(0.1 * x.context.device_id)
+            outputs.append(call(x, is_training))
+        return outputs
+
+    inputs = testing.on_devices(shards)
+    if how == "one thread":
+        found = [[call(x, is_training) for x in inputs] for is_training in modes]
+    else:
+        both = threading.Barrier(2, timeout=20)
+        norm.step(shards)
+        with ThreadPoolExecutor(2) as threads:
+            found = zip(*threads.map(call_late, inputs))
+    for outputs, is_training in zip(found, modes):
+        expected = norm.step(shards, training=is_training).outputs
         check_all("output", [out.asnumpy() for out in outputs], expected, **testing.precision(layer))
 
 
+@pytest.mark.parametrize("others", [(), (SyncBatchNorm, 3), (nn.BatchNorm, 1)], ids=["alone", "more devices", "plain"])
 @pytest.mark.parametrize("order", ["predict first", "train first"])
-def test_recorded_passes_of_both_modes_keep_them(order, mode):
-    """As adversarial training has them; nobody keeps the outputs of the first, and its operators come late."""
+def test_recorded_passes_of_both_modes_keep_them(order, others, mode):
+    """As adversarial training has them; nobody keeps the outputs of the first, and its operators come late. Backward
+    passes of other nets, whose weights nobody has updated since, change nothing."""
+    abandon_step()  # of other tests
+    if others:
+        kind, count = others
+        testing.step(testing.initialized(kind(), count), *shards_and_heads(SHAPES[:1] * count), cpus(count))
     layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
     net = testing.initialized(sequential(Late(lambda device: 0.05), layer), 2, mode)
     random_affine(layer, CHANNELS)
@@ -357,7 +394,27 @@ def test_recorded_passes_of_both_modes_keep_them(order, mode):
             del outputs
             expected = norm.step(shards, heads, training=is_training)
             found = inputs, expected.input_gradients
+        assert steps.progress.is_balanced()  # or the next step could use no buffer of this one
         check_all("input gradient", [x.grad.asnumpy() for x in found[0]], found[1], **testing.precision(layer))
+    for name, wanted in zip(VECTORS[2:], norm.running()):
+        check(name, getattr(layer, name).data(mx.cpu(1)).asnumpy(), wanted, **testing.precision(layer))
+
+
+@pytest.mark.parametrize("gradients", ["write", "null"])
+def test_a_prediction_between_two_backward_calls_waits_for_neither(gradients, mode):
+    layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
+    net = testing.initialized(sequential(layer, nn.Dense(2, in_units=CHANNELS, flatten=False)), 2, mode)
+    layer.collect_params(".*gamma|.*beta").setattr("grad_req", gradients)
+    norm, (shards, _) = reference_of(layer), shards_and_heads([(2, CHANNELS), (1, CHANNELS)])
+    inputs = testing.on_devices(shards)
+    for _ in range(3):
+        with autograd.record():
+            losses = [net(x) for x in inputs]
+        for loss, x in zip(losses, inputs):
+            loss.backward()
+            net(x)
+        del loss, losses
+        norm.step(shards)
     for name, wanted in zip(VECTORS[2:], norm.running()):
         check(name, getattr(layer, name).data(mx.cpu(1)).asnumpy(), wanted, **testing.precision(layer))
 

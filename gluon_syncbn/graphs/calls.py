@@ -55,6 +55,7 @@ from gluon_syncbn.graphs.norms import (
 )
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
+from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.recording import begin_forward
 from gluon_syncbn.step.steps import steps
 from gluon_syncbn.synchronization import Synchronization, synchronization_of
@@ -105,19 +106,19 @@ class _NetGraph:
         # A backward pass shows at a layer that learns.
         first = next((sync for sync in free if sync.passes.arrays()), free[0] if free else None)
         if device is not None and layers and self._is_static:
-            self._end_other_mode(device)
+            self._end_other_mode(device, None if first is None else first.passes)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
         if first is not None:
             steps.progress.under_way.note_call(first.passes)
 
-    def _end_other_mode(self, device: mx.Context) -> None:
+    def _end_other_mode(self, device: mx.Context, passes: Optional[Passes]) -> None:
         """Let the calls before run first if they were in the other mode: where nobody has their outputs any more, MXNet
         gives the mode of a call of a static graph to all that are pending. Their operators read or write running
         statistics. If these calls may wait for a device that is yet to be called, nothing is done."""
         is_training = mx.autograd.is_training()
         before, self._modes[device] = self._modes.get(device, is_training), is_training
-        if before != is_training and not steps.progress.is_ahead(device):
+        if before != is_training and not steps.progress.is_ahead(device, passes):
             for array in self.statistics(device):
                 failures.wait_to_write(array)
 

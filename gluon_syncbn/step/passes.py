@@ -30,9 +30,18 @@ class _Begun:
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
+        self.uncounted = 0  # backward passes since the last forward pass that no layer has counted
         self.recorded = 0  # of the forward passes
         self.backward_before = 0  # the last forward pass
         self.caller: Optional[threading.Thread] = None  # of the last forward pass
+
+    def is_ahead_of(self, other: "_Begun", counts_all: bool) -> bool:
+        """Whether more passes of one direction were begun than on another device.
+
+        With ``counts_all`` also if no layer has counted them, after equally many forward passes.
+        """
+        has_more = counts_all and self.forward == other.forward and self.uncounted > other.uncounted
+        return has_more or self.forward > other.forward or self.backward > other.backward
 
 
 class Subgroup:
@@ -53,18 +62,35 @@ class Subgroup:
         begun = self._begun[device]
         begun.backward_before = begun.backward
         begun.forward += 1
-        begun.recorded += mx.autograd.is_recording()
+        if mx.autograd.is_recording():
+            begun.recorded += 1
+            begun.uncounted = 0
         begun.caller = threading.current_thread()
 
     def begin_backward(self, device: mx.Context) -> None:
-        """Count a backward pass that reaches ``device``, of a forward pass that was counted."""
+        """Count a backward pass that reaches the layer on ``device``."""
         begun = self._begun[device]
         if begun.backward < begun.recorded:
             begun.backward += 1
+        else:
+            begun.uncounted += 1  # once more through a graph that was retained
+
+    def begin_uncounted(self, devices: Iterable[mx.Context]) -> bool:
+        """Note a backward pass that no layer has counted. Return whether it may reach this one on ``devices``."""
+        own = [self._begun[device] for device in devices if device in self._begun]
+        own = [begun for begun in own if begun.backward == begun.backward_before]  # it has yet to be reached
+        for begun in own:
+            begun.uncounted += 1
+        return bool(own)
+
+    def end_uncounted(self) -> None:
+        """Note that backward passes which no layer has counted have begun on all devices."""
+        for begun in self._begun.values():
+            begun.uncounted = 0
 
     def is_balanced(self) -> bool:
         """Whether all devices have begun equally many passes of each direction."""
-        return not (self._differ("forward") or self._differ("backward"))
+        return not any(map(self._differ, ("forward", "backward", "uncounted")))
 
     def is_broken(self) -> bool:
         """Whether a step broke off, or its backward passes are under way."""
@@ -111,9 +137,14 @@ class Subgroup:
         least = min(counts.values())
         return [device for device, count in counts.items() if count > least]
 
-    def is_ahead(self, device: mx.Context) -> bool:
-        """Whether a pass on ``device`` may wait for another device that has yet to begin it."""
-        return device in self.ahead("forward") or device in self.ahead("backward")
+    def is_ahead(self, device: mx.Context, counts_all: bool) -> bool:
+        """Whether a pass on ``device`` may wait for a device on which this thread has yet to begin it.
+
+        With ``counts_all`` also if no layer has counted the pass.
+        """
+        callers = None, threading.current_thread()
+        others = [begun for begun in self._begun.values() if begun.caller in callers]
+        return device in self and any(self._begun[device].is_ahead_of(other, counts_all) for other in others)
 
     def half_called(self) -> Optional[HalfCalled]:
         """The passes that this thread alone has begun on some devices, and no thread on the others."""

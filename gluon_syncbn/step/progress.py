@@ -1,12 +1,12 @@
 """How far Python has come with the steps of this process.
 
 Forward passes are counted where a layer, or a graph that has some, is called. Backward passes are counted for one layer
-of a net, since to look at all layers would cost time: in each ``autograd.record()``, the first that learns.
+of a net, since to look at all layers would cost time: in each ``autograd.record()``, the first that learns. A
+``backward()`` that reaches none of those may reach any layer that was called on its device.
 """
 
 import threading
 import weakref
-from collections import Counter
 from typing import Callable, Dict, List, Optional
 
 import mxnet as mx
@@ -51,7 +51,8 @@ class Progress:
         self._lock = threading.Lock()  # of all that follows, and of subgroups
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # layers whose backward passes are counted
         self._unbalanced: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # where some device has yet to begin a pass
-        self._heads: Counter = Counter()  # of backward passes, by device, since weights were updated
+        self._called: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # in record(), since weights were updated
+        self._calls_of_backward = 0  # that have not returned
         self._callers_of_backward: Dict[mx.Context, threading.Thread] = {}  # the last
 
     # What others ask
@@ -65,12 +66,9 @@ class Progress:
         return any(subgroup.is_broken() for subgroup in self._half_called())
 
     def is_balanced(self) -> bool:
-        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin.
-
-        For the backward passes that nobody counts, all devices must have had equally many heads.
-        """
+        """Whether all passes that have begun can end: no device waits for one that Python has yet to begin."""
         with self._lock:
-            return not (self._unbalanced or self.open_executors or len(set(self._heads.values())) > 1)
+            return not (self._unbalanced or self.open_executors or self._calls_of_backward)
 
     def half_called(self) -> Optional[HalfCalled]:
         """The passes that this thread alone has begun on some devices, and no thread on the others; None if none."""
@@ -81,11 +79,11 @@ class Progress:
         if mx.autograd.is_recording() or self.half_called() is not None:
             raise ValueError(f"{where}: {STEP_IS_UNDER_WAY}")
 
-    def is_ahead(self, device: mx.Context) -> bool:
-        """Whether work on ``device`` may wait for another device, whose pass Python has yet to begin."""
-        with self._lock:
-            has_more_heads = self._heads[device] > min(self._heads.values(), default=0)
-        return has_more_heads or any(subgroup.is_ahead(device) for subgroup in self._half_called())
+    def is_ahead(self, device: mx.Context, passes: Optional[Passes]) -> bool:
+        """Whether work on ``device``, of the net of this layer, may wait for a device on which this thread has yet to
+        begin a pass."""
+        own = None if passes is None else passes.subgroup(device)
+        return any(subgroup.is_ahead(device, counts_all=subgroup is own) for subgroup in self._half_called())
 
     def broken_off(self, passes: Passes, device: mx.Context) -> Optional[Passes]:
         """The layer at which it shows that a step broke off before this forward pass; None if none did.
@@ -126,8 +124,11 @@ class Progress:
         if mx.autograd.is_recording():
             self._watch(passes)
         with self._lock:
-            self._heads[device] += 0
-            self._note_balance(passes.begin_forward(device))
+            subgroup = passes.begin_forward(device)
+            if subgroup is not None:
+                self._note_balance(subgroup)
+                if mx.autograd.is_recording():
+                    self._called.add(subgroup)
 
     def _watch(self, passes: Passes) -> None:
         """Count the backward passes of a layer from now on if it is the first of its net that learns."""
@@ -147,9 +148,8 @@ class Progress:
         if is_new:
             record.new_nets.append(net)
 
-    def _note_balance(self, subgroup: Optional[Subgroup]) -> None:
-        if subgroup is not None:
-            (self._unbalanced.discard if subgroup.is_balanced() else self._unbalanced.add)(subgroup)
+    def _note_balance(self, subgroup: Subgroup) -> None:
+        (self._unbalanced.discard if subgroup.is_balanced() else self._unbalanced.add)(subgroup)
 
     def begin_backward(self, devices: List[mx.Context], writes_gradients: bool) -> None:
         """Note that a backward pass begins, of an array on each of these devices.
@@ -157,25 +157,29 @@ class Progress:
         With ``writes_gradients`` it writes gradients of Parameters, and may so reach layers.
         """
         with self._lock:
-            self._heads.update(devices)
+            self._calls_of_backward += 1
             self._callers_of_backward.update(dict.fromkeys(devices, threading.current_thread()))
             layers = {*self._watched, *self.under_way.layers()}
         if writes_gradients:
             self.notes.begin(layers)
 
-    def end_backward(self, devices: List[mx.Context], is_done: bool) -> None:
-        """Note that a ``backward()`` of arrays on these devices has reached layers, or that it has raised an error."""
-        reached = self.notes.end()
+    def end_backward(self, devices: List[mx.Context], is_done: bool, writes_gradients: bool) -> None:
+        """Note that a backward pass of arrays on these devices has reached layers, or that it has raised an error."""
+        reached = self.notes.end() if writes_gradients else []
         with self._lock:
+            self._calls_of_backward = max(self._calls_of_backward - 1, 0)
+            uncounted = {*devices, *(device for _, device in reached)}
             for passes, device in reached:
                 subgroup = passes.subgroup(device)
                 if subgroup is not None and passes in self._watched:
                     subgroup.begin_backward(device)
                     self._note_balance(subgroup)
-                if self.has_copies_in_graphs and is_done and device not in devices:
-                    # One loss may be the sum of the losses of all devices.
-                    self._heads[device] = max(self._heads[item] for item in (device, *devices))
-        self.under_way.end_backward(dict(reached), is_done)
+                    uncounted.discard(device)
+            for subgroup in self._called if uncounted else ():
+                if subgroup.begin_uncounted(uncounted):
+                    self._note_balance(subgroup)
+        if writes_gradients:
+            self.under_way.end_backward(dict(reached), is_done)
 
     def begin_update(self) -> None:
         """Note that weights are about to be updated: the backward passes of all devices have begun.
@@ -183,7 +187,10 @@ class Progress:
         The step ends for `cpu_resources`, if all passes that have begun can end.
         """
         with self._lock:
-            self._heads = Counter(dict.fromkeys(self._heads, 0))
+            for subgroup in self._called:
+                subgroup.end_uncounted()
+                self._note_balance(subgroup)
+            self._called.clear()
         self.close_if_balanced()
 
     def close_if_balanced(self) -> None:
@@ -199,7 +206,8 @@ class Progress:
             for subgroup in self._unbalanced:
                 subgroup.forget()
             self._unbalanced.clear()
-            self._heads.clear()
+            self._called.clear()
+            self._calls_of_backward = 0
         self.open_executors.clear()
         self.under_way.forget()
         self.notes.forget()

@@ -86,9 +86,8 @@ def counting_backward(
         else:
             code = cpu_resources.in_one_call(None, None, backward, *args)
     finally:
-        if not is_grad:
-            steps.progress.end_backward(devices, is_done=code == 0)
-        elif code == 0 and not retain_graph.value and not create_graph.value:
+        steps.progress.end_backward(devices, is_done=code == 0, writes_gradients=not is_grad)
+        if is_grad and code == 0 and not retain_graph.value and not create_graph.value:
             steps.progress.under_way.end_grad()
     return code
 
