@@ -73,11 +73,18 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         if net is not None:
             _clear_gradients(net, chosen, cleared)
 
+    def prepare_update(is_first: bool):
+        clear_gradients()
+        if is_first:  # the Trainer is about to copy all Parameters of the first device to the others
+            mx.nd.waitall()
+            for layer in active_sets.trained or ():
+                _spread_statistics(layer, chosen)
+
     clear_gradients()
     ranks = _active_ranks(chosen)
     before = active_sets.current
     _put_in_force(active_sets.id_of(chosen, ranks))
-    outer, steps.updates.before_update = steps.updates.before_update, clear_gradients
+    outer, steps.updates.before_update = steps.updates.before_update, prepare_update
     outer_trained, active_sets.trained = active_sets.trained, set()
     try:
         yield

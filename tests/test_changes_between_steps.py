@@ -400,25 +400,6 @@ def test_recorded_passes_of_both_modes_keep_them(order, others, mode):
         check(name, getattr(layer, name).data(mx.cpu(1)).asnumpy(), wanted, **testing.precision(layer))
 
 
-@pytest.mark.parametrize("gradients", ["write", "null"])
-def test_a_prediction_between_two_backward_calls_waits_for_neither(gradients, mode):
-    layer = SyncBatchNorm(in_channels=CHANNELS, timeout=10)
-    net = testing.initialized(sequential(layer, nn.Dense(2, in_units=CHANNELS, flatten=False)), 2, mode)
-    layer.collect_params(".*gamma|.*beta").setattr("grad_req", gradients)
-    norm, (shards, _) = reference_of(layer), shards_and_heads([(2, CHANNELS), (1, CHANNELS)])
-    inputs = testing.on_devices(shards)
-    for _ in range(3):
-        with autograd.record():
-            losses = [net(x) for x in inputs]
-        for loss, x in zip(losses, inputs):
-            loss.backward()
-            net(x)
-        del loss, losses
-        norm.step(shards)
-    for name, wanted in zip(VECTORS[2:], norm.running()):
-        check(name, getattr(layer, name).data(mx.cpu(1)).asnumpy(), wanted, **testing.precision(layer))
-
-
 def test_the_gradient_of_a_recorded_prediction_is_that_of_its_own_statistics(mode, backend):
     """Which the training passes after it, in the same record(), have moved when its backward pass comes."""
     if backend == "portable" and mode != "imperative":

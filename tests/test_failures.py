@@ -679,6 +679,43 @@ def test_a_step_that_broke_off_is_noticed_where_threads_live_on(mode, caplog):
     assert caplog.text.count(LATE) == 1
 
 
+@pytest.mark.parametrize("lag", [(0, 0), (0, 0.1), (0.1, 0)], ids=["together", "cpu(1) late", "cpu(0) late"])
+@pytest.mark.parametrize("which", ["the same threads", "new threads"])
+def test_a_step_that_broke_off_on_threads_and_is_not_abandoned(which, lag, mode):
+    """Between the passes of cpu(1). Whoever notices it first, the next step is right or says why, and all later are."""
+    layer = SyncBatchNorm(in_channels=2, timeout=5, momentum=0.0)
+    net = initialized(sequential(layer, nn.Dense(1, in_units=2)), DEVICES, mode)
+    pools = [ThreadPoolExecutor(1) for _ in DEVICES]
+
+    def work(rank, number, is_bad):
+        time.sleep(lag[rank])
+        with autograd.record():
+            loss = (net(mx.nd.array([[number, 2], [3, 5 + rank]], ctx=DEVICES[rank])) ** 2).sum()
+        if is_bad and rank == 1:
+            raise ValueError("a bad label")
+        loss.backward()
+
+    def step(number, is_bad=False):
+        workers = pools if which == "the same threads" else [ThreadPoolExecutor(1) for _ in DEVICES]
+        futures = [pool.submit(work, rank, number, is_bad) for rank, pool in enumerate(workers)]
+        errors = [error for error in [future.exception() for future in futures] if error is not None]
+        if errors:
+            raise errors[0]
+        mx.nd.waitall()
+        means = [layer.running_mean.data(device).asnumpy() for device in DEVICES]
+        assert all(mean.tolist() == [(number + 3) / 2, 3.75] for mean in means)
+
+    step(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad label"):
+            step(2, is_bad=True)
+        try:
+            step(3)
+        except SyncBatchNormError as error:
+            assert "That step is abandoned, and so is this one" in str(error)  # it has not waited in vain
+        step(4)
+
+
 def test_groups_that_take_turns_in_one_thread_are_not_taken_for_steps_that_broke_off(mode, caplog):
     net = small_net(mode, 4)
     gluon_syncbn.convert_sync_batchnorm(net, group_size=2)

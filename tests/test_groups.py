@@ -54,6 +54,16 @@ def test_steps_on_some_devices(mode, group_size):
     train_on(layer, norm, range(4), 9)
 
 
+def test_a_first_update_without_the_first_device(mode):
+    """A Trainer then copies all Parameters of the first device to the others, running statistics, too."""
+    layer, norm = make(mode)
+    trainer = gluon.Trainer(layer.collect_params(), "sgd", {"learning_rate": 0.0})
+    with gluon_syncbn.devices(cpus(4)[1:], layer):
+        train_on(layer, norm, [1, 2, 3], running=False)
+        trainer.step(1)
+    check_running(layer, norm)
+
+
 def test_beside_a_net_that_was_converted_back(mode):
     other, its = make(mode)
     train_on(other, its, range(4))

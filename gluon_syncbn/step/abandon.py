@@ -3,7 +3,8 @@
 When an exception ends a step between the forward passes of two devices, the first device waits for the second, and its
 vectors would meet the second device's next step. So the step is abandoned: every waiting device gets an error, and
 nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the beginning of a
-step if the step before broke off between the ``backward()`` of two devices.
+step if the step before broke off between the ``backward()`` of two devices. Where each device has a thread, one thread
+abandons a step; others that begin the next one meanwhile wait for that thread.
 
 A step that has failed (`mxnet_engine.failures`) must be abandoned, too: until then no synchronized layer computes, and
 no weight is updated. If the program does not do it, the next ``autograd.record()`` does, or raises the error of the
@@ -32,7 +33,8 @@ def abandon_step() -> None:
 
     Call it after you have caught an exception (a bad batch, Ctrl-C, an error of this package), before the next step or
     before you save the net. Where the exception has left ``with autograd.record()`` or
-    ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm.
+    ``with gluon_syncbn.devices(...)`` it has been called already; to call it twice does no harm. Where each device has
+    a thread, call it in any case, when all threads have ended their part of the step.
 
     Weights and the states of optimizers are then as they were before the step; states that were loaded since stay. If a
     backward pass has failed, some may be updated instead, with their whole gradient, on all devices; the log says which
@@ -55,6 +57,11 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
+    with steps.progress.abandoning:
+        _abandon()
+
+
+def _abandon() -> None:
     error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.progress.is_under_way()
     with waiting.cut_short(_ABANDONED):
         pending = finish_pending_work()
@@ -75,16 +82,18 @@ def abandon_step() -> None:
 
 def leave_failed_step() -> None:
     """Begin a step: abandon one that has failed before, or raise its error."""
-    error = failures.failure()
-    if not error:
+    if not failures.failure():
         if failures.is_in_use():
             failures.forget_seen()  # errors that are not of the step that begins
-    elif failures.was_seen():
-        abandon_step()
-    else:
-        error = _with_cause(error, finish_pending_work())
-        failures.tell()
-        raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
+        return
+    with steps.progress.abandoning:
+        error = failures.failure()  # if another thread has not abandoned the step meanwhile
+        if error and failures.was_seen():
+            abandon_step()
+        elif error:
+            error = _with_cause(error, finish_pending_work())
+            failures.tell()
+            raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
 
 
 def refuse_after_a_failure(write: str) -> None:

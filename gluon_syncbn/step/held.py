@@ -68,7 +68,7 @@ class Updates:
         self.trainers: weakref.WeakKeyDictionary[mx.gluon.Trainer, bool] = weakref.WeakKeyDictionary()  # has updated?
         self.checked_modules: weakref.WeakSet[mx.mod.Module] = weakref.WeakSet()  # whose symbols are right for them
         self.guarded: weakref.WeakSet[mx.gluon.Parameter] = weakref.WeakSet()  # by `gluon_syncbn.guard_update`
-        self.before_update: Callable[[], None] = lambda: None  # set by `gluon_syncbn.devices`
+        self.before_update: Callable[[bool], None] = lambda is_first: None  # set by `gluon_syncbn.devices`
         self.when_trainer_is_made: Optional[Callable[[mx.gluon.Trainer], None]] = None  # set by `gluon_syncbn.install`
         self.here = _Here()
         self._lock = threading.Lock()

@@ -30,15 +30,16 @@ class _Begun:
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
-        self.uncounted = 0  # backward passes since the last forward pass that no layer has counted
+        self.uncounted = 0  # backward passes since the last recorded forward pass, beyond those of ``backward``
         self.recorded = 0  # of the forward passes
         self.backward_before = 0  # the last forward pass
         self.caller: Optional[threading.Thread] = None  # of the last forward pass
+        self.thread: Optional[threading.Thread] = None  # that will call the next; None if that is not known
 
     def is_ahead_of(self, other: "_Begun", counts_all: bool) -> bool:
         """Whether more passes of one direction were begun than on another device.
 
-        With ``counts_all`` also if no layer has counted them, after equally many forward passes.
+        With ``counts_all`` those that are uncounted count, too, after equally many forward passes.
         """
         has_more = counts_all and self.forward == other.forward and self.uncounted > other.uncounted
         return has_more or self.forward > other.forward or self.backward > other.backward
@@ -49,6 +50,7 @@ class Subgroup:
 
     def __init__(self, devices: Iterable[mx.Context]):
         self._begun = {device: _Begun() for device in devices}
+        self._is_reached_from_elsewhere = False  # perhaps: by a backward pass that began on another device
 
     def __contains__(self, device: mx.Context) -> bool:
         return device in self._begun
@@ -65,32 +67,39 @@ class Subgroup:
         if mx.autograd.is_recording():
             begun.recorded += 1
             begun.uncounted = 0
-        begun.caller = threading.current_thread()
+            self._is_reached_from_elsewhere = False
+        me = threading.current_thread()
+        if begun.caller not in (None, me):  # threads change their devices, or others have taken over
+            for item in self._begun.values():
+                if item.thread is not me:
+                    item.thread = None
+        begun.caller = begun.thread = me
 
-    def begin_backward(self, device: mx.Context) -> None:
-        """Count a backward pass that reaches the layer on ``device``."""
+    def begin_backward(self, device: mx.Context, is_training: bool) -> None:
+        """Count a backward pass that reaches the layer on ``device``. (Of a prediction, it waits for nobody.)"""
         begun = self._begun[device]
         if begun.backward < begun.recorded:
             begun.backward += 1
-        else:
+        elif is_training:
             begun.uncounted += 1  # once more through a graph that was retained
 
-    def begin_uncounted(self, devices: Iterable[mx.Context]) -> bool:
-        """Note a backward pass that no layer has counted. Return whether it may reach this one on ``devices``."""
-        own = [self._begun[device] for device in devices if device in self._begun]
-        own = [begun for begun in own if begun.backward == begun.backward_before]  # it has yet to be reached
-        for begun in own:
-            begun.uncounted += 1
-        return bool(own)
+    def begin_uncounted(self, devices: Iterable[mx.Context], may_leave_device: bool) -> None:
+        """Note a backward pass that may reach the layer on these devices, or on any if it may go to others."""
+        for device in devices:
+            if device in self._begun:
+                self._begun[device].uncounted += 1
+            elif may_leave_device:
+                self._is_reached_from_elsewhere = True
 
     def end_uncounted(self) -> None:
         """Note that backward passes which no layer has counted have begun on all devices."""
+        self._is_reached_from_elsewhere = False
         for begun in self._begun.values():
             begun.uncounted = 0
 
     def is_balanced(self) -> bool:
         """Whether all devices have begun equally many passes of each direction."""
-        return not any(map(self._differ, ("forward", "backward", "uncounted")))
+        return not (self._is_reached_from_elsewhere or any(map(self._differ, ("forward", "backward", "uncounted"))))
 
     def is_broken(self) -> bool:
         """Whether a step broke off, or its backward passes are under way."""
@@ -138,12 +147,9 @@ class Subgroup:
         return [device for device, count in counts.items() if count > least]
 
     def is_ahead(self, device: mx.Context, counts_all: bool) -> bool:
-        """Whether a pass on ``device`` may wait for a device on which this thread has yet to begin it.
-
-        With ``counts_all`` also if no layer has counted the pass.
-        """
-        callers = None, threading.current_thread()
-        others = [begun for begun in self._begun.values() if begun.caller in callers]
+        """Whether a pass on ``device``, with ``counts_all`` also one that is uncounted, may wait for a device on which
+        this thread has yet to begin it."""
+        others = [begun for begun in self._begun.values() if begun.thread in (None, threading.current_thread())]
         return device in self and any(self._begun[device].is_ahead_of(other, counts_all) for other in others)
 
     def half_called(self) -> Optional[HalfCalled]:

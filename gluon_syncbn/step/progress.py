@@ -2,12 +2,12 @@
 
 Forward passes are counted where a layer, or a graph that has some, is called. Backward passes are counted for one layer
 of a net, since to look at all layers would cost time: in each ``autograd.record()``, the first that learns. A
-``backward()`` that reaches none of those may reach any layer that was called on its device.
+``backward()`` that reaches none of these is uncounted, and may reach any layer that was called on its device.
 """
 
 import threading
 import weakref
-from typing import Callable, Dict, List, Optional
+from typing import Callable, Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -47,12 +47,15 @@ class Progress:
         self.under_way = UnderWay()  # for other processes
         self.notes = GradientNotes()
         self._record = _LastRecord()
+        self.abandoning = threading.RLock()  # held by a thread that abandons a step
 
         self._lock = threading.Lock()  # of all that follows, and of subgroups
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # layers whose backward passes are counted
         self._unbalanced: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # where some device has yet to begin a pass
-        self._called: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # in record(), since weights were updated
+        self._called: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # in record()
         self._calls_of_backward = 0  # that have not returned
+        self._reached_early: Set[mx.Context] = set()  # by those calls, while others were noted
+        self._is_overdue = False  # whether a step has begun while the step before seemed to be under way
         self._callers_of_backward: Dict[mx.Context, threading.Thread] = {}  # the last
 
     # What others ask
@@ -83,7 +86,13 @@ class Progress:
         """Whether work on ``device``, of the net of this layer, may wait for a device on which this thread has yet to
         begin a pass."""
         own = None if passes is None else passes.subgroup(device)
-        return any(subgroup.is_ahead(device, counts_all=subgroup is own) for subgroup in self._half_called())
+        with self._lock:
+            counted, subgroups = self._counted(), list(self._unbalanced)
+        return any(item.is_ahead(device, counts_all=item is own or item in counted) for item in subgroups)
+
+    def begins_record(self) -> bool:
+        """Whether this thread has called no layer since it entered ``record()``."""
+        return self._record.first() is None
 
     def broken_off(self, passes: Passes, device: mx.Context) -> Optional[Passes]:
         """The layer at which it shows that a step broke off before this forward pass; None if none did.
@@ -91,7 +100,7 @@ class Progress:
         It is the layer that is called; or one that followed it in a ``record()`` that began with it: after a teacher,
         or a layer that is frozen.
         """
-        if self._record.first() is None:
+        if self.begins_record():
             with self._lock:
                 suspects = [passes, *passes.followers]
             for item in suspects:
@@ -104,16 +113,23 @@ class Progress:
         with self._lock:
             return list(self._unbalanced)
 
+    def _counted(self) -> Set[Subgroup]:
+        """The subgroups that know each ``backward()`` which has reached them."""
+        return {item for passes in self._watched if passes.parameter() is not None for item in passes.subgroups}
+
     # What happens
 
     def begin_record(self, trains: bool) -> None:
         """Note that this thread is about to enter ``autograd.record()``."""
         self.has_trained |= trains
+        self._is_overdue = not self.is_balanced()
         self._record.begin()
         self.under_way.begin_record()
 
     def end_record(self) -> None:
         """Call `when_net_is_new` for the nets that this thread has trained for the first time."""
+        if self._is_overdue and not mx.autograd.is_recording():
+            self.close_if_balanced()  # where no Trainer updates, it shows only now that the step before has ended
         nets, self._record.new_nets = self._record.new_nets, []
         for net in nets:
             self.when_net_is_new(net)
@@ -163,8 +179,11 @@ class Progress:
         if writes_gradients:
             self.notes.begin(layers)
 
-    def end_backward(self, devices: List[mx.Context], is_done: bool, writes_gradients: bool) -> None:
-        """Note that a backward pass of arrays on these devices has reached layers, or that it has raised an error."""
+    def end_backward(self, devices: List[mx.Context], is_done: bool, writes_gradients: bool, is_training: bool) -> None:
+        """Note that a backward pass of arrays on these devices has reached layers, or that it has raised an error.
+
+        If it has reached no layer that is counted, it may have reached any that was called on its device.
+        """
         reached = self.notes.end() if writes_gradients else []
         with self._lock:
             self._calls_of_backward = max(self._calls_of_backward - 1, 0)
@@ -172,11 +191,16 @@ class Progress:
             for passes, device in reached:
                 subgroup = passes.subgroup(device)
                 if subgroup is not None and passes in self._watched:
-                    subgroup.begin_backward(device)
+                    subgroup.begin_backward(device, is_training)
                     self._note_balance(subgroup)
                     uncounted.discard(device)
-            for subgroup in self._called if uncounted else ():
-                if subgroup.begin_uncounted(uncounted):
+                    if device not in devices and self._calls_of_backward:
+                        self._reached_early.add(device)
+            uncounted, early = uncounted - self._reached_early, uncounted & self._reached_early
+            self._reached_early = self._reached_early - early if self._calls_of_backward else set()
+            if uncounted and is_training:
+                for subgroup in set(self._called) - (self._counted() if writes_gradients else set()):
+                    subgroup.begin_uncounted(uncounted, self.has_copies_in_graphs)
                     self._note_balance(subgroup)
         if writes_gradients:
             self.under_way.end_backward(dict(reached), is_done)
@@ -190,7 +214,6 @@ class Progress:
             for subgroup in self._called:
                 subgroup.end_uncounted()
                 self._note_balance(subgroup)
-            self._called.clear()
         self.close_if_balanced()
 
     def close_if_balanced(self) -> None:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import mxnet as mx
 
+from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import device_of, device_of_handle, has_fresh_gradient, is_record, trains
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
+from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.reached import take_fresh_gradient
 from gluon_syncbn.step.steps import LayerInStep, steps
 from gluon_syncbn.step.unmet import check_met
@@ -33,20 +35,31 @@ def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     if not mx.autograd.is_training():
         return
     passes = sync.passes
-    broken = steps.progress.broken_off(passes, device) if mx.autograd.is_recording() else None
-    if broken is not None:
-        started = ", ".join(str(item) for subgroup in broken.subgroups for item in subgroup.ahead("backward"))
-        _log.warning(
-            "SyncBatchNorm '%s': backward() of the last step was called for %s only, and is abandoned now. (Did an "
-            "exception come in between?) Its gradients are undefined.",
-            broken.name,
-            started,
-        )
-        abandon_step()
+    progress = steps.progress
+    if mx.autograd.is_recording() and (progress.begins_record() or progress.broken_off(passes, device)):
+        with progress.abandoning:  # another thread may be about to abandon the step
+            broken = progress.broken_off(passes, device)
+            if broken is not None:
+                _abandon_broken_step(broken, device)
     if not mx.autograd.is_recording():
         steps.progress.close_if_balanced()
     steps.progress.begin_forward(passes, device)
     cpu_resources.open_step()
+
+
+def _abandon_broken_step(broken: Passes, device: mx.Context) -> None:
+    """Abandon the step that broke off at a layer; and the next one, with an error, if another device has begun it."""
+    started = ", ".join(str(item) for subgroup in broken.subgroups for item in subgroup.ahead("backward"))
+    subgroup = broken.subgroup(device)
+    in_next_step = [] if subgroup is None else subgroup.ahead("forward")
+    what = f"SyncBatchNorm '{broken.name}': backward() of the last step was called for {started} only"
+    _log.warning("%s, and is abandoned now. (Did an exception come in between?) Its gradients are undefined.", what)
+    abandon_step()
+    if in_next_step and device not in in_next_step:
+        raise SyncBatchNormError(
+            f"{what}. That step is abandoned, and so is this one, which {', '.join(map(str, in_next_step))} had begun. "
+            f"Where each device has a thread, call gluon_syncbn.abandon_step() after an exception."
+        )
 
 
 def noticing_end_of_record(leave, scope, kind, value, trace):
@@ -66,11 +79,11 @@ class _Head(NamedTuple):
 
 
 def counting_backward(
-    backward, num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
+    backward, num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, is_training, *rest
 ):
     """``MXAutogradBackwardEx``: ``backward()`` of an array, and of several with ``autograd.backward``; and
     ``autograd.grad``, which ends the step unless more is to be done with its graph."""
-    args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
+    args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, is_training, *rest
     found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
     devices = [head.ctx for head in found]
     is_grad = bool(num_variables)
@@ -86,7 +99,9 @@ def counting_backward(
         else:
             code = cpu_resources.in_one_call(None, None, backward, *args)
     finally:
-        steps.progress.end_backward(devices, is_done=code == 0, writes_gradients=not is_grad)
+        steps.progress.end_backward(
+            devices, code == 0, writes_gradients=not is_grad, is_training=bool(is_training.value)
+        )
         if is_grad and code == 0 and not retain_graph.value and not create_graph.value:
             steps.progress.under_way.end_grad()
     return code

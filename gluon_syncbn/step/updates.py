@@ -92,13 +92,13 @@ def guarding_trainer(update, trainer, /, *args, **kwargs):
     parameters = parameters_of(trainer)
     with steps.progress.notes.given_back(parameters):
         check_met(parameters)
-        steps.updates.before_update()
+        is_first = is_first_update(trainer)
+        steps.updates.before_update(is_first)
         if not failures.is_in_use():
             return update(trainer, *args, **kwargs)
         if not steps.updates.trainers.get(trainer) and update.__name__ != "update":
             _warn_if_alone(trainer)
         steps.updates.trainers[trainer] = True
-        is_first = is_first_update(trainer)
         ignores_stale = kwargs.get("ignore_stale_grad") or any(args if update.__name__ == "_update" else args[1:])
         # One gate for all is closed for all, but delays a reduction that could run beside the backward pass. It is
         # needed where the gradients of some device may be of the step before.
