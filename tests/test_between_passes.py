@@ -21,7 +21,10 @@ import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.step.steps import steps
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.filterwarnings("ignore:All children of this Sequential layer"),  # a detector is one, with other blocks
+]
 CHANNELS = 5
 DEVICES = cpus(2)
 SHARDS, HEADS = shards_and_heads([(2, CHANNELS), (1, CHANNELS)])
