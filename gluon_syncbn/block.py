@@ -248,6 +248,7 @@ class SyncBatchNorm(nn.BatchNorm):
             if predicts and mx.autograd.is_recording():
                 # If its backward pass is called for training, MXNet would take the gradient of another function.
                 # And it reads the running statistics, which later passes may have moved by then.
+                begin_forward(self._sync, x.context)
                 options = {**options, "use_global_stats": True}
                 with mx.autograd.pause():
                     arrays = [*arrays[:3], *(array.copy() for array in arrays[3:])]

@@ -63,10 +63,12 @@ def check_statistics(layer, norm):
             check(name, getattr(layer, name).data(device).asnumpy(), wanted, **testing.precision(layer))
 
 
-@pytest.mark.parametrize("how", ["backward", "frozen", "through a retained graph", "grad", "after another update"])
+@pytest.mark.parametrize(
+    "how", ["backward", "frozen", "as of a prediction", "through a retained graph", "grad", "after another update"]
+)
 def test_a_prediction_between_two_backward_passes(how, mode):
     net, layer = make(mode, layers=2 if how == "through a retained graph" else 1)
-    if how in ("frozen", "after another update"):
+    if how in ("frozen", "as of a prediction", "after another update"):
         freeze(net)
     other = initialized(nn.Dense(1, in_units=1), DEVICES)
     trainer = gluon.Trainer(other.collect_params(), "sgd", {"learning_rate": 0.0})
@@ -79,7 +81,7 @@ def test_a_prediction_between_two_backward_passes(how, mode):
             autograd.backward(losses_of(other, [mx.nd.ones((1, 1), ctx=device) for device in DEVICES]))
             trainer.step(1)
         for loss, x in zip(losses, inputs):
-            autograd.grad(loss, [x]) if how == "grad" else loss.backward()
+            autograd.grad(loss, [x]) if how == "grad" else loss.backward(train_mode=how != "as of a prediction")
             net(x)
         norm.step(SHARDS)
     check_statistics(layer, norm)
@@ -91,12 +93,9 @@ def test_what_one_device_alone_computes_leaves_the_modes_of_calls(how, mode):
     net, layer = make(mode, late=0.1)
     other, (x,) = initialized(nn.Dense(1, in_units=CHANNELS)), on_devices(SHARDS[:1], learn=True)
     norm = reference_of(layer)
-    for _ in range(3):
+    for number in range(4):
         if how == "the gradient of a prediction":
-            with autograd.record(train_mode=False):
-                loss = net(x).sum()
-            loss.backward(train_mode=False)
-            del loss
+            saliency(net, x, train_mode=number > 1)  # either, on `native`
         losses = losses_of(net, on_devices(SHARDS))
         with autograd.record():
             more = {"another net's loss": other(x).sum, "a loss without a net": (x**2).sum}.get(how, x.sum)()
@@ -167,22 +166,25 @@ LOOPS = {
     "gradients of inputs": lambda net, inputs: [
         autograd.grad(loss, [x]) for loss, x in zip(losses_of(net, inputs), inputs)
     ],
-    "the gradient of a prediction": lambda net, inputs: saliency(net, inputs[0]),
+    "gradients of predictions": lambda net, inputs: [
+        saliency(net, inputs[0], train_mode=mode) for mode in (False, True)
+    ],
     "threads": lambda net, inputs: list(POOL.map(lambda x: losses_of(net, [x])[0].backward(), inputs)),
 }
 POOL = ThreadPoolExecutor(2)
 
 
-def saliency(net, x):
+def saliency(net, x, **how):
     with autograd.record(train_mode=False):
         loss = net(x).sum()
-    loss.backward(train_mode=False)
+    loss.backward(**how)
 
 
 @pytest.mark.parametrize("what", list(LOOPS))
 def test_a_step_is_closed_before_the_next_where_nobody_updates_weights(what, mode):
     net, _ = make(mode, layers=3)
     inputs = on_devices(SHARDS, learn=True)
+    autograd.backward(losses_of(net, inputs))
     for _ in range(30 if what == "threads" else 3):
         LOOPS[what](net, inputs)
         assert steps.progress.is_balanced()
@@ -208,3 +210,24 @@ def test_a_step_is_closed_within_the_next(what, mode, monkeypatch):
             loss = other(inputs[0]).sum()
         loss.backward()
         assert len(closed) > number
+
+
+def test_a_layer_that_becomes_the_first_of_a_net_while_a_backward_pass_is_to_come(mode, caplog):
+    """Each device has a thread, and accumulates the gradients of a net and of its last part; cpu(1) is late."""
+    net, _ = make(mode, layers=2)
+    called = threading.Event()
+
+    def work(rank, x):
+        for number in range(2):
+            (loss,) = losses_of(net if number == 0 else net[1], [x])
+            if number == 1:
+                called.set() if rank == 0 else None
+            elif rank == 1:
+                assert called.wait(testing.HANG)
+            loss.backward()
+
+    for _ in range(3):
+        called.clear()
+        list(POOL.map(work, range(2), on_devices(SHARDS)))
+        mx.nd.waitall()
+    assert not caplog.messages

@@ -716,6 +716,76 @@ def test_a_step_that_broke_off_on_threads_and_is_not_abandoned(which, lag, mode)
         step(4)
 
 
+def test_a_device_that_is_on_its_way_while_another_abandons_the_step(mode):
+    """It still comes, and its thread has no error."""
+    net = initialized(sequential(SyncBatchNorm(in_channels=2, timeout=10), nn.Dense(1, in_units=2)), DEVICES, mode)
+    testing.shorten_grace(2)
+
+    def work(rank, is_bad):
+        time.sleep(0.2 * rank)
+        with autograd.record():
+            loss = (net(mx.nd.ones((2, 2), ctx=DEVICES[rank])) ** 2).sum()
+            if is_bad and rank == 0:
+                raise ValueError("a bad label")
+        if not is_bad:
+            loss.backward()
+        return loss.asscalar()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for is_bad in (False, True, False):
+            futures = [pool.submit(work, rank, is_bad) for rank, pool in enumerate((one, other))]
+            errors = [future.exception() for future in futures]
+            assert [type(error) for error in errors] == [ValueError if is_bad else type(None), type(None)]
+            gluon_syncbn.abandon_step()
+
+
+CHECKPOINT = """
+from testing import *
+import gluon_syncbn
+
+block = initialized(sequential(nn.Dense(4, in_units=4), SyncBatchNorm(in_channels=4, timeout=10)), 2)
+
+class Checkpoint(autograd.Function):
+    def forward(self, x):
+        self.x = x.detach()
+        with autograd.pause(train_mode=False):
+            return block(x)
+
+    def backward(self, gradient):
+        self.x.attach_grad()
+        with autograd.record():
+            y = block(self.x)
+        y.backward(gradient)
+        return self.x.grad
+
+def step(is_bad):
+    losses, late = [], mx.nd.ones((1000, 1000))
+    for x in on_devices([np.ones((3, 4), "float32")] * 2, learn=True):
+        with autograd.record():
+            losses.append((Checkpoint()(x) ** 2).sum())
+    for _ in range(20):
+        late = mx.nd.dot(late, late) / 1000
+    losses[0].backward(late[0, :1])
+    if is_bad:
+        raise ValueError("a bad label")
+    losses[1].backward()
+    mx.nd.waitall()
+
+step(is_bad=False)
+try:
+    step(is_bad=True)
+except ValueError:
+    gluon_syncbn.abandon_step()
+step(is_bad=False)
+print("RIGHT")
+"""
+
+
+def test_a_step_is_abandoned_while_an_operator_records():
+    """In its backward pass it computes again what its forward pass has not kept, and waits for the other device."""
+    assert testing.run_python(CHECKPOINT).stdout == "RIGHT\n"
+
+
 def test_groups_that_take_turns_in_one_thread_are_not_taken_for_steps_that_broke_off(mode, caplog):
     net = small_net(mode, 4)
     gluon_syncbn.convert_sync_batchnorm(net, group_size=2)

@@ -3,8 +3,8 @@
 When an exception ends a step between the forward passes of two devices, the first device waits for the second, and its
 vectors would meet the second device's next step. So the step is abandoned: every waiting device gets an error, and
 nothing runs any more. This happens by itself where an exception leaves ``autograd.record()``, and at the beginning of a
-step if the step before broke off between the ``backward()`` of two devices. Where each device has a thread, one thread
-abandons a step; others that begin the next one meanwhile wait for that thread.
+step if the step before broke off between the ``backward()`` of two devices. Where each device has a thread, the first
+that begins the next step abandons the one before, and the others wait for that thread (`Progress.taking_turns`).
 
 A step that has failed (`mxnet_engine.failures`) must be abandoned, too: until then no synchronized layer computes, and
 no weight is updated. If the program does not do it, the next ``autograd.record()`` does, or raises the error of the
@@ -57,11 +57,6 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
-    with steps.progress.abandoning:
-        _abandon()
-
-
-def _abandon() -> None:
     error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.progress.is_under_way()
     with waiting.cut_short(_ABANDONED):
         pending = finish_pending_work()
@@ -86,7 +81,7 @@ def leave_failed_step() -> None:
         if failures.is_in_use():
             failures.forget_seen()  # errors that are not of the step that begins
         return
-    with steps.progress.abandoning:
+    with steps.progress.taking_turns():
         error = failures.failure()  # if another thread has not abandoned the step meanwhile
         if error and failures.was_seen():
             abandon_step()

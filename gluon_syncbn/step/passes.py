@@ -30,8 +30,9 @@ class _Begun:
 
     def __init__(self) -> None:
         self.forward = self.backward = 0
-        self.uncounted = 0  # backward passes since the last recorded forward pass, beyond those of ``backward``
+        self.uncounted = 0  # backward passes since the last recorded forward pass that ``backward`` does not count
         self.recorded = 0  # of the forward passes
+        self.predicts = False  # whether a prediction has been recorded since
         self.backward_before = 0  # the last forward pass
         self.caller: Optional[threading.Thread] = None  # of the last forward pass
         self.thread: Optional[threading.Thread] = None  # that will call the next; None if that is not known
@@ -66,7 +67,7 @@ class Subgroup:
         begun.forward += 1
         if mx.autograd.is_recording():
             begun.recorded += 1
-            begun.uncounted = 0
+            begun.uncounted, begun.predicts = 0, False
             self._is_reached_from_elsewhere = False
         me = threading.current_thread()
         if begun.caller not in (None, me):  # threads change their devices, or others have taken over
@@ -75,19 +76,28 @@ class Subgroup:
                     item.thread = None
         begun.caller = begun.thread = me
 
-    def begin_backward(self, device: mx.Context, is_training: bool) -> None:
-        """Count a backward pass that reaches the layer on ``device``. (Of a prediction, it waits for nobody.)"""
+    def begin_recorded_prediction(self, device: mx.Context) -> None:
+        """Note that backward passes which ``backward`` does not count are of a prediction, and wait for nobody."""
+        self._begun[device].predicts = True
+
+    def begin_counting(self) -> None:
+        """Count the backward passes of forward passes from now on."""
+        for begun in self._begun.values():
+            begun.backward = begun.recorded
+
+    def begin_backward(self, device: mx.Context) -> None:
+        """Count a backward pass that reaches the layer on ``device``."""
         begun = self._begun[device]
         if begun.backward < begun.recorded:
             begun.backward += 1
-        elif is_training:
+        elif not begun.predicts:
             begun.uncounted += 1  # once more through a graph that was retained
 
     def begin_uncounted(self, devices: Iterable[mx.Context], may_leave_device: bool) -> None:
         """Note a backward pass that may reach the layer on these devices, or on any if it may go to others."""
         for device in devices:
             if device in self._begun:
-                self._begun[device].uncounted += 1
+                self._begun[device].uncounted += not self._begun[device].predicts
             elif may_leave_device:
                 self._is_reached_from_elsewhere = True
 

@@ -5,9 +5,10 @@ of a net, since to look at all layers would cost time: in each ``autograd.record
 ``backward()`` that reaches none of these is uncounted, and may reach any layer that was called on its device.
 """
 
+import contextlib
 import threading
 import weakref
-from typing import Callable, Dict, List, Optional, Set
+from typing import Callable, Dict, Iterator, List, Optional, Set
 
 import mxnet as mx
 from mxnet.gluon import Block
@@ -47,7 +48,7 @@ class Progress:
         self.under_way = UnderWay()  # for other processes
         self.notes = GradientNotes()
         self._record = _LastRecord()
-        self.abandoning = threading.RLock()  # held by a thread that abandons a step
+        self._turn = threading.RLock()  # of a thread that begins a step, and may abandon the one before
 
         self._lock = threading.Lock()  # of all that follows, and of subgroups
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # layers whose backward passes are counted
@@ -119,6 +120,16 @@ class Progress:
 
     # What happens
 
+    @contextlib.contextmanager
+    def taking_turns(self) -> Iterator[None]:
+        """Let one thread at a time look whether the step before must be abandoned, and abandon it.
+
+        It then waits for all operators. So a thread that runs one (it recomputes activations, say) does not wait.
+        """
+        is_of_an_operator = threading.current_thread().name.startswith("Dummy-")  # Python has not made the thread
+        with contextlib.nullcontext() if is_of_an_operator else self._turn:
+            yield
+
     def begin_record(self, trains: bool) -> None:
         """Note that this thread is about to enter ``autograd.record()``."""
         self.has_trained |= trains
@@ -159,10 +170,20 @@ class Progress:
             self._nets.add(net)
             if passes.parameter() is not None:
                 record.nets.add(net)
+                if passes not in self._watched:
+                    for subgroup in passes.subgroups:
+                        subgroup.begin_counting()
                 self._watched.add(passes)
                 first.followers.add(passes)
         if is_new:
             record.new_nets.append(net)
+
+    def begin_recorded_prediction(self, passes: Passes, device: mx.Context) -> None:
+        """Note that a call in prediction mode is recorded: its backward pass waits for nobody."""
+        with self._lock:
+            subgroup = passes.subgroup(device)
+            if subgroup is not None:
+                subgroup.begin_recorded_prediction(device)
 
     def _note_balance(self, subgroup: Subgroup) -> None:
         (self._unbalanced.discard if subgroup.is_balanced() else self._unbalanced.add)(subgroup)
@@ -179,7 +200,7 @@ class Progress:
         if writes_gradients:
             self.notes.begin(layers)
 
-    def end_backward(self, devices: List[mx.Context], is_done: bool, writes_gradients: bool, is_training: bool) -> None:
+    def end_backward(self, devices: List[mx.Context], is_done: bool, writes_gradients: bool) -> None:
         """Note that a backward pass of arrays on these devices has reached layers, or that it has raised an error.
 
         If it has reached no layer that is counted, it may have reached any that was called on its device.
@@ -191,14 +212,14 @@ class Progress:
             for passes, device in reached:
                 subgroup = passes.subgroup(device)
                 if subgroup is not None and passes in self._watched:
-                    subgroup.begin_backward(device, is_training)
+                    subgroup.begin_backward(device)
                     self._note_balance(subgroup)
                     uncounted.discard(device)
                     if device not in devices and self._calls_of_backward:
                         self._reached_early.add(device)
             uncounted, early = uncounted - self._reached_early, uncounted & self._reached_early
             self._reached_early = self._reached_early - early if self._calls_of_backward else set()
-            if uncounted and is_training:
+            if uncounted:
                 for subgroup in set(self._called) - (self._counted() if writes_gradients else set()):
                     subgroup.begin_uncounted(uncounted, self.has_copies_in_graphs)
                     self._note_balance(subgroup)

@@ -3,6 +3,7 @@
 Each function but `begin_forward` makes the extended form of a method (`gluon_syncbn._hooks`).
 """
 
+import contextlib
 import logging
 from typing import NamedTuple
 
@@ -32,18 +33,21 @@ def noticing_record(enter, scope):
 
 def begin_forward(sync: LayerInStep, device: mx.Context) -> None:
     """Begin a forward pass of a `SyncBatchNorm`; in training, abandon the step before if that broke off."""
+    passes, progress = sync.passes, steps.progress
     if not mx.autograd.is_training():
+        if mx.autograd.is_recording():
+            progress.begin_recorded_prediction(passes, device)
         return
-    passes = sync.passes
-    progress = steps.progress
-    if mx.autograd.is_recording() and (progress.begins_record() or progress.broken_off(passes, device)):
-        with progress.abandoning:  # another thread may be about to abandon the step
-            broken = progress.broken_off(passes, device)
-            if broken is not None:
-                _abandon_broken_step(broken, device)
-    if not mx.autograd.is_recording():
-        steps.progress.close_if_balanced()
-    steps.progress.begin_forward(passes, device)
+    is_recording = mx.autograd.is_recording()
+    looks = is_recording and (progress.begins_record() or progress.broken_off(passes, device))
+    # Another thread may be about to abandon the step before. It must know which devices have begun the next one.
+    with progress.taking_turns() if looks else contextlib.nullcontext():
+        broken = progress.broken_off(passes, device) if looks else None
+        if broken is not None:
+            _abandon_broken_step(broken, device)
+        if not is_recording:
+            progress.close_if_balanced()
+        progress.begin_forward(passes, device)
     cpu_resources.open_step()
 
 
@@ -79,11 +83,11 @@ class _Head(NamedTuple):
 
 
 def counting_backward(
-    backward, num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, is_training, *rest
+    backward, num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
 ):
     """``MXAutogradBackwardEx``: ``backward()`` of an array, and of several with ``autograd.backward``; and
     ``autograd.grad``, which ends the step unless more is to be done with its graph."""
-    args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, is_training, *rest
+    args = num_heads, heads, head_gradients, num_variables, variables, retain_graph, create_graph, *rest
     found = [_Head(handle, device_of_handle(handle)) for handle in heads[:num_heads]]
     devices = [head.ctx for head in found]
     is_grad = bool(num_variables)
@@ -99,9 +103,7 @@ def counting_backward(
         else:
             code = cpu_resources.in_one_call(None, None, backward, *args)
     finally:
-        steps.progress.end_backward(
-            devices, code == 0, writes_gradients=not is_grad, is_training=bool(is_training.value)
-        )
+        steps.progress.end_backward(devices, is_done=code == 0, writes_gradients=not is_grad)
         if is_grad and code == 0 and not retain_graph.value and not create_graph.value:
             steps.progress.under_way.end_grad()
     return code
