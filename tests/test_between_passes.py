@@ -15,7 +15,7 @@ from endings import Late
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from reference import check
-from testing import cpus, initialized, on_devices, reference_of, sequential, shards_and_heads
+from testing import cpus, initialized, on_devices, random_shards, reference_of, sequential
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 CHANNELS = 5
 DEVICES = cpus(2)
-SHARDS, HEADS = shards_and_heads([(2, CHANNELS), (1, CHANNELS)])
+SHARDS = random_shards([(2, CHANNELS), (1, CHANNELS)])
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_a_prediction_between_two_backward_passes(how, mode):
     norm, inputs = reference_of(layer), on_devices(SHARDS, learn=True)
     for _ in range(3):
         losses = losses_of(net, inputs)
-        if how == "through a retained graph" or how == "grad":
+        if how in ("through a retained graph", "grad"):
             autograd.backward(losses, retain_graph=True)
         if how == "after another update":  # as of a discriminator
             autograd.backward(losses_of(other, [mx.nd.ones((1, 1), ctx=device) for device in DEVICES]))

@@ -26,6 +26,7 @@ from typing import Iterator, List, Optional, Sequence, Set
 
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.step.passes import HalfCalled
+from gluon_syncbn.step.progress import is_made_by_python
 from gluon_syncbn.step.steps import steps
 
 _LOOK_SECONDS = 0.1
@@ -107,7 +108,7 @@ def _others_may_call(known: Set[int]) -> bool:
 
 
 def _may_call(thread: Optional[threading.Thread], frame: FrameType) -> bool:
-    if thread is None or thread.name.startswith("Dummy-"):  # not of Python's making
+    if thread is None or not is_made_by_python(thread):
         return not any(_is_in(module, ("mxnet", _PACKAGE)) for module in _modules(frame))
     target = getattr(thread, "_target", None)
     module = getattr(target, "__module__", None) if type(thread) is threading.Thread else type(thread).__module__

@@ -59,6 +59,7 @@ class Subgroup:
     def forget(self) -> None:
         """Begin anew: nothing is under way."""
         self._begun = {device: _Begun() for device in self._begun}
+        self._is_reached_from_elsewhere = False
 
     def begin_forward(self, device: mx.Context) -> None:
         """Count a forward pass in training mode."""

@@ -21,6 +21,11 @@ from gluon_syncbn.step.reached import GradientNotes
 from gluon_syncbn.step.under_way import UnderWay
 
 
+def is_made_by_python(thread: threading.Thread) -> bool:
+    """Whether Python has made the thread; if not, it is one of MXNet's that runs an operator, say."""
+    return not thread.name.startswith("Dummy-")
+
+
 class _LastRecord(threading.local):
     """The last ``autograd.record()`` of a thread, or the one that it is in."""
 
@@ -126,8 +131,7 @@ class Progress:
 
         It then waits for all operators. So a thread that runs one (it recomputes activations, say) does not wait.
         """
-        is_of_an_operator = threading.current_thread().name.startswith("Dummy-")  # Python has not made the thread
-        with contextlib.nullcontext() if is_of_an_operator else self._turn:
+        with self._turn if is_made_by_python(threading.current_thread()) else contextlib.nullcontext():
             yield
 
     def begin_record(self, trains: bool) -> None:
@@ -252,6 +256,7 @@ class Progress:
             self._unbalanced.clear()
             self._called.clear()
             self._calls_of_backward = 0
+            self._reached_early.clear()
         self.open_executors.clear()
         self.under_way.forget()
         self.notes.forget()
