@@ -198,16 +198,21 @@ def last_batch():
 
 def idle_processes():
     """The last process has no devices in the first step of a net, which is an error; or where an exception comes."""
-    is_idle = RANK == SIZE - 1
+    from mpi4py import MPI
 
-    def some(layer, raises=False):
+    last, everyone = SIZE - 1, range(SIZE)
+    is_idle = last == RANK
+
+    def some(layer, raising=()):
         with gluon_syncbn.devices([] if is_idle else cpus(1), layer):
             if not is_idle:
                 with autograd.record():
                     y = layer(mx.nd.array(draw(0, 1)[0][0]))
                 y.backward()
                 mx.nd.waitall()
-            if raises:
+            if raising == everyone:
+                MPI.COMM_WORLD.Barrier()  # so that none hears of another's exception before its own
+            if RANK in raising:
                 raise ValueError("a bad batch")
 
     layer, norm = make(cpus(1))
@@ -217,10 +222,11 @@ def idle_processes():
     gluon_syncbn.abandon_step()
     start_again(layer, norm, cpus(1))
     train(layer, norm, cpus(1), 0)
-    for raising in ([0], range(SIZE)):
-        error, words = (ValueError, "bad batch") if RANK in raising else (mx.MXNetError, "process 0 abandoned the step")
+    for raising in ([0], [last], everyone):
+        heard = mx.MXNetError, f"process {raising[0]} abandoned the step"
+        error, words = (ValueError, "bad batch") if RANK in raising else heard
         with pytest.raises(error, match=words):
-            some(layer, RANK in raising)
+            some(layer, raising)
         gluon_syncbn.abandon_step()
         start_again(layer, norm, cpus(1))
         train(layer, norm, cpus(1), 1)
