@@ -18,9 +18,22 @@ from graphs import CHANNELS, Pair, Whole
 from mxnet import gluon
 from mxnet.gluon import nn
 from test_symbols import BATCH, classifier
-from testing import MODES, check_step, cpus, options_of, random_shards, reference_of, run_program, sequential
+from testing import (
+    MODES,
+    check_step,
+    cpus,
+    initialized,
+    on_devices,
+    options_of,
+    random_shards,
+    reference_of,
+    run_program,
+    sequential,
+    set_mode,
+)
 
 from gluon_syncbn import SyncBatchNorm, convert_batchnorm, convert_symbol, convert_sync_batchnorm
+from gluon_syncbn.base.mxnet_private import device_of
 
 GRAPHS = {"native": 50, "portable": 15}
 SHAPES = [(2, CHANNELS, 3, 5), (1, CHANNELS, 3, 5)]
@@ -185,6 +198,42 @@ def test_calls_that_share_statistics_keep_their_order(graph, kind, mode, backend
     """They are averaged call by call, on every device alike, and none is lost."""
     net = convert_sync_batchnorm(Calls(CALLS[graph], nn.BatchNorm, kind))
     Pair(net, Calls(CALLS[graph], Whole, kind), 2, mode=mode).check_steps(SHAPES, 6)
+
+
+def executor_of(symbol, layer, device):
+    """An executor of the symbol of a norm, with the layer's arrays on this device."""
+    arrays = {name: getattr(layer, name).data(device) for name in ("gamma", "beta", "running_mean", "running_var")}
+    given = {"data": mx.nd.zeros(SHAPES[0], device), "bn_gamma": arrays["gamma"], "bn_beta": arrays["beta"]}
+    states = {"bn_moving_mean": arrays["running_mean"], "bn_moving_var": arrays["running_var"]}
+    return symbol.bind(device, given, aux_states=states)
+
+
+@pytest.mark.parametrize("reader", ["another net", "an operator"])
+@pytest.mark.parametrize("trained", [*MODES, "executors"])
+def test_what_was_called_before_a_training_pass_reads_the_statistics_from_before_it(reader, trained):
+    """Also where it can only run after the training pass."""
+    mode = "static" if trained == "executors" else trained
+    layer = initialized(SyncBatchNorm(in_channels=CHANNELS, momentum=0.5), 2, mode)
+    other = set_mode(SyncBatchNorm(in_channels=CHANNELS, prefix=layer.prefix, params=layer.params), mode)
+    inputs, late = on_devices(random_shards([SHAPES[0]] * 2)), Late(lambda device: 0.2)
+    symbol = convert_symbol(mx.sym.BatchNorm(mx.sym.var("data"), fix_gamma=False, momentum=0.5, name="bn"), 2)
+    executors = [executor_of(symbol, layer, device) for device in cpus(2)]
+    run = [functools.partial(item.forward, is_train=True) for item in executors] if trained == "executors" else None
+
+    def read(x):
+        return other(x) if reader == "another net" else x[0, :, 0, 0] + layer.running_mean.data(device_of(x))
+
+    for _ in range(3):
+        mx.nd.waitall()
+        expected = [read(x).asnumpy() for x in inputs]
+        before = [read(late(x)) for x in inputs]
+        with mx.autograd.record():
+            outputs = [layer(x) for x in inputs] if run is None else [call(data=x) for call, x in zip(run, inputs)]
+        if run is None:
+            mx.autograd.backward(outputs)
+        means = [layer.running_mean.data(device).asnumpy() for device in cpus(2)]
+        np.testing.assert_array_equal([item.asnumpy() for item in before], expected)
+        assert abs(means[0]).max() > 0.1 and (means[0] == means[1]).all()
 
 
 class Loop(gluon.HybridBlock):

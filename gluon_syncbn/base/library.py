@@ -88,7 +88,7 @@ _PROTOTYPES = {
     "watch": (c_int, [_HANDLES, c_int, _HANDLES, c_int, c_int, c_int, c_char_p]),
     "is_readable": (c_int, [c_void_p]),
     "gate": (c_int, [_HANDLES, _INTEGERS, _INTEGERS, c_int, c_char_p, c_char_p, POINTER(c_int64)]),
-    "seal": (c_int, [_HANDLES, c_int]),
+    "seal": (c_int, [_HANDLES, c_int, c_int]),
     "reserve": (c_int, [c_int, c_char_p]),
     "gate_has_opened": (c_int, [c_int64]),
     "forget_gates": (None, []),

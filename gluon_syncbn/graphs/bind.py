@@ -83,6 +83,7 @@ class FollowedExecutor(mx.executor.Executor):
             if self.synchronizes:
                 steps.progress.close_if_balanced()
                 cpu_resources.open_step()
+                failures.seal(self.aux_arrays)
                 if any(array is not None for array in self.grad_arrays or ()):
                     steps.progress.open_executors.add(self)
         outputs = super().forward(is_train, **kwargs)

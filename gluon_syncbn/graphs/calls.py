@@ -86,7 +86,7 @@ class _NetGraph:
         self._contexts = weakref.WeakKeyDictionary({layer: context_list(layer.running_mean) for layer in layers})
         self._states = _states(net)
         self._is_placed = False
-        self._is_static = is_static(net)
+        self.is_static = is_static(net)
         self._modes: Dict[mx.Context, bool] = {}  # of the last call: training or prediction
 
     def _layers(self) -> List[Synchronization]:
@@ -105,7 +105,7 @@ class _NetGraph:
             active_sets.note(sync.layer for sync in free)
         # A backward pass shows at a layer that learns.
         first = next((sync for sync in free if sync.passes.arrays()), free[0] if free else None)
-        if device is not None and layers and self._is_static:
+        if device is not None and layers and self.is_static:
             self._end_other_mode(device, None if first is None else first.passes)
         if device is not None and first is not None and len(context_list(first.layer.running_mean) or ()) > 1:
             begin_forward(first, device)
@@ -279,13 +279,16 @@ def following_changes(call, net, *args):
     if graph is None or not graph.is_lowered:
         return cpu_resources.in_one_call(buffers, device, call, net, *args)
     graph.begin_forward(device)
+    trains = device is not None and mx.autograd.is_training()
+    if trains and graph.is_static:
+        failures.seal(graph.statistics(device))
     try:
         out = cpu_resources.in_one_call(buffers, device, call, net, *args)
     except mx.MXNetError:
         with making.lock:
             drop_operator(net)  # it would raise another error from now on, about itself
         raise
-    if device is not None and mx.autograd.is_training() and failures.is_in_use():
+    if trains and failures.is_in_use():
         error = f"an operator of '{net.name}', or one before it, had failed on {device}."
         outputs = [item for item in flatten(out, "output")[0] if item is not None]
         failures.watch(outputs, error, graph.statistics(device))

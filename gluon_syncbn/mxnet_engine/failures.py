@@ -9,7 +9,8 @@ arrays that they write, and a graph with ``static_alloc`` and ``static_shape`` c
 The next read would not wait: ``save_parameters``, or the first ``Trainer.step``, which copies every parameter and
 writes the copy back, so that an update was lost. And while the outputs of one call are in use, the next call of the net
 runs in memory of its own, and nothing would order the two: a layer would meet the second call of one device with the
-first of another. (`graphs.lower` puts several calls of a layer within one graph in order.)
+first of another. (`graphs.lower` puts several calls of a layer within one graph in order.) The call itself would not
+wait for earlier reads, as of a prediction by another net with these statistics: so they are sealed before it.
 
 Where nothing is compiled, nothing is watched, and a gate waits until all gradients are there.
 """
@@ -241,9 +242,10 @@ def gate(gradients: Sequence[Sequence[mx.nd.NDArray]], others: Sequence[Sequence
 
 def seal(arrays: Iterable[mx.nd.NDArray]) -> None:
     """Let every read of one of these arrays, from now on, wait for all operations on any of them."""
-    if library.core is not None:
-        distinct = _distinct(arrays)
-        check_call(library.core.gluon_syncbn_seal(_handles(distinct), len(distinct)))
+    distinct = _distinct(arrays)
+    if library.core is not None and distinct:
+        thread = device_of(distinct[0]).device_id
+        check_call(library.core.gluon_syncbn_seal(_handles(distinct), len(distinct), thread))
 
 
 def _give_memory() -> None:

@@ -216,11 +216,11 @@ EXPORTED int gluon_syncbn_gate(void** arrays, const int* num_gradients, const in
   });
 }
 
-// Makes a read of one of `arrays` wait, from now on, for all operations that were pushed with any of them. No handle
-// may stand twice in it.
-EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays) {
+// Makes a read of one of `arrays` wait, from now on, for all operations that were pushed with any of them, on this CPU
+// `thread` of the engine. No handle may stand twice in it.
+EXPORTED int gluon_syncbn_seal(void** arrays, int num_arrays, int thread) {
   const std::vector<void*> sealed(arrays, arrays + num_arrays);
-  return or_code([&] { push([] {}, EngineProperty::kNoSkip, kGateThread, {}, sealed); });
+  return or_code([&] { push([] {}, EngineProperty::kNoSkip, thread, {}, sealed); });
 }
 
 // Gives the engine's list of exceptions memory for `exceptions`: it doubles it when it is full. Nothing may be running.

@@ -33,7 +33,8 @@
 //           step.)
 //   seal    After an optimizer: a "no skip" operation writes all gradients, weights and states of the optimizer. A
 //           reader of one of them comes after all updates, and cannot make the engine forget an exception by which it
-//           has yet to skip an update.
+//           has yet to skip an update. Before a call of a graph that writes running statistics which the engine takes
+//           for arrays that it reads: a "no skip" operation writes them. So the call comes after their earlier readers.
 //   poison  Gives an array an error.
 //
 // The engine also has a list of all exceptions, to which each of its threads adds the exceptions thrown there, without
