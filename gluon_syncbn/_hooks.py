@@ -17,7 +17,12 @@ from gluon_syncbn.convert import warn_of_plain_norms
 from gluon_syncbn.graphs.bind import lowering_bind, lowering_partition
 from gluon_syncbn.graphs.calls import exporting_plain_graphs, following_changes, lowering_what_runs
 from gluon_syncbn.graphs.norms import noting_layers
-from gluon_syncbn.step.abandon import failing_what_cannot_be_read, failing_with_all_work, refusing_after_a_failure
+from gluon_syncbn.step.abandon import (
+    copying_after_a_failure,
+    failing_what_cannot_be_read,
+    failing_with_all_work,
+    refusing_after_a_failure,
+)
 from gluon_syncbn.step.recording import (
     counting_backward,
     noticing_copies,
@@ -36,6 +41,7 @@ _EXTENSIONS = [
     (mx.nd.NDArray, "asnumpy wait_to_read", failing_what_cannot_be_read),  # MXNet drops an error when it is read
     (LIBMXNET, "MXNDArrayWaitAll", failing_with_all_work),  # nd.waitall and npx.waitall
     (mx.gluon.Parameter, "set_data", refusing_after_a_failure),  # nothing is lost that a failed step would skip
+    (mx.gluon.Parameter, "reset_ctx cast", copying_after_a_failure),  # nor is a copy that was never made
     (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
     (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight
     (mx.gluon.Trainer, "_update _allreduce_grads", finishing_update),  # Ctrl-C between devices; a subclass's own step

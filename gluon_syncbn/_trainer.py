@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import gluon
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.base.mxnet_private import is_sparse
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_sparse
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
@@ -153,6 +153,14 @@ class DistributedTrainer(gluon.Trainer):
     def _average_gradients(self) -> None:
         numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
         learning = [parameter for _, parameter in numbered]
+        # MXNet looks only when the processes have added gradients up, and the others would update.
+        for parameter in learning:
+            if not all(map(has_fresh_gradient, parameter.list_data())):
+                raise UserWarning(
+                    f"{_NAME}: no backward pass of this process has computed the gradient of '{parameter.name}' since "
+                    f"the last update. Use the parameter in every step, or freeze it (grad_req='null'), in all "
+                    f"processes."
+                )
         facts = [(i, parameter.shape, dtype_name(parameter.dtype)) for i, parameter in numbered]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until the update has ended well
@@ -202,7 +210,7 @@ class DistributedTrainer(gluon.Trainer):
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
-    """Do the work of all processes on a thread, so that Ctrl-C ends it only while it waits for the others.
+    """Do the work of all processes on a thread, so that a signal ends it only while it waits for the others.
 
     Else one process could leave the others alone within a call of MPI, which cannot be taken back.
     """
@@ -219,7 +227,7 @@ def _uninterrupted(work: Callable[[], None]) -> None:
     threading.Thread(target=run).start()
     try:
         is_over.wait()
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C, or an exception of another signal's handler
         with waiting.cut_short("it was interrupted"):
             is_over.wait()
         raise

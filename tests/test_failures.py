@@ -981,6 +981,35 @@ def test_a_checkpoint_is_loaded_when_a_failed_step_was_abandoned(update_on_kvsto
         assert trainer._optimizer.num_update == count
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda net: net.collect_params().reset_ctx(DEVICES[0]),
+        lambda net: net.collect_params().reset_ctx(DEVICES[::-1]),
+        lambda net: (net.cast("float64"), net.cast("float32")),
+    ],
+)
+def test_weights_that_are_copied_after_a_failed_step(copy, is_read, mode, backend):
+    """The copies are of the weights from before it, as an error of the step advises a user who moves the net."""
+    net = small_net(mode)
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    train(net, trainer)
+    mx.nd.waitall()
+    before = learned(net)
+    if is_read:
+        with pytest.raises(mx.MXNetError, match="waited"):
+            train(net, trainer, parts()[:1])[0].asnumpy()
+            mx.nd.waitall()
+    else:
+        train(net, trainer, parts()[:1])
+        with pytest.raises(mx.MXNetError, match="waited"):
+            copy(net)
+    copy(net)
+    found = learned(net)
+    assert all(same(found[name], arrays[: len(found[name])]) for name, arrays in before.items())
+
+
 @pytest.mark.parametrize("between", [autograd.pause, autograd.predict_mode])
 def test_a_static_net_in_both_modes_waits_for_no_device_that_is_yet_to_be_called(between):
     """Its input may wait for the device, in another net."""

@@ -10,6 +10,7 @@ from launching import run_job, run_ways
 
 TURNS = "by_environment two_nets without_backward dropped_net training"
 AROUND = "portable limits module loader expander alone_in_the_middle trainers_that_step_alone wide thin_resnet18"
+GOING_ON = "skipped_updates abandoned_in_turns"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
 OF_FOUR = "groups last_batch branches two_nets nets_in_turns"
 BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}
@@ -17,7 +18,7 @@ SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1}  # two processes are all or one, whic
 JOBS = [
     ("mpi", 2, f"{TURNS} nets_in_another_order a_device_behind_a_late_process last_step", BY_ITSELF),
     ("mpi", 2, f"{AROUND} one_set_of_weights statistics_anew is_checked", {}),
-    ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child idle_processes", {}),
+    ("mpi", 3, f"{OF_THREE} backward_after_a_short_step nets_in_turns forked_child idle_processes {GOING_ON}", {}),
     ("mpi", 4, f"{OF_FOUR} own_groups is_checked abandoned_in_another_group", {"JOB_HOSTS": "0 1 0 0"}),
     ("horovod", 2, f"{TURNS} groups last_batch branches last_step one_set_of_weights is_checked", BY_ITSELF),
     # As over several hosts.

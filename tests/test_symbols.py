@@ -317,6 +317,17 @@ def test_executors_without_gradients():
     run_python(BOUND)
 
 
+def test_many_symbols_are_bound_device_by_device():
+    """All executors of a symbol meet, however many symbols were bound in between."""
+    symbols = [SYNCHRONIZED(DATA, num_devices=2, timeout=10, name=f"bn{i}") for i in range(20)]
+    executors = [[symbol.simple_bind(device, data=(1, 3)) for symbol in symbols] for device in cpus(2)]
+    for both in zip(*executors):
+        for value, executor in enumerate(both):
+            executor.forward(is_train=True, data=mx.nd.full((1, 3), value))
+        for executor in both:
+            np.testing.assert_allclose(executor.aux_arrays[0].asnumpy(), 0.05, rtol=1e-6)  # the mean of 0 and 1
+
+
 # What cannot work, and files that were damaged
 
 

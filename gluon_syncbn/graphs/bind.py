@@ -5,8 +5,9 @@ An executor that MXNet has bound becomes a `FollowedExecutor`, whose methods fol
 
 import os
 import warnings
-from collections import OrderedDict
-from typing import Iterable, Optional, Tuple
+import weakref
+from collections import deque
+from typing import Deque, Iterable, Optional, Tuple
 
 import mxnet as mx
 
@@ -21,35 +22,50 @@ from gluon_syncbn.step.steps import steps
 
 _MIRROR = "MXNET_BACKWARD_DO_MIRROR"
 _MOST_KEPT = 16
-# Each device's executor is bound by itself, and all must be bound to one lowered copy: its nodes are where devices
-# meet. So the last few copies are kept, by the handles and texts of the originals; and the originals with them, or
-# another symbol could get the handle.
-_kept: "OrderedDict[Tuple, Tuple[mx.sym.Symbol, mx.sym.Symbol]]" = OrderedDict()
 
 
-def _lowered(symbol: mx.sym.Symbol, kind: Kind) -> mx.sym.Symbol:
-    """The lowered copy, with arguments and states in their order; the symbol itself if it has no marks."""
-    text = json_of(symbol)
-    if MARK not in text:
-        return symbol
-    key = symbol.handle.value, text, kind
-    with making.lock:
-        if key not in _kept:
-            lowering = Lowering(symbol, Layers(), {}, kind)
-            if _inputs_of(lowering.symbol) != _inputs_of(symbol):
-                lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
-            say(symbol.name or "symbol", lowering.fused)
-            _kept[key] = symbol, lowering.symbol
-        _kept.move_to_end(key)
-        if len(_kept) > _MOST_KEPT:
-            _kept.popitem(last=False)
-        return _kept[key][1]
+class _Lowered:
+    """A symbol, whose handle no other symbol gets meanwhile, and its lowered copy, or itself if it has no marks."""
+
+    def __init__(self, symbol: mx.sym.Symbol, copy: mx.sym.Symbol):
+        self.symbol, self.copy = symbol, copy
+
+
+class _Copies:
+    """Each device's executor is bound by itself, and all must be bound to one lowered copy: its nodes are where devices
+    meet. So copies are kept while they have an executor, and the last few in any case."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakValueDictionary[Tuple, _Lowered] = weakref.WeakValueDictionary()  # by handle and text
+        self._last: Deque[_Lowered] = deque(maxlen=_MOST_KEPT)
+
+    def lowered(self, symbol: mx.sym.Symbol, kind: Kind) -> _Lowered:
+        """The copy has arguments and states in the symbol's order."""
+        text = json_of(symbol)
+        if MARK not in text:
+            return _Lowered(symbol, symbol)
+        key = symbol.handle.value, text, kind
+        with making.lock:
+            found = self._all.get(key)
+            if found is None:
+                lowering = Lowering(symbol, Layers(), {}, kind)
+                if _inputs_of(lowering.symbol) != _inputs_of(symbol):
+                    lowering = Lowering(symbol, Layers(), {}, kind._replace(fuses_sums=False))
+                say(symbol.name or "symbol", lowering.fused)
+                found = self._all[key] = _Lowered(symbol, lowering.symbol)
+                self._last.append(found)
+            return found
+
+
+_kept = _Copies()
 
 
 def lowering_bind(bind, symbol, /, *args, **kwargs):
     """``Symbol.bind`` and ``simple_bind``, as a Module calls them."""
-    lowered = _lowered(symbol, Kind())
-    return _bind(has_what_runs(lowered), bind, lowered, *args, **kwargs)
+    lowered = _kept.lowered(symbol, Kind())
+    executor = _bind(has_what_runs(lowered.copy), bind, lowered.copy, *args, **kwargs)
+    executor.lowered = lowered
+    return executor
 
 
 def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
@@ -57,13 +73,15 @@ def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
 
     Nothing is fused, as in a net with a partitioner. A net's graph has been lowered before, for its layers.
     """
-    return optimize_for(_lowered(symbol, Kind(is_partitioned=True, fuses=False)), *args, **kwargs)
+    kind = Kind(is_partitioned=True, fuses=False)
+    return optimize_for(_kept.lowered(symbol, kind).copy, *args, **kwargs)
 
 
 class FollowedExecutor(mx.executor.Executor):
     """An Executor that MXNet has bound, also where nothing synchronizes."""
 
     synchronizes: bool
+    lowered: _Lowered
     buffers: cpu_resources.GraphsBuffers  # which it keeps until it goes
     is_training: Optional[bool] = None  # the mode of the last call
 
@@ -107,7 +125,9 @@ class FollowedExecutor(mx.executor.Executor):
 
     def reshape(self, *args, **kwargs):
         """As MXNet's, which binds another executor; a Module calls it for a batch of another size."""
-        return _bind(self.synchronizes, super().reshape, *args, **kwargs)
+        executor = _bind(self.synchronizes, super().reshape, *args, **kwargs)
+        executor.lowered = self.lowered
+        return executor
 
     def copy_params_from(self, *args, **kwargs):
         """As MXNet's."""

@@ -85,6 +85,7 @@ class Processes:
         self._net_locks: Dict[str, threading.Lock] = defaultdict(threading.Lock)  # of the thread that compares a net
         self.in_order = threading.RLock()  # of the thread that has sets of processes made
         self._has_met = False  # 2. has ended here
+        self.has_raised = False  # the error of the step, outside of layers
         self._compared: Dict[str, Sequence[Tuple[int, ...]]] = {}  # the subsets of each net
         self._layers: Dict[str, int] = defaultdict(int)  # how many have no place in a net, by name
         self._seen: Dict[str, Tuple[Sequence[Facts], List[str]]] = {}  # layers of nets, and their name in each process
@@ -112,20 +113,21 @@ class Processes:
             self._prepare(place, occasion)
             yield occasion
         except ExchangeError as problem:
-            self._fail(str(problem), epoch)  # as the core has done, if it could
+            self._fail(str(problem), epoch, place)  # as the core has done, if it could
             raise
         except (CommunicatorError, SyncBatchNormError) as problem:
             error = f"{where}: {problem}."
-            self._fail(error, epoch)
+            self._fail(error, epoch, place)
             raise SyncBatchNormError(error) from None
         except BaseException as problem:  # as Ctrl-C: the others may go on
-            self._fail(f"{where}: {problem!r}", epoch)
+            self._fail(f"{where}: {problem!r}", epoch, place)
             raise
 
-    def _fail(self, error: str, epoch: int) -> None:
+    def _fail(self, error: str, epoch: int, place: Optional[Place]) -> None:
         """Let the step fail, unless it has been abandoned since, by another thread."""
         if self.group.state.epoch == epoch:
             self.group.fail(error)
+            self.has_raised = self.has_raised or place is None
 
     def knows(self, place: Place) -> bool:
         """Whether the processes have compared the net of this layer."""
@@ -275,8 +277,17 @@ def processes_of(group: ProcessGroup) -> Processes:
     return vars(group).get("_agreements") or vars(group).setdefault("_agreements", Processes(group))
 
 
+def _that_have_met() -> List[Processes]:
+    return [processes_of(group) for group in groups_in_use() if "_agreements" in vars(group)]
+
+
+def have_raised() -> bool:
+    """Whether the step has failed outside of layers, as in an update, and the user has got the error."""
+    return any(processes.has_raised for processes in _that_have_met())
+
+
 def abandon_on_all_processes(is_under_way: bool) -> None:
     """Abandon the step, so that no process waits for this one, in all groups whose processes have met."""
-    for group in groups_in_use():
-        if "_agreements" in vars(group):
-            group.abandon(is_under_way)
+    for processes in _that_have_met():
+        processes.has_raised = False
+        processes.group.abandon(is_under_way)

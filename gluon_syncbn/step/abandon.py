@@ -17,8 +17,9 @@ import sys
 import mxnet as mx
 
 from gluon_syncbn.base.errors import LAYER, SyncBatchNormError, text_of
+from gluon_syncbn.base.mxnet_private import arrays_of
 from gluon_syncbn.meeting import waiting
-from gluon_syncbn.meeting.processes import abandon_on_all_processes
+from gluon_syncbn.meeting.processes import abandon_on_all_processes, have_raised
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
 from gluon_syncbn.step.early_reading import noticing_what_cannot_end
 from gluon_syncbn.step.exits import finish_pending_work
@@ -77,13 +78,13 @@ def abandon_step() -> None:
 
 def leave_failed_step() -> None:
     """Begin a step: abandon one that has failed before, or raise its error."""
-    if not failures.failure():
+    if not (failures.failure() or have_raised()):
         if failures.is_in_use():
             failures.forget_seen()  # errors that are not of the step that begins
         return
     with steps.progress.taking_turns():
         error = failures.failure()  # if another thread has not abandoned the step meanwhile
-        if error and failures.was_seen():
+        if have_raised() or (error and failures.was_seen()):
             abandon_step()
         elif error:
             error = _with_cause(error, finish_pending_work())
@@ -108,6 +109,18 @@ def refusing_after_a_failure(set_data, parameter, /, *args, **kwargs):
     if failures.failure() and _may_write(parameter):
         refuse_after_a_failure("Parameter.set_data")
     return set_data(parameter, *args, **kwargs)
+
+
+def copying_after_a_failure(copy, parameter, /, *args, **kwargs):
+    """``Parameter.reset_ctx`` and ``cast``: as the next step would, they abandon a step that has failed, or raise its
+    error. MXNet would not compute the copies of arrays with an error, and the Parameter would have memory that nobody
+    has written.
+    """
+    if failures.is_in_use() and _may_write(parameter):
+        leave_failed_step()
+        for array in arrays_of(parameter):
+            array.wait_to_read()  # a step that is to fail may not have failed yet
+    return copy(parameter, *args, **kwargs)
 
 
 def _may_write(parameter: mx.gluon.Parameter) -> bool:

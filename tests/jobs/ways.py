@@ -259,6 +259,49 @@ def abandoned_in_another_group():
     train(layer, norm, cpus(1), 1)
 
 
+def skipped_updates():
+    """One process leaves a step before its update, or has no gradient. All go on with the next, and stay alike."""
+    net = sequential(*[lambda: nn.Conv2D(4, 1, in_channels=4)] * 2, lambda: SyncBatchNorm(in_channels=4, timeout=60))
+    net = initialized(net, 1, init=mx.init.Xavier())
+    trainer = gluon_syncbn.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    trainer.broadcast_parameters()
+    x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
+    for number in range(6):
+        try:
+            with autograd.record():
+                y = net[0](x)
+                y = net[2](y if is_first and number == 3 else net[1](y))
+            y.backward(y)
+            if is_first and number == 1:
+                raise ValueError("a bad batch")
+            trainer.step(2)
+            trained.append(number)
+        except (ValueError, UserWarning, mx.MXNetError) as error:
+            assert re.search("bad batch|the gradient of|process 0 abandoned the step", str(error)), error
+            if is_first:
+                gluon_syncbn.abandon_step()  # the others begin the next step
+    assert trained == [0, 2, 4, 5]
+    weights = job.group.all_gather("weights", net[1].weight.data().asnumpy().ravel())
+    np.testing.assert_array_equal(weights, weights[:1].repeat(SIZE, axis=0))
+
+
+def abandoned_in_turns():
+    """One process fails before the step. All abandon it, meet, and abandon it once more: the next step is right."""
+    from mpi4py import MPI
+
+    layer, norm = make(cpus(1))
+    train(layer, norm, cpus(1), 0)
+    with pytest.raises(ValueError, match="a bad file"), autograd.record():
+        if RANK != 1:
+            layer(mx.nd.ones(SHAPE))
+        raise ValueError("a bad file")
+    MPI.COMM_WORLD.Barrier()
+    gluon_syncbn.abandon_step()
+    MPI.COMM_WORLD.Barrier()
+    start_again(layer, norm, cpus(1))
+    train(layer, norm, cpus(1), 1)
+
+
 def backward_after_a_short_step():
     """The last process has no images; the others' backward passes come when all have left `gluon_syncbn.devices`."""
     layer, norm = make(cpus(1))

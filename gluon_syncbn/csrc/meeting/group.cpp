@@ -100,7 +100,8 @@ Group::Group(const GroupSpec& spec, std::vector<std::string> devices, std::strin
       drop_(std::move(drop)) {
   if (devices_.size() == num_devices) return;
   const std::string unknown =
-      "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices);
+      "devices that have never run it; it was made for num_devices=" + std::to_string(num_devices) +
+      " (bind one Symbol object on all of them)";
   opening_ = make_place(true, std::vector<std::string>(num_devices, unknown), {});
 }
 

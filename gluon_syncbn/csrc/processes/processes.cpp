@@ -308,12 +308,13 @@ void Processes::end(const std::string& why) {
 std::string Processes::abandon(bool is_under_way) {
   std::string why;
   locked([&] {
-    if (failure_.empty() && !is_under_way) return;
+    std::map<int, Message>& abandoned = abandoned_[resumes_];
+    const bool others_wait = !abandoned.empty() && abandoned.count(rank) == 0;  // for this process to abandon it, too
+    if (failure_.empty() && !is_under_way && !others_wait) return;
     why = failure_.empty() ? "gluon_syncbn.abandon_step() was called in the middle of a step" : failure_;
     failure_.clear();
     epoch_ += 1;
     end_waiting([](Waiting& waiting) { return waiting.is_resume ? "" : waiting.error("the step was abandoned"); });
-    std::map<int, Message>& abandoned = abandoned_[resumes_];
     const int first = abandoned.empty() ? rank : first_of(abandoned.begin()->second);
     Message mine{Message::kAbandoned, resumes_, highest_had(), {uses_memory_ ? 1.0 : 0.0, static_cast<double>(first)}};
     if (abandoned.emplace(rank, mine).second) tell_all(mine);
