@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import gluon
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_sparse
+from gluon_syncbn.base.mxnet_private import is_sparse
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
@@ -153,14 +153,6 @@ class DistributedTrainer(gluon.Trainer):
     def _average_gradients(self) -> None:
         numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
         learning = [parameter for _, parameter in numbered]
-        # MXNet looks only when the processes have added gradients up, and the others would update.
-        for parameter in learning:
-            if not all(map(has_fresh_gradient, parameter.list_data())):
-                raise UserWarning(
-                    f"{_NAME}: no backward pass of this process has computed the gradient of '{parameter.name}' since "
-                    f"the last update. Use the parameter in every step, or freeze it (grad_req='null'), in all "
-                    f"processes."
-                )
         facts = [(i, parameter.shape, dtype_name(parameter.dtype)) for i, parameter in numbered]
         now = facts, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until the update has ended well

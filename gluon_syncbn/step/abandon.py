@@ -118,8 +118,9 @@ def copying_after_a_failure(copy, parameter, /, *args, **kwargs):
     """
     if failures.is_in_use() and _may_write(parameter):
         leave_failed_step()
-        for array in arrays_of(parameter):
-            array.wait_to_read()  # a step that is to fail may not have failed yet
+        with noticing_what_cannot_end(sys._getframe(1).f_back):
+            for array in arrays_of(parameter):
+                array.wait_to_read()  # a step that is to fail may not have failed yet
     return copy(parameter, *args, **kwargs)
 
 

@@ -260,28 +260,27 @@ def abandoned_in_another_group():
 
 
 def skipped_updates():
-    """One process leaves a step before its update, or has no gradient. All go on with the next, and stay alike."""
-    net = sequential(*[lambda: nn.Conv2D(4, 1, in_channels=4)] * 2, lambda: SyncBatchNorm(in_channels=4, timeout=60))
+    """One process leaves a step before its update. All go on with the next, and stay alike."""
+    net = sequential(lambda: nn.Conv2D(4, 1, in_channels=4), lambda: SyncBatchNorm(in_channels=4, timeout=60))
     net = initialized(net, 1, init=mx.init.Xavier())
     trainer = gluon_syncbn.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     trainer.broadcast_parameters()
     x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
-    for number in range(6):
+    for number in range(4):
         try:
             with autograd.record():
-                y = net[0](x)
-                y = net[2](y if is_first and number == 3 else net[1](y))
+                y = net(x)
             y.backward(y)
             if is_first and number == 1:
                 raise ValueError("a bad batch")
             trainer.step(2)
             trained.append(number)
-        except (ValueError, UserWarning, mx.MXNetError) as error:
-            assert re.search("bad batch|the gradient of|process 0 abandoned the step", str(error)), error
+        except (ValueError, mx.MXNetError) as error:
+            assert re.search("bad batch|process 0 abandoned the step", str(error)), error
             if is_first:
                 gluon_syncbn.abandon_step()  # the others begin the next step
-    assert trained == [0, 2, 4, 5]
-    weights = job.group.all_gather("weights", net[1].weight.data().asnumpy().ravel())
+    assert trained == [0, 2, 3]
+    weights = job.group.all_gather("weights", net[0].weight.data().asnumpy().ravel())
     np.testing.assert_array_equal(weights, weights[:1].repeat(SIZE, axis=0))
 
 
