@@ -13,7 +13,7 @@ from gluon_syncbn.distributed.default import find, groups_in_use
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.processes import abandon_on_all_processes, have_raised, processes_of
-from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
+from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
 
 _WHERE = "gluon_syncbn.devices"
@@ -67,7 +67,7 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         raise TypeError(f"{_WHERE}: net must be a Gluon block, not {type(net).__name__}.")
     mx.nd.waitall()
     if have_raised():  # this process may hear of the error in no layer
-        leave_failed_step()
+        abandon_step()
     cleared: Set[Parameter] = set()
 
     def clear_gradients():

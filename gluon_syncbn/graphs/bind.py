@@ -63,9 +63,7 @@ _kept = _Copies()
 def lowering_bind(bind, symbol, /, *args, **kwargs):
     """``Symbol.bind`` and ``simple_bind``, as a Module calls them."""
     lowered = _kept.lowered(symbol, Kind())
-    executor = _bind(has_what_runs(lowered.copy), bind, lowered.copy, *args, **kwargs)
-    executor.lowered = lowered
-    return executor
+    return _bind(lowered, has_what_runs(lowered.copy), bind, lowered.copy, *args, **kwargs)
 
 
 def lowering_partition(optimize_for, symbol, /, *args, **kwargs):
@@ -125,9 +123,7 @@ class FollowedExecutor(mx.executor.Executor):
 
     def reshape(self, *args, **kwargs):
         """As MXNet's, which binds another executor; a Module calls it for a batch of another size."""
-        executor = _bind(self.synchronizes, super().reshape, *args, **kwargs)
-        executor.lowered = self.lowered
-        return executor
+        return _bind(self.lowered, self.synchronizes, super().reshape, *args, **kwargs)
 
     def copy_params_from(self, *args, **kwargs):
         """As MXNet's."""
@@ -136,7 +132,7 @@ class FollowedExecutor(mx.executor.Executor):
         super().copy_params_from(*args, **kwargs)
 
 
-def _bind(synchronizes: bool, bind, /, *args, **kwargs) -> FollowedExecutor:
+def _bind(lowered: _Lowered, synchronizes: bool, bind, /, *args, **kwargs) -> FollowedExecutor:
     buffers = cpu_resources.GraphsBuffers()
     with making.lock:
         before = os.environ.get(_MIRROR, "0")
@@ -151,7 +147,7 @@ def _bind(synchronizes: bool, bind, /, *args, **kwargs) -> FollowedExecutor:
             if is_off:
                 os.environ[_MIRROR] = before
     executor.__class__ = FollowedExecutor
-    executor.synchronizes, executor.buffers = synchronizes, buffers
+    executor.lowered, executor.synchronizes, executor.buffers = lowered, synchronizes, buffers
     return executor
 
 

@@ -279,19 +279,20 @@ def following_changes(call, net, *args):
     if graph is None or not graph.is_lowered:
         return cpu_resources.in_one_call(buffers, device, call, net, *args)
     graph.begin_forward(device)
-    trains = device is not None and mx.autograd.is_training()
-    if trains and graph.is_static:
-        failures.seal(graph.statistics(device))
+    is_followed = device is not None and mx.autograd.is_training() and failures.is_in_use()
+    statistics = graph.statistics(device) if is_followed else []
+    if graph.is_static:
+        failures.seal(statistics)
     try:
         out = cpu_resources.in_one_call(buffers, device, call, net, *args)
     except mx.MXNetError:
         with making.lock:
             drop_operator(net)  # it would raise another error from now on, about itself
         raise
-    if trains and failures.is_in_use():
+    if is_followed:
         error = f"an operator of '{net.name}', or one before it, had failed on {device}."
         outputs = [item for item in flatten(out, "output")[0] if item is not None]
-        failures.watch(outputs, error, graph.statistics(device))
+        failures.watch(outputs, error, statistics)
     return out
 
 
