@@ -21,7 +21,7 @@ from gluon_syncbn.step.abandon import (
     copying_after_a_failure,
     failing_what_cannot_be_read,
     failing_with_all_work,
-    refusing_after_a_failure,
+    noting_set_data,
 )
 from gluon_syncbn.step.recording import (
     counting_backward,
@@ -40,7 +40,7 @@ _EXTENSIONS = [
     (mx.np.ndarray, "copyto", noticing_copies),  # it has a method of its own
     (mx.nd.NDArray, "asnumpy wait_to_read", failing_what_cannot_be_read),  # MXNet drops an error when it is read
     (LIBMXNET, "MXNDArrayWaitAll", failing_with_all_work),  # nd.waitall and npx.waitall
-    (mx.gluon.Parameter, "set_data", refusing_after_a_failure),  # nothing is lost that a failed step would skip
+    (mx.gluon.Parameter, "set_data", noting_set_data),  # nothing is lost that a failed step would skip
     (mx.gluon.Parameter, "reset_ctx cast", copying_after_a_failure),  # nor is a copy that was never made
     (mx.gluon.Trainer, "__init__", noting_trainer),  # a step may fail before the first update
     (mx.gluon.Trainer, "step allreduce_grads update", guarding_trainer),  # a failed step must update no weight

@@ -2,36 +2,43 @@
 
 import threading
 import zlib
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 import mxnet as mx
 import numpy as np
 from mxnet import gluon
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.base.mxnet_private import is_sparse
+from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_sparse, optimizer_of
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
+from gluon_syncbn.layer.spec import Facts
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.steps import steps
 
+_T = TypeVar("_T")
 _NAME = "DistributedTrainer"
+_BROADCAST = (
+    "Call broadcast_parameters() before the first step, after one process alone has written parameters (as "
+    "load_parameters does), and where an update was interrupted."
+)
 
 
 class DistributedTrainer(gluon.Trainer):
     """A `mxnet.gluon.Trainer` whose gradients are averaged over the processes of an MPI job.
 
     The interface is the same as in ``horovod.mxnet.DistributedTrainer``: the gradients are the mean over processes of
-    the sums over each process's devices, and ``step`` takes the batch size of one process. In a process that is alone
-    it is `mxnet.gluon.Trainer`.
+    the sums over each process's devices, and ``step`` takes the batch size of its process. The gradients are divided by
+    the mean of these batch sizes, which may differ. In a process that is alone it is `mxnet.gluon.Trainer`.
 
     Every process makes it, with the same parameters in the same order (names may differ), and calls ``step`` equally
     often, from one thread. Before the gradients are added up, the processes meet as in a `SyncBatchNorm`: if one does
     not come, has ended, or has abandoned the step, the others get an error that names it. At the first step, when other
-    parameters learn than before, and after a step that was abandoned, the values of the parameters are compared.
+    parameters learn than before, after ``Parameter.set_data`` (which ``load_parameters`` calls), and after a step that
+    was abandoned, the values of the parameters are compared.
 
     Parameters
     ----------
@@ -48,7 +55,7 @@ class DistributedTrainer(gluon.Trainer):
     ValueError
         The processes are connected by Horovod, which has a Trainer of its own; a parameter or gradient is sparse;
         ``ignore_stale_grad``, by which each process would update others; or, by ``step`` on all processes, the
-        parameters that learn, or their values, differ.
+        parameters that learn, their values, or the learning rates differ, or only some processes have new gradients.
     SyncBatchNormError
         By ``step``: another process did not come, has ended, or abandoned the step.
 
@@ -88,6 +95,8 @@ class DistributedTrainer(gluon.Trainer):
         self._number = processes_of(group).count_layers(_NAME)
         self._values = np.empty(0, np.float32)  # all gradients
         self._compared: Optional[Tuple] = None  # the facts for which values were compared, and the step's generation
+        self._batch_size: Optional[float] = None  # of this process, within step()
+        self._updated_with: Optional[float] = None  # the batch size of the last update()
         steps.progress.under_way.trainers.add(self)
 
     def broadcast_parameters(self) -> None:
@@ -103,11 +112,11 @@ class DistributedTrainer(gluon.Trainer):
         if self.is_alone:
             return
         values = [parameter.list_data()[0].asnumpy() for parameter in self._in_order]
-        facts = [_checksum([(value.shape, str(value.dtype)) for value in values])]
+        facts = {_parameter(i): f"{value.shape} {value.dtype}" for i, value in enumerate(values)}
 
         def broadcast():
             for _ in range(2):
-                self._check_same(self._meet("broadcast of parameters", facts))
+                self._agree("broadcast of parameters", facts)
             for value in values:
                 self._group.broadcast(value)
 
@@ -118,14 +127,22 @@ class DistributedTrainer(gluon.Trainer):
         self._compared = None
 
     def step(self, batch_size, ignore_stale_grad=False):
-        """Update as `mxnet.gluon.Trainer` does; ``batch_size`` is the batch size of one process."""
+        """Update as `mxnet.gluon.Trainer` does; ``batch_size`` is the batch size of this process, and may be 0."""
         self._check_stale(ignore_stale_grad)
-        super().step(batch_size, ignore_stale_grad)
+        if self.is_alone:
+            return super().step(batch_size, ignore_stale_grad)
+        self._batch_size = batch_size
+        try:
+            super().step(batch_size or 1, ignore_stale_grad)
+        finally:
+            self._batch_size = None
 
     def update(self, batch_size, ignore_stale_grad=False):
-        """Update as `mxnet.gluon.Trainer` does, after ``allreduce_grads``."""
+        """Update as `mxnet.gluon.Trainer` does, after ``allreduce_grads``. All processes give the same batch size."""
         self._check_stale(ignore_stale_grad)
         super().update(batch_size, ignore_stale_grad)
+        if not self.is_alone and batch_size != self._updated_with:
+            self._updated_with, self._compared = batch_size, None  # values differ where it differs
 
     def _check_stale(self, ignore_stale_grad: bool) -> None:
         if ignore_stale_grad and not self.is_alone:
@@ -133,6 +150,11 @@ class DistributedTrainer(gluon.Trainer):
                 f"{_NAME}: with ignore_stale_grad each process would update other parameters. Freeze the parameters "
                 f"that are not to learn (grad_req='null'), in all processes."
             )
+
+    def note_set_data(self, parameter: gluon.Parameter) -> None:
+        """Note that the program has written the parameter."""
+        if any(parameter is one for one in self._in_order):
+            self._compared = None
 
     def _allreduce_grads(self):
         if self.is_alone:
@@ -151,10 +173,9 @@ class DistributedTrainer(gluon.Trainer):
             raise
 
     def _average_gradients(self) -> None:
-        numbered = [(i, parameter) for i, parameter in enumerate(self._in_order) if parameter.grad_req != "null"]
-        learning = [parameter for _, parameter in numbered]
-        facts = [(i, parameter.shape, dtype_name(parameter.dtype)) for i, parameter in numbered]
-        now = facts, failures.generation()
+        learning = [parameter for parameter in self._in_order if parameter.grad_req != "null"]
+        facts = self._facts()
+        now = learning, failures.generation()
         was_compared, self._compared = self._compared == now, None  # until the update has ended well
         sizes = [int(np.prod(parameter.shape)) for parameter in learning]
         dtype = np.result_type(np.float32, *(parameter.dtype for parameter in learning))
@@ -167,14 +188,15 @@ class DistributedTrainer(gluon.Trainer):
             for gradient in others:
                 part += gradient.asnumpy().ravel()
 
-        def add_up():
-            rows = self._meet("update", [_checksum(facts), was_compared])
-            self._check_same(rows[:, :1])
-            is_known = bool(rows[:, 1].all())
-            self._check_same(self._meet("comparison of parameters", [0 if is_known else _checksum_of_values(learning)]))
+        def add_up() -> float:
+            rows = self._agree("update", facts, was_compared, self._batch_size or 0)
+            self._compare_values([] if rows[:, 1].all() else learning)
             self._group.add_up(self._values)
+            return float(rows[:, 2].sum())
 
-        _uninterrupted(add_up)
+        batch_size = _uninterrupted(add_up) / self._group.size
+        if self._batch_size is not None:
+            optimizer_of(self).rescale_grad = self._scale / batch_size
         self._values /= self._group.size
         for parameter, part in zip(learning, parts):
             for gradient in parameter.list_grad():
@@ -182,36 +204,64 @@ class DistributedTrainer(gluon.Trainer):
         self._compared = now
         steps.progress.under_way.has_new_gradients = False
 
-    def _meet(self, occasion: str, facts: List[int]) -> np.ndarray:
-        """Wait for the other processes. Return the facts of all of them, one row each.
+    def _facts(self) -> Facts:
+        """The values that must be the same in all processes for an update."""
+        is_step = self._batch_size is not None
+        facts = {"the method": "step" if is_step else "allreduce_grads", "the scale of gradients": str(self._scale)}
+        facts.update({"the learning rate": str(optimizer_of(self).lr), "the weight decay": str(optimizer_of(self).wd)})
+        for i, parameter in enumerate(self._in_order):
+            is_frozen = parameter.grad_req == "null"
+            facts[_parameter(i)] = "frozen" if is_frozen else f"{parameter.shape} {dtype_name(parameter.dtype)}"
+            if is_step and not is_frozen and not all(map(has_fresh_gradient, parameter.list_data())):
+                facts[_parameter(i)] += " without a new gradient"
+        return facts
 
-        They meet twice before a call of MPI, which takes nothing back: the first meeting may end well in some processes
-        and with an error in others, and then the second one ends with an error in all.
-        """
+    # The processes meet twice before a call of MPI, which takes nothing back: the first meeting may end well in some
+    # processes and with an error in others, and then the second one ends with an error in all.
+
+    def _agree(self, occasion: str, facts: Facts, *numbers: float) -> np.ndarray:
+        """Wait for the other processes, and compare facts. Return a row for each process: a checksum, its numbers."""
         with processes_of(self._group).together(f"{_NAME}: the {occasion}") as all_of_them:
-            return all_of_them.gather(f"{_NAME}.{self._number}.{occasion}", np.array(facts, dtype=np.float64))
+            key = f"{_NAME}.{self._number}.{occasion}"
+            rows = all_of_them.gather(key, np.array([zlib.crc32(repr(facts).encode()), *numbers], dtype=np.float64))
+            if (rows[:, 0] == rows[0, 0]).all():
+                return rows
+            first, *others = all_of_them.gather_json(f"{key}.facts", facts)
+        for rank, other in enumerate(others, start=1):
+            for key in sorted(first.keys() | other.keys()):
+                if first.get(key) != other.get(key):
+                    raise ValueError(
+                        f"{_NAME}: {key} is {first.get(key)} in process 0, and {other.get(key)} in process {rank}. "
+                        f"Do the same in every process."
+                    )
+        return rows
 
-    def _check_same(self, rows: np.ndarray) -> None:
-        other = next((rank for rank, row in enumerate(rows) if (row != rows[0]).any()), None)
-        if other is not None:
-            raise ValueError(
-                f"{_NAME}: process {other} trains other parameters than process 0, or from other values. Every process "
-                f"must make the same net, freeze the same parameters, and call broadcast_parameters() before the first "
-                f"step, and where an update was interrupted."
-            )
+    def _compare_values(self, parameters: Sequence[gluon.Parameter]) -> None:
+        """Wait for the other processes, and compare the values of parameters."""
+        values = np.array([zlib.crc32(one.list_data()[0].asnumpy().tobytes()) for one in parameters], dtype=np.float64)
+        with processes_of(self._group).together(f"{_NAME}: the comparison of parameters") as all_of_them:
+            rows = all_of_them.gather(f"{_NAME}.{self._number}.values.{values.size}", values)
+        for rank, column in np.argwhere(rows != rows[0]):
+            name = parameters[column].name
+            raise ValueError(f"{_NAME}: '{name}' has other values in process {rank} than in process 0. {_BROADCAST}")
 
 
-def _uninterrupted(work: Callable[[], None]) -> None:
+def _parameter(number: int) -> str:
+    return f"parameter {number}"  # names may differ
+
+
+def _uninterrupted(work: Callable[[], _T]) -> _T:
     """Do the work of all processes on a thread, so that a signal ends it only while it waits for the others.
 
     Else one process could leave the others alone within a call of MPI, which cannot be taken back.
     """
+    results: List[_T] = []
     errors: List[BaseException] = []
     is_over = threading.Event()  # after an interrupt, Python 3.11 takes a thread that runs for one that has ended
 
     def run() -> None:
         try:
-            work()
+            results.append(work())
         except BaseException as problem:
             errors.append(problem)
         is_over.set()
@@ -225,16 +275,9 @@ def _uninterrupted(work: Callable[[], None]) -> None:
         raise
     if errors:
         raise errors[0]
+    return results[0]
 
 
 def _write(array: mx.nd.NDArray, values: np.ndarray) -> None:
     with mx.util.np_shape(True), mx.autograd.pause():
         mx.nd.array(values, dtype=array.dtype).copyto(array.as_nd_ndarray())
-
-
-def _checksum(facts: Any) -> int:
-    return zlib.crc32(repr(facts).encode())
-
-
-def _checksum_of_values(parameters: List[gluon.Parameter]) -> int:
-    return _checksum([zlib.crc32(parameter.list_data()[0].asnumpy().tobytes()) for parameter in parameters])

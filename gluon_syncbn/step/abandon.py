@@ -104,8 +104,10 @@ def refuse_after_a_failure(write: str) -> None:
         raise SyncBatchNormError(failures.with_advice(refused))
 
 
-def refusing_after_a_failure(set_data, parameter, /, *args, **kwargs):
-    """``Parameter.set_data``."""
+def noting_set_data(set_data, parameter, /, *args, **kwargs):
+    """``Parameter.set_data``: refuse it after a failure, and tell the Trainers that compare values with processes."""
+    for trainer in list(steps.progress.under_way.trainers):
+        trainer.note_set_data(parameter)
     if failures.failure() and _may_write(parameter):
         refuse_after_a_failure("Parameter.set_data")
     return set_data(parameter, *args, **kwargs)

@@ -794,7 +794,7 @@ def one_set_of_weights():
     net(mx.nd.ones((1, 3), ctx=mx.cpu(0)))
     passes(0)
     apart = gluon_syncbn.DistributedTrainer(parameters, "sgd")
-    with pytest.raises(ValueError, match=r"process 1 trains other parameters than process 0.*broadcast_parameters\(\)"):
+    with pytest.raises(ValueError, match=r"has other values in process 1 than in process 0.*broadcast_parameters\(\)"):
         apart.step(1)
     trainer = averaging_trainer(net)
     for number, frozen in enumerate((0, None, 2, None)):
@@ -829,7 +829,7 @@ def one_set_of_weights():
         layers[0].collect_params().setattr("grad_req", "null")
     passes(6)
     for _ in range(2):
-        with pytest.raises(ValueError, match="process 1 trains other parameters"):
+        with pytest.raises(ValueError, match=r"parameter 0 is frozen in process 0, and \(2, 3\) float32 in process 1"):
             trainer.step(1)
     layers[0].collect_params().setattr("grad_req", "write")
     # Ctrl-C in a process that waits for the others in its update; they come in the time in which it still waits.
@@ -867,6 +867,7 @@ def one_set_of_weights():
     short_batch(net, trainer, devices)
     names_in_another_order()
     nothing_learns()
+    done_in_one_process()
 
 
 def nothing_learns():
@@ -875,8 +876,60 @@ def nothing_learns():
     trainer = averaging_trainer(dense)
     if RANK == 0:
         dense.collect_params().setattr("grad_req", "null")
-    with pytest.raises(ValueError, match="process 1 trains other parameters"):
+    with pytest.raises(ValueError, match=r"parameter 0 is frozen in process 0, and \(1, 2\) float32 without a new"):
         trainer.step(1)
+
+
+def done_in_one_process():
+    """The first process does what the others do not: the next update is an error in all, and changes no weight."""
+    net = initialized(nn.Dense(1, in_units=2), 1)
+    trainer = averaging_trainer(net)
+
+    def passes():
+        with autograd.record():
+            loss = net(mx.nd.ones((1 + RANK, 2)) * (1 + RANK)).sum()
+        loss.backward()
+
+    def check_refused(words, update=lambda: trainer.step(1)):
+        before = net.weight.data().asnumpy()
+        with pytest.raises(ValueError, match=words):
+            update()
+        np.testing.assert_array_equal(net.weight.data().asnumpy(), before)
+
+    if RANK == 0:
+        passes()
+    check_refused("without a new gradient in process 1")
+    passes()
+    if RANK == 0:
+        trainer.set_learning_rate(0.5)
+    check_refused("the learning rate is 0.5 in process 0, and 1.0 in process 1")
+    trainer.set_learning_rate(0.5)
+    trainer.step(1)
+    passes()
+    check_refused("the method is allreduce_grads in", trainer.allreduce_grads if RANK == 0 else lambda: trainer.step(1))
+    if RANK == 0:
+        net.weight.set_data(net.weight.data() + 1)
+    check_refused(r"_weight' has other values in process 1.*after one process alone has written")
+    trainer.broadcast_parameters()
+    # Batches of different sizes are divided by the size of all; this process's gradient is (1 + RANK)² for each weight.
+    before = net.weight.data().asnumpy()
+    trainer.step(1 + RANK)
+    ranks = np.arange(SIZE)
+    step = 0.5 * ((1 + ranks) ** 2).sum() / (1 + ranks).sum()
+    np.testing.assert_allclose(net.weight.data().asnumpy(), before - step, rtol=1e-6)
+    for size in (4, 4, 1 + RANK):
+        passes()
+        trainer.allreduce_grads()
+        trainer.update(size)
+    passes()
+    check_refused("_weight' has other values in process 1", trainer.allreduce_grads)
+    trainer.broadcast_parameters()
+    with autograd.record():  # the last process has no images
+        loss = net(mx.nd.ones((1, 2))).sum() * (RANK < SIZE - 1)
+    loss.backward()
+    before = net.weight.data().asnumpy()
+    trainer.step(int(RANK < SIZE - 1))
+    np.testing.assert_allclose(net.weight.data().asnumpy(), before - 0.5, rtol=1e-6)
 
 
 def short_batch(net, trainer, devices):
