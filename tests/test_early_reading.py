@@ -82,6 +82,17 @@ words = "backward pass waited only ", "before backward() has been called for cpu
 refused(one_backward, *words)
 right_step(net, inputs)
 
+def move():  # it copies the statistics, which the waiting call writes
+    with autograd.record():
+        net(inputs[0])
+        net.collect_params().reset_ctx([mx.cpu(1), mx.cpu(0)])
+statistics = [item.asnumpy() for item in net[1].running_mean.list_data()]
+refused(move, forward)
+net.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+for item, before in zip(net[1].running_mean.list_data(), statistics):
+    assert (item.asnumpy() == before).all()
+right_step(net, inputs)
+
 # In the first step of a net, and of three devices.
 net, inputs = build(3), parts(3)
 net(inputs[0])

@@ -832,21 +832,24 @@ def one_set_of_weights():
         with pytest.raises(ValueError, match=r"parameter 0 is frozen in process 0, and \(2, 3\) float32 in process 1"):
             trainer.step(1)
     layers[0].collect_params().setattr("grad_req", "write")
-    # Ctrl-C in a process that waits for the others in its update; they come in the time in which it still waits.
-    passes(7)
-    if RANK == 0:
-        endings.send(signal.SIGINT, 1)
-        with pytest.raises(KeyboardInterrupt):
+    # Ctrl-C, or a handler that exits, in a process that waits for the others in its update; they come in the time in
+    # which it still waits.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for sent, raised in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        passes(7)
+        if RANK == 0:
+            endings.send(sent, 1)
+            with pytest.raises(raised):
+                trainer.step(1)
+        else:
+            time.sleep(1.8)
             trainer.step(1)
-    else:
-        time.sleep(1.8)
+        passes(8)
+        with pytest.raises(ValueError, match="where an update was interrupted"):
+            trainer.step(1)
+        trainer.broadcast_parameters()
+        passes(9)
         trainer.step(1)
-    passes(8)
-    with pytest.raises(ValueError, match="where an update was interrupted"):
-        trainer.step(1)
-    trainer.broadcast_parameters()
-    passes(9)
-    trainer.step(1)
     passes(10)  # and one of two updates fails
     how = {"side_effect": OSError} if RANK == 0 else {"wraps": trainer.optimizer.update_multi_precision}
     with mock.patch.object(trainer.optimizer, "update_multi_precision", **how):
