@@ -10,7 +10,6 @@ from gluon_syncbn.backends.bfloat16 import dtype_name, is_bfloat16, widened
 from gluon_syncbn.backends.choose import choose
 from gluon_syncbn.base.mxnet_private import set_attributes
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
-from gluon_syncbn.graphs.calls import note_changes
 from gluon_syncbn.graphs.norms import Layers, making, mark
 from gluon_syncbn.layer.spec import (
     OPTIONS,
@@ -177,7 +176,6 @@ class SyncBatchNorm(nn.BatchNorm):
     def cast(self, dtype):
         """Cast as `nn.BatchNorm`: parameters and statistics stay in float32 for float16, and for bfloat16, too."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
-        note_changes()
 
     # A copy is an independent layer, with a group of its own.
 

@@ -146,7 +146,13 @@ class Training:
         self.convert()
 
     def cast(self, dtype):
-        self.block.cast(dtype)
+        parameters = self.block.collect_params()
+        ways = [
+            lambda: self.block.cast(dtype),
+            lambda: [parameter.cast(dtype) for parameter in parameters.values()],
+            lambda: parameters.setattr("dtype", dtype),
+        ]
+        self.random(ways if dtype != "float16" else ways[:1])()
         self.dtype = dtype
         # A SymbolBlock casts its vectors there and back.
         via = dtype if self.kind == "symbol" else testing.vector_dtype(dtype)

@@ -211,8 +211,12 @@ def contexts_of(parameter: Parameter) -> List[mx.Context]:
 
 
 def context_list(parameter: Parameter) -> Optional[List[mx.Context]]:
-    """Another object whenever the parameter is initialized, loaded or moved."""
     return parameter._ctx_list
+
+
+def array_list(parameter: Parameter) -> Optional[List[mx.nd.NDArray]]:
+    """Another object whenever the parameter is initialized, moved or cast."""
+    return parameter._data
 
 
 def is_deferred(parameter: Parameter) -> bool:

@@ -21,6 +21,7 @@ from mxnet.gluon import Block, HybridBlock
 
 from gluon_syncbn.base.mxnet_private import (
     PlainBatchNorm,
+    array_list,
     arrays_of,
     context_list,
     device_of,
@@ -83,7 +84,7 @@ class _NetGraph:
         self.plain: Tuple = ()
         self._has_hook = has_operator_hook(net)
         self.may_have_changed = False
-        self._contexts = weakref.WeakKeyDictionary({layer: context_list(layer.running_mean) for layer in layers})
+        self._arrays = weakref.WeakKeyDictionary({layer: array_list(layer.running_mean) for layer in layers})
         self._states = _states(net)
         self._is_placed = False
         self.is_static = is_static(net)
@@ -91,7 +92,7 @@ class _NetGraph:
 
     def _layers(self) -> List[Synchronization]:
         """The layers that have not been converted back."""
-        return [sync for sync in map(synchronization_of, list(self._contexts)) if sync is not None]
+        return [sync for sync in map(synchronization_of, list(self._arrays)) if sync is not None]
 
     def begin_forward(self, device: Optional[mx.Context]) -> None:
         """The graph is about to be called with arrays on this device."""
@@ -137,7 +138,7 @@ class _NetGraph:
         """Whether the lowered copy must be made anew."""
         if self.has_changed(net):
             return True
-        has_moved = any(context_list(layer.running_mean) is not made for layer, made in list(self._contexts.items()))
+        has_moved = any(array_list(layer.running_mean) is not made for layer, made in list(self._arrays.items()))
         return has_moved or (self.is_lowered and self._has_hook != has_operator_hook(net))
 
     def has_changed(self, net: Block) -> bool:
@@ -147,12 +148,12 @@ class _NetGraph:
 
 
 def _states(net: Block) -> Dict[int, Tuple[Any, ...]]:
-    """The values that conversions, `freeze_statistics` and casts change, by the layers' ids."""
+    """The values that conversions and `freeze_statistics` change, by the layers' ids."""
     layers = [block for block in all_blocks(net) if isinstance(block, PlainBatchNorm)]
     found = {}
     for layer in [*layers, *layers_of(net).all()]:
         sync = synchronization_of(layer)
-        found[id(layer)] = sync and weakref.ref(sync), is_frozen(layer), layer.running_mean.dtype
+        found[id(layer)] = sync and weakref.ref(sync), is_frozen(layer)
     return found
 
 

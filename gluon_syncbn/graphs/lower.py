@@ -71,8 +71,8 @@ class Lowering:
                 elif node.op == "_CachedOp" or MARK in json.dumps(body):
                     raise ValueError(
                         f"The symbol cannot be bound: its BatchNorms synchronize, and get_backend_symbol has made the "
-                        f"part '{node.name}' of it. To train it use Symbol.optimize_for; to predict with it, or to "
-                        f"quantize it, take gluon_syncbn.plain_symbol(symbol) first."
+                        f"part '{node.name}' of it. To train, bind the symbol that get_backend_symbol has taken; to "
+                        f"predict or to quantize, take gluon_syncbn.plain_symbol(symbol) first."
                     )
         if fusible and self._kind.fuses:
             self.fused += fuse(graph, fusible, self._kind.fuses_sums)
