@@ -1,5 +1,6 @@
 """`DistributedTrainer`: trains one set of weights in several processes, which MPI connects."""
 
+import pickle
 import threading
 import zlib
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
@@ -9,7 +10,13 @@ import numpy as np
 from mxnet import gluon
 
 from gluon_syncbn.backends.bfloat16 import dtype_name
-from gluon_syncbn.base.mxnet_private import has_fresh_gradient, is_sparse, optimizer_of
+from gluon_syncbn.base.mxnet_private import (
+    has_fresh_gradient,
+    is_sparse,
+    key_of,
+    optimizer_of,
+    updaters_of,
+)
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.mpi import MPIProcessGroup
 from gluon_syncbn.distributed.process_group import ProcessGroupLike
@@ -17,13 +24,15 @@ from gluon_syncbn.layer.spec import Facts
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import failures
+from gluon_syncbn.step.held import NUMBERS, counts_of
 from gluon_syncbn.step.steps import steps
 
 _T = TypeVar("_T")
 _NAME = "DistributedTrainer"
+_UPDATES = "the number of updates"
 _BROADCAST = (
-    "Call broadcast_parameters() before the first step, after one process alone has written parameters (as "
-    "load_parameters does), and where an update was interrupted."
+    "Call broadcast_parameters() in every process: before the first step, after one process alone has loaded or set "
+    "parameters or states, and where an update was interrupted."
 )
 
 
@@ -100,7 +109,7 @@ class DistributedTrainer(gluon.Trainer):
         steps.progress.under_way.trainers.add(self)
 
     def broadcast_parameters(self) -> None:
-        """Give all processes the parameters and statistics of the first process. All of them call it.
+        """Give all processes the first process's parameters, statistics, and states of the optimizer. All call it.
 
         Raises
         ------
@@ -113,18 +122,46 @@ class DistributedTrainer(gluon.Trainer):
             return
         values = [parameter.list_data()[0].asnumpy() for parameter in self._in_order]
         facts = {_parameter(i): f"{value.shape} {value.dtype}" for i, value in enumerate(values)}
+        progress = np.frombuffer(self._progress(), np.uint8).copy()
+        size = np.array([progress.size])
 
-        def broadcast():
+        def broadcast() -> bytes:
             for _ in range(2):
                 self._agree("broadcast of parameters", facts)
-            for value in values:
+            for value in (*values, size):
                 self._group.broadcast(value)
+            received = np.resize(progress, size)
+            self._group.broadcast(received)
+            return received.tobytes()
 
-        _uninterrupted(broadcast)
+        received = _uninterrupted(broadcast)
         for parameter, value in zip(self._in_order, values):
             for array in parameter.list_data():
                 _write(array, value)
+        self._take_progress(received)
         self._compared = None
+
+    def _progress(self) -> bytes:
+        """The optimizer's numbers, and its counts and states by the numbers of parameters."""
+        updater, keys = updaters_of(self)[0], [key_of(self, parameter) for parameter in self._in_order]
+        numbers = {name: getattr(optimizer_of(self), name) for name in NUMBERS if hasattr(optimizer_of(self), name)}
+        counts = max(counts_of(optimizer_of(self)).values(), key=len)  # a device may have none
+        states = {key: updater.sync_state_context(state, mx.cpu()) for key, state in updater.states.items()}
+        by_number = [{i: values[key] for i, key in enumerate(keys) if key in values} for values in (counts, states)]
+        return pickle.dumps((numbers, *by_number))
+
+    def _take_progress(self, progress: bytes) -> None:
+        keys = [key_of(self, parameter) for parameter in self._in_order]
+        for updater in updaters_of(self):
+            numbers, counts, states = pickle.loads(progress)
+            updater.states = {keys[i]: state for i, state in states.items()}
+            updater.states_synced = dict.fromkeys(updater.states, False)  # with their devices, as after load_states
+        for name, value in numbers.items():
+            setattr(optimizer_of(self), name, value)
+        for device in {device for parameter in self._in_order for device in parameter.list_ctx()}:
+            of_device = counts_of(optimizer_of(self)).setdefault(device.device_id, {})
+            of_device.clear()
+            of_device.update({keys[i]: count for i, count in counts.items()})
 
     def step(self, batch_size, ignore_stale_grad=False):
         """Update as `mxnet.gluon.Trainer` does; ``batch_size`` is the batch size of this process, and may be 0."""
@@ -209,6 +246,7 @@ class DistributedTrainer(gluon.Trainer):
         is_step = self._batch_size is not None
         facts = {"the method": "step" if is_step else "allreduce_grads", "the scale of gradients": str(self._scale)}
         facts.update({"the learning rate": str(optimizer_of(self).lr), "the weight decay": str(optimizer_of(self).wd)})
+        facts[_UPDATES] = optimizer_of(self).num_update
         for i, parameter in enumerate(self._in_order):
             is_frozen = parameter.grad_req == "null"
             facts[_parameter(i)] = "frozen" if is_frozen else f"{parameter.shape} {dtype_name(parameter.dtype)}"
@@ -232,7 +270,7 @@ class DistributedTrainer(gluon.Trainer):
                 if first.get(key) != other.get(key):
                     raise ValueError(
                         f"{_NAME}: {key} is {first.get(key)} in process 0, and {other.get(key)} in process {rank}. "
-                        f"Do the same in every process."
+                        f"{_BROADCAST if key == _UPDATES else 'Do the same in every process.'}"
                     )
         return rows
 

@@ -167,7 +167,7 @@ class Synchronization:
         link = self._group.connect()
         if link is not None and link.place is None:
             end_before_communicators()
-            link.take(steps.layers.nets.place_of(self.layer, _facts))
+            link.take_place(self.layer, _facts)
 
 
 def options_of(layer: Block, **options: Any) -> LayerSpec:
@@ -194,10 +194,10 @@ def processes_of_layers(layers: Sequence[Block], where: str) -> Optional[Process
     return groups.pop() if groups else None
 
 
-def _facts(block: Block) -> Facts:
-    """The facts that processes compare; empty if the block does not synchronize."""
+def _facts(block: Block, group: ProcessGroup) -> Facts:
+    """The facts that these processes compare; empty if the block does not synchronize with them."""
     sync = synchronization_of(block)
-    if sync is None or sync.spec().is_plain:
+    if sync is None or sync.spec().is_plain or sync.process_group() is not group:
         return {}
     shape = sync.layer.running_mean.shape  # None in a SymbolBlock, before anything is known of its input
     channels = int(shape[0]) if shape and shape[0] > 0 else None

@@ -10,7 +10,7 @@ from launching import run_job, run_ways
 
 TURNS = "by_environment two_nets without_backward dropped_net training"
 AROUND = "portable limits module loader expander alone_in_the_middle trainers_that_step_alone wide thin_resnet18"
-GOING_ON = "skipped_updates abandoned_in_turns"
+GOING_ON = "skipped_updates skipped_in_a_row abandoned_in_turns"
 OF_THREE = "groups last_batch values unfreezing two_nets module"
 OF_FOUR = "groups last_batch branches two_nets nets_in_turns"
 BY_ITSELF, NO_MEMORY = {"GLUON_SYNCBN_PROCESS_GROUP": "auto"}, {"GLUON_SYNCBN_HOST_MEMORY": 0}

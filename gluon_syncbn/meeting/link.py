@@ -1,12 +1,14 @@
 """The connection of one layer of this process with the same layer in the other processes of a job."""
 
 import threading
-from typing import List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
+
+from mxnet.gluon import Block
 
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import find
 from gluon_syncbn.distributed.process_group import ProcessGroup, number_of
-from gluon_syncbn.layer.spec import LayerSpec, check_groups
+from gluon_syncbn.layer.spec import Facts, LayerSpec, check_groups
 from gluon_syncbn.meeting.active_set import active_sets
 from gluon_syncbn.meeting.positions import Place
 from gluon_syncbn.meeting.processes import Processes, processes_of, seconds_for_processes
@@ -42,8 +44,10 @@ class Link:
         # Whoever exchanges under a key does so each time, so all number its rounds alike.
         return number_of(f"{self.place.key}.{chunk}.{tuple(members)}"), members
 
-    def take(self, place: Place) -> None:
-        """Take this place: the layer is about to train, in a net."""
+    def take_place(self, layer: Block, facts: Callable[[Block, ProcessGroup], Facts]) -> None:
+        """Find the layer's place in the net that is about to train; ``facts`` describes a layer of a process group."""
+        group = self._processes.group
+        place = self._processes.nets.place_of(layer, lambda block: facts(block, group))
         with self._place_lock:
             if self.place is not None:
                 return

@@ -1,9 +1,10 @@
 """The position of a synchronized layer in its net, by which the processes of a job know it.
 
 Gluon counts names in each process, so they may differ. A layer is known by its position among the synchronized layers
-of its net, and a net by its number among the nets that have trained. All other differences are compared
-(`meeting.processes`). The net is the outermost block that Python is calling when the layer first trains; the program
-that does so is the same in all processes. (A graph may have been made before, for prediction, and in one process only.)
+of its net, and a net by its number among the nets that have trained with these processes. All other differences are
+compared (`meeting.processes`). The net is the outermost block that Python is calling when the layer first trains; the
+program that does so is the same in all processes. (A graph may have been made before, for prediction, and in one
+process only.)
 """
 
 import hashlib
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Nets:
-    """The nets of this process that have trained with others."""
+    """The nets of this process that have trained with the others of a process group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class Nets:
         """The position of a layer that trains for the first time, on the thread that calls it; without its subsets.
 
         ``describe`` returns the properties of a block that must be the same in all processes; nothing if the block does
-        not synchronize.
+        not synchronize with these processes.
         """
         with self._lock:
             root = outermost_block() or layer

@@ -33,7 +33,7 @@ from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.distributed.default import groups_in_use
 from gluon_syncbn.distributed.process_group import CommunicatorError, ExchangeError, ProcessGroup
 from gluon_syncbn.layer.spec import TIMEOUT_VARIABLE, Facts, default_timeout, different_facts
-from gluon_syncbn.meeting.positions import Place
+from gluon_syncbn.meeting.positions import Nets, Place
 
 HOST_MEMORY = "GLUON_SYNCBN_HOST_MEMORY"
 # Processes wait for longer than the devices of one: for one that evaluates, or writes a file, while the others train.
@@ -78,6 +78,7 @@ class Processes:
 
     def __init__(self, group: ProcessGroup):
         self.group = group
+        self.nets = Nets()
         self._why_no_memory = ""
         self._hosts: List[str] = []
         self._lock = threading.Lock()  # of `_net_locks`, `_layers` and `_seen`
@@ -150,7 +151,8 @@ class Processes:
                     f"next step"
                 )
             if self.group.state.is_resuming:
-                self.group.resume(occasion.where, occasion.seconds)
+                while self.group.state.is_resuming:  # it has abandoned several steps
+                    self.group.resume(occasion.where, occasion.seconds)
                 self._align(occasion)
             if not self._has_met:
                 self._meet(occasion)

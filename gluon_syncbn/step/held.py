@@ -16,7 +16,7 @@ from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.reached import take_fresh_gradient
 
 # Numbers that optimizers of MXNet's keep in Python: all, Nadam, and LARS.
-_NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")
+NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")
 
 
 class _Held(NamedTuple):
@@ -43,7 +43,7 @@ class _Held(NamedTuple):
         for states, before in self.states:
             for index in held:
                 _put_back(states, index, before)
-        for device, counts in _counts(optimizer).items():
+        for device, counts in counts_of(optimizer).items():
             for index in held:
                 _put_back(counts, index, self.counts.get(device, {}))
         if not any(opened):
@@ -84,8 +84,8 @@ class Updates:
         """Remember the optimizer's numbers and states until these gates, one for each list of indices, have opened."""
         if optimizer is None:
             return
-        numbers = {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
-        counts = {device: dict(some) for device, some in _counts(optimizer).items()}
+        numbers = {name: getattr(optimizer, name) for name in NUMBERS if hasattr(optimizer, name)}
+        counts = {device: dict(some) for device, some in counts_of(optimizer).items()}
         with self._lock:
             while self._held and all(self._held[0].opened()):
                 del self._held[0]
@@ -141,5 +141,6 @@ class Updates:
                     gradient[:] = 0
 
 
-def _counts(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
+def counts_of(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:
+    """How often each parameter was updated, by the devices' numbers."""
     return getattr(optimizer, "_all_index_update_counts", {})

@@ -10,7 +10,6 @@ import numpy as np
 from gluon_syncbn.base.mxnet_private import contexts_of
 from gluon_syncbn.layer.spec import LayerSpec
 from gluon_syncbn.meeting.link import Link
-from gluon_syncbn.meeting.positions import Nets
 from gluon_syncbn.step.held import Updates
 from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.progress import Progress
@@ -55,7 +54,6 @@ class SynchronizedLayers:
     """The layers that were made in this process, in `steps.layers`."""
 
     def __init__(self) -> None:
-        self.nets = Nets()  # that have trained with other processes
         self._lock = threading.Lock()
         self._made: weakref.WeakSet[LayerInStep] = weakref.WeakSet()
         self._used_gpus = False  # when work was last waited for

@@ -1,9 +1,9 @@
 // Four processes of a job, each a `Processes` of its own here, exchange vectors under several keys on several threads:
 // through shared memory, as on one host, by messages that another thread carries, or by both, as on two hosts. In each
 // step all processes come, or one abandons the step, does not come, or brings another length; then all abandon the step
-// and go on together. At last one leaves. Every exchange must end once, with the rows of all in rank order or with the
-// error, and no message of an abandoned step may reach the next. Run under ThreadSanitizer and AddressSanitizer. Usage:
-// stress_processes [steps]
+// and go on together. A process may also abandon its next step before it goes on. At last one leaves. Every exchange
+// must end once, with the rows of all in rank order or with the error, and no message of an abandoned step may reach
+// the next. Run under ThreadSanitizer and AddressSanitizer. Usage: stress_processes [steps]
 
 #include <algorithm>
 #include <atomic>
@@ -86,7 +86,7 @@ class ByCarrier : public Transport {
 
 bool is_on_one_host = false;  // changes between jobs
 
-enum Kind { kNormal, kAbandons, kMissing, kOtherLength, kKinds };
+enum Kind { kNormal, kAbandons, kAbandonsTwo, kMissing, kOtherLength, kKinds };
 
 // Once on one host a vector is larger than a ring. ThreadSanitizer maps its shadow anew each time, which is slow.
 size_t length_of(int step, int key) {
@@ -120,7 +120,7 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
     const bool is_forward = pass < kKeys;
     const int key = is_forward ? pass : 2 * kKeys - 1 - pass;
     if (is_victim && pass == static_cast<int>(random() % (2 * kKeys))) {
-      if (kind == kAbandons) return static_cast<void>(mine->abandon(true));
+      if (kind == kAbandons || kind == kAbandonsTwo) return static_cast<void>(mine->abandon(true));
       if (kind == kMissing) return;
     }
     if (!is_forward && rounds[static_cast<size_t>(key)] == 0) continue;
@@ -144,6 +144,31 @@ void run_step(const std::shared_ptr<Processes>& mine, int step, Kind kind, int v
             "step " + std::to_string(step) + ": not the vector of process " + std::to_string(rank));
     }
   }
+}
+
+void go_on(const std::shared_ptr<Processes>& mine) {
+  std::string error = "none";
+  wait_until_done([&](std::function<void()> done) {
+    mine->resume("again", 60, [&error, done](const Outcome& with) {
+      error = with.error;
+      done();
+    });
+  });
+  check(error.empty(), "the processes did not go on together: " + error);
+}
+
+// All of them abandon a step and go on.
+void recover(const std::shared_ptr<Processes>& mine, bool abandons_two, bool is_victim) {
+  if (mine->state().is_resuming == 0) mine->abandon(true);
+  if (abandons_two && is_victim) {
+    mine->abandon(true);  // the next step
+  } else if (abandons_two) {
+    go_on(mine);
+    const Outcome next = exchanged(mine, {"next", 8, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});
+    check(next.error.find("abandoned the step") != std::string::npos, "the next step: " + next.error);
+    mine->abandon(true);
+  }
+  while (mine->state().is_resuming != 0) go_on(mine);
 }
 
 enum Way { kOneHost, kTwoHosts, kCarried };
@@ -192,17 +217,7 @@ void run_job(int steps, Way way) {
     in_all([&](const auto& mine) { run_step(mine, step, kind, victim, ended); });
     if (kind == kNormal) check(ended == 2 * kKeys * kProcesses, "not every exchange has ended once");
     if (kind == kNormal) continue;
-    in_all([](const auto& mine) {
-      mine->abandon(true);
-      std::string error = "none";
-      wait_until_done([&](std::function<void()> done) {
-        mine->resume("again", 60, [&error, done](const Outcome& with) {
-          error = with.error;
-          done();
-        });
-      });
-      check(error.empty(), "the processes did not go on together: " + error);
-    });
+    in_all([&](const auto& mine) { recover(mine, kind == kAbandonsTwo, mine->rank == victim); });
   }
   all[2]->leave();
   const Outcome seen = exchanged(all[0], {"here", 7, {0, 1, 2, 3}, 60}, Processes::kNext, {1.0});

@@ -179,6 +179,11 @@ def own_groups():
             layer.collect_params().reset_ctx(devices)  # MXNet copies no gradients
     layer, norm = make(devices, process_group=some, group_size=len(alike))
     train(layer, norm, devices, 0, members=alike)
+    # Processes of which some have trained more nets train one together.
+    for _ in range(1 + colour):
+        testing.step(make(devices, process_group=some)[0], *draw(0, 2), devices)
+    layer, norm = make(devices)
+    train(layer, norm, devices, 0)
 
 
 def last_batch():
@@ -280,8 +285,38 @@ def skipped_updates():
             if is_first:
                 gluon_syncbn.abandon_step()  # the others begin the next step
     assert trained == [0, 2, 3]
-    weights = job.group.all_gather("weights", net[0].weight.data().asnumpy().ravel())
-    np.testing.assert_array_equal(weights, weights[:1].repeat(SIZE, axis=0))
+    job.check_same([net[0].weight.data().asnumpy()])
+
+
+def skipped_in_a_row():
+    """One process leaves several steps before any of its layers meets the others. All skip the same steps."""
+    for number_of_devices, group_size in ((2, None), (1, 1)):
+        devices = cpus(number_of_devices)
+        net = sequential(
+            lambda: nn.Conv2D(4, 1, in_channels=4), lambda size=group_size: SyncBatchNorm(group_size=size, timeout=60)
+        )
+        net = initialized(net, devices, init=mx.init.Xavier())
+        net(mx.nd.ones(SHAPE))
+        trainer = averaging_trainer(net)
+        x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
+        for number in range(8):
+            try:
+                losses = []
+                with autograd.record():
+                    for device in devices:
+                        losses.append(net(x.as_in_context(device)).sum())
+                        if is_first and number_of_devices == 2 and number in (1, 2, 3, 5, 6):
+                            raise ValueError("a bad batch")
+                autograd.backward(losses)
+                if is_first and number in (1, 2, 3, 5, 6):
+                    raise ValueError("a bad batch")
+                trainer.step(2)
+                trained.append(number)
+            except (ValueError, mx.MXNetError) as error:
+                assert re.search("bad batch|process 0 abandoned the step", str(error)), error
+                gluon_syncbn.abandon_step()
+        assert trained == [0, 4, 7], trained
+        job.check_same([net[0].weight.data().asnumpy()])
 
 
 def abandoned_in_turns():
@@ -912,7 +947,7 @@ def done_in_one_process():
     check_refused("the method is allreduce_grads in", trainer.allreduce_grads if RANK == 0 else lambda: trainer.step(1))
     if RANK == 0:
         net.weight.set_data(net.weight.data() + 1)
-    check_refused(r"_weight' has other values in process 1.*after one process alone has written")
+    check_refused(r"_weight' has other values in process 1.*after one process alone has loaded or")
     trainer.broadcast_parameters()
     # Batches of different sizes are divided by the size of all; this process's gradient is (1 + RANK)² for each weight.
     before = net.weight.data().asnumpy()
@@ -933,6 +968,39 @@ def done_in_one_process():
     before = net.weight.data().asnumpy()
     trainer.step(int(RANK < SIZE - 1))
     np.testing.assert_allclose(net.weight.data().asnumpy(), before - 0.5, rtol=1e-6)
+    states_of_one_process()
+
+
+def states_of_one_process():
+    """The optimizer of the first process goes on from other states than the others, until they get them from it."""
+    devices = cpus(2) if RANK else [mx.cpu(2)]
+    for optimizer, options in (("adam", {}), ("sgd", {"momentum": 0.9, "multi_precision": True}), ("lamb", {})):
+        dtype = "float16" if "multi_precision" in options else "float32"
+        weight = gluon.Parameter("weight", shape=(3,), dtype=dtype, init="ones")
+        weight.initialize(ctx=devices)
+        trainer = gluon_syncbn.DistributedTrainer([weight], optimizer, {"learning_rate": 0.1, **options})
+        trainer.broadcast_parameters()
+
+        def steps(count, weight=weight, trainer=trainer):
+            for number in range(count):
+                with autograd.record():
+                    losses = [(weight.data(device) ** 2).sum() * (number + 1) for device in devices]
+                autograd.backward(losses)
+                trainer.step(2)
+
+        steps(3)
+        file = f"{os.environ['JOB_FOLDER']}/{optimizer}-{RANK}"
+        trainer.save_states(file)
+        steps(2)
+        if RANK == 0:
+            trainer.load_states(file)
+        with pytest.raises(ValueError, match="number of updates is 3 in process 0, and 5 in process 1.*broadcast_p"):
+            steps(1)
+        trainer.broadcast_parameters()
+        steps(2)
+        first, *others = (array.asnumpy() for array in weight.list_data())
+        job.check_same([first])
+        assert all((other == first).all() for other in others)
 
 
 def short_batch(net, trainer, devices):

@@ -49,7 +49,10 @@ std::vector<int> Processes::without_me(std::vector<int> ranks) const {
 bool Processes::is_forked() const { return getpid() != process_; }
 
 void Processes::check_process() const {
-  if (is_forked()) throw RendezvousError("this process was forked from one of the job, and is none of it");
+  if (is_forked())
+    throw RendezvousError(
+        "this process was forked from one of the job, and is none of it: train in the processes that the launcher has "
+        "started.");
 }
 
 void Processes::share(std::shared_ptr<Transport> memory) {
@@ -308,16 +311,19 @@ void Processes::end(const std::string& why) {
 std::string Processes::abandon(bool is_under_way) {
   std::string why;
   locked([&] {
-    std::map<int, Message>& abandoned = abandoned_[resumes_];
-    const bool others_wait = !abandoned.empty() && abandoned.count(rank) == 0;  // for this process to abandon it, too
+    const bool others_wait = !abandoned_[resumes_].empty() && !is_resuming();  // for this process to abandon it, too
     if (failure_.empty() && !is_under_way && !others_wait) return;
     why = failure_.empty() ? "gluon_syncbn.abandon_step() was called in the middle of a step" : failure_;
     failure_.clear();
     epoch_ += 1;
     end_waiting([](Waiting& waiting) { return waiting.is_resume ? "" : waiting.error("the step was abandoned"); });
+    int64_t number = resumes_;
+    while (abandoned_[number].count(rank) > 0) number += 1;
+    std::map<int, Message>& abandoned = abandoned_[number];
     const int first = abandoned.empty() ? rank : first_of(abandoned.begin()->second);
-    Message mine{Message::kAbandoned, resumes_, highest_had(), {uses_memory_ ? 1.0 : 0.0, static_cast<double>(first)}};
-    if (abandoned.emplace(rank, mine).second) tell_all(mine);
+    Message mine{Message::kAbandoned, number, highest_had(), {uses_memory_ ? 1.0 : 0.0, static_cast<double>(first)}};
+    abandoned.emplace(rank, mine);
+    tell_all(mine);
   });
   return why;
 }

@@ -20,6 +20,8 @@
 //   resuming   The step was abandoned, after a failure or in the middle. Each process tells the others the highest
 //              round that it has had. When it has heard of all (`resume`), it is open again, numbers its rounds from
 //              there on, and drops older messages. So no message of the old step can be taken for a part of the next.
+//              A process may abandon several steps before it goes on. Abandoned steps are numbered, and each process
+//              abandons all of them, one after the other: each fails in all processes.
 //
 // `epoch` counts abandoned steps. Python prepares an exchange (it compares nets) for one epoch only, and an exchange
 // that began in one epoch cannot fail a later one.
