@@ -13,8 +13,8 @@ from gluon_syncbn.backends.bfloat16 import dtype_name
 from gluon_syncbn.base.mxnet_private import (
     has_fresh_gradient,
     is_sparse,
-    key_of,
     optimizer_of,
+    parameters_of,
     updaters_of,
 )
 from gluon_syncbn.distributed.default import find
@@ -109,7 +109,7 @@ class DistributedTrainer(gluon.Trainer):
         steps.progress.under_way.trainers.add(self)
 
     def broadcast_parameters(self) -> None:
-        """Give all processes the first process's parameters, statistics, and states of the optimizer. All call it.
+        """Give all processes the parameters, statistics and optimizer state of the first process. All of them call it.
 
         Raises
         ------
@@ -142,26 +142,39 @@ class DistributedTrainer(gluon.Trainer):
         self._compared = None
 
     def _progress(self) -> bytes:
-        """The optimizer's numbers, and its counts and states by the numbers of parameters."""
-        updater, keys = updaters_of(self)[0], [key_of(self, parameter) for parameter in self._in_order]
-        numbers = {name: getattr(optimizer_of(self), name) for name in NUMBERS if hasattr(optimizer_of(self), name)}
-        counts = max(counts_of(optimizer_of(self)).values(), key=len)  # a device may have none
+        """The optimizer's numbers, its schedule's state, and its counts and states by the numbers of parameters."""
+        optimizer, updater, keys = optimizer_of(self), updaters_of(self)[0], self._keys()
+        numbers = {name: getattr(optimizer, name) for name in ("lr", *NUMBERS) if hasattr(optimizer, name)}
+        schedule = {} if optimizer.lr_scheduler is None else vars(optimizer.lr_scheduler)
+        counts = max(counts_of(optimizer).values(), key=len)  # a device may have none
         states = {key: updater.sync_state_context(state, mx.cpu()) for key, state in updater.states.items()}
         by_number = [{i: values[key] for i, key in enumerate(keys) if key in values} for values in (counts, states)]
-        return pickle.dumps((numbers, *by_number))
+        return pickle.dumps((numbers, _picklable(schedule), *by_number))
 
     def _take_progress(self, progress: bytes) -> None:
-        keys = [key_of(self, parameter) for parameter in self._in_order]
+        optimizer, keys = optimizer_of(self), self._keys()
         for updater in updaters_of(self):
-            numbers, counts, states = pickle.loads(progress)
+            numbers, schedule, counts, states = pickle.loads(progress)
             updater.states = {keys[i]: state for i, state in states.items()}
             updater.states_synced = dict.fromkeys(updater.states, False)  # with their devices, as after load_states
-        for name, value in numbers.items():
-            setattr(optimizer_of(self), name, value)
+        vars(optimizer).update(numbers)
+        if optimizer.lr_scheduler is not None:
+            vars(optimizer.lr_scheduler).update(schedule)
         for device in {device for parameter in self._in_order for device in parameter.list_ctx()}:
-            of_device = counts_of(optimizer_of(self)).setdefault(device.device_id, {})
+            of_device = counts_of(optimizer).setdefault(device.device_id, {})
             of_device.clear()
             of_device.update({keys[i]: count for i, count in counts.items()})
+
+    def _keys(self) -> List[int]:
+        """The numbers of the parameters for the optimizer."""
+        numbers = {id(parameter): i for i, parameter in enumerate(parameters_of(self))}
+        return [numbers[id(parameter)] for parameter in self._in_order]
+
+    def load_states(self, fname):
+        """Load as `mxnet.gluon.Trainer` does. The file may come from other devices than those of this process."""
+        super().load_states(fname)
+        if not self.is_alone:
+            self._take_progress(self._progress())
 
     def step(self, batch_size, ignore_stale_grad=False):
         """Update as `mxnet.gluon.Trainer` does; ``batch_size`` is the batch size of this process, and may be 0."""
@@ -245,7 +258,7 @@ class DistributedTrainer(gluon.Trainer):
         """The values that must be the same in all processes for an update."""
         is_step = self._batch_size is not None
         facts = {"the method": "step" if is_step else "allreduce_grads", "the scale of gradients": str(self._scale)}
-        facts.update({"the learning rate": str(optimizer_of(self).lr), "the weight decay": str(optimizer_of(self).wd)})
+        facts.update({"the learning rate": str(self.learning_rate), "the weight decay": str(optimizer_of(self).wd)})
         facts[_UPDATES] = optimizer_of(self).num_update
         for i, parameter in enumerate(self._in_order):
             is_frozen = parameter.grad_req == "null"
@@ -282,6 +295,15 @@ class DistributedTrainer(gluon.Trainer):
         for rank, column in np.argwhere(rows != rows[0]):
             name = parameters[column].name
             raise ValueError(f"{_NAME}: '{name}' has other values in process {rank} than in process 0. {_BROADCAST}")
+
+
+def _picklable(values: Dict[str, Any]) -> Dict[str, Any]:
+    """The values; none if a schedule of the user's cannot be pickled."""
+    try:
+        pickle.dumps(values)
+    except Exception:
+        return {}
+    return values
 
 
 def _parameter(number: int) -> str:

@@ -117,7 +117,7 @@ _PROTOTYPES = {
     "fail_processes": (None, [c_int64, c_char_p]),
     "failure_of_processes": (c_char_p, [c_int64]),
     "state_of_processes": (None, [c_int64, POINTER(State)]),
-    "abandon": (c_char_p, [c_int64, c_int]),
+    "abandon": (c_char_p, [c_int64, c_int, c_int64]),
     "resume": (c_char_p, [c_int64, c_char_p, c_double]),
     "leave": (None, [c_int64, c_double]),
     "name_processes": (None, [c_int64, _STRINGS, c_int]),

@@ -273,11 +273,6 @@ def optimizer_of(trainer) -> mx.optimizer.Optimizer:
     return trainer._optimizer
 
 
-def key_of(trainer: mx.gluon.Trainer, parameter: Parameter) -> int:
-    """The number by which its optimizer knows a parameter."""
-    return trainer._param2idx[parameter.name]
-
-
 def is_first_update(trainer: mx.gluon.Trainer) -> bool:
     """Whether it is about to copy parameters into its KVStore."""
     return not trainer._kv_initialized or any(not item._deferred_init for item in trainer._params_to_init)

@@ -195,9 +195,12 @@ class ProcessGroup(ABC):
         library.core.gluon_syncbn_state_of_processes(self.id, ctypes.byref(state))
         return state
 
-    def abandon(self, is_under_way: bool) -> None:
-        """Abandon a step that has failed, or that ``is_under_way``, so that no process waits for this one."""
-        why = library.core.gluon_syncbn_abandon(self.id, is_under_way).decode()
+    def abandon(self, is_under_way: bool, step: int = -1) -> None:
+        """Abandon a step that has failed, or that ``is_under_way``, so that no process waits for this one.
+
+        ``step``: its number, if others may abandon the same step.
+        """
+        why = library.core.gluon_syncbn_abandon(self.id, is_under_way, step).decode()
         if why and not (self.can_resume or self.shares_memory):
             self._abandon(why)
 

@@ -288,8 +288,8 @@ def have_raised() -> bool:
     return any(processes.has_raised for processes in _that_have_met())
 
 
-def abandon_on_all_processes(is_under_way: bool) -> None:
-    """Abandon the step, so that no process waits for this one, in all groups whose processes have met."""
+def abandon_on_all_processes(is_under_way: bool, step: int) -> None:
+    """As `ProcessGroup.abandon`, in all groups whose processes have met."""
     for processes in _that_have_met():
         processes.has_raised = False
-        processes.group.abandon(is_under_way)
+        processes.group.abandon(is_under_way, step)

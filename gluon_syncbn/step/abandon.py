@@ -58,13 +58,23 @@ def abandon_step() -> None:
     ...         print("batch skipped:", error)
     ...         gluon_syncbn.abandon_step()
     """
+    _abandon(is_over=True)
+
+
+def leave_record() -> None:
+    """As `abandon_step`, where an exception leaves ``record()``: other threads may be in the step yet."""
+    _abandon(is_over=False)
+
+
+def _abandon(is_over: bool) -> None:
     error, was_seen, was_under_way = failures.failure(), failures.was_seen(), steps.progress.is_under_way()
     with waiting.cut_short(_ABANDONED):
         pending = finish_pending_work()
     cpu_resources.close_step()
     has_failed = bool(failures.failure())
     updated = steps.updates.undo()
-    abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()))
+    number = steps.progress.end_step(is_over)
+    abandon_on_all_processes(was_under_way or (has_failed and not failures.is_by_reading()), number)
     steps.progress.forget()
     failures.reset()
     failures.forget_seen()
@@ -78,18 +88,19 @@ def abandon_step() -> None:
 
 def leave_failed_step() -> None:
     """Begin a step: abandon one that has failed before, or raise its error."""
-    if not (failures.failure() or have_raised()):
-        if failures.is_in_use():
-            failures.forget_seen()  # errors that are not of the step that begins
-        return
-    with steps.progress.taking_turns():
-        error = failures.failure()  # if another thread has not abandoned the step meanwhile
-        if have_raised() or (error and failures.was_seen()):
-            abandon_step()
-        elif error:
-            error = _with_cause(error, finish_pending_work())
-            failures.tell()
-            raise SyncBatchNormError(failures.with_advice(f"A step has failed, and its error was not read. {error}"))
+    if failures.failure() or have_raised():
+        with steps.progress.taking_turns():
+            error = failures.failure()  # if another thread has not abandoned the step meanwhile
+            if have_raised() or (error and failures.was_seen()):
+                abandon_step()
+            elif error:
+                error = _with_cause(error, finish_pending_work())
+                failures.tell()
+                unseen = f"A step has failed, and its error was not read. {error}"
+                raise SyncBatchNormError(failures.with_advice(unseen))
+    elif failures.is_in_use():
+        failures.forget_seen()  # errors that are not of the step that begins
+    steps.progress.begin_step()
 
 
 def refuse_after_a_failure(write: str) -> None:

@@ -56,6 +56,9 @@ class Progress:
         self._turn = threading.RLock()  # of a thread that begins a step, and may abandon the one before
 
         self._lock = threading.Lock()  # of all that follows, and of subgroups
+        self._step = 0  # its number; all that are not abandoned have the number of the next one that is
+        self._is_abandoned = False
+        self._leaving: Set[threading.Thread] = set()  # the threads that exceptions have taken out of the last step
         self._watched: weakref.WeakSet[Passes] = weakref.WeakSet()  # layers whose backward passes are counted
         self._unbalanced: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # where some device has yet to begin a pass
         self._called: weakref.WeakSet[Subgroup] = weakref.WeakSet()  # in record()
@@ -133,6 +136,24 @@ class Progress:
         """
         with self._turn if is_made_by_python(threading.current_thread()) else contextlib.nullcontext():
             yield
+
+    def begin_step(self) -> None:
+        """Note that this thread begins a step; or comes late to the abandoned one, if an exception took others out."""
+        with self._lock:
+            if not self._leaving or threading.current_thread() in self._leaving:
+                self._step += self._is_abandoned
+                self._is_abandoned = False
+                self._leaving.clear()
+
+    def end_step(self, is_over: bool) -> int:
+        """Note that the step is abandoned: by an exception of this thread alone, or with ``is_over`` for all threads.
+
+        Returns its number, which is the same if several threads abandon it.
+        """
+        with self._lock:
+            self._is_abandoned = True
+            self._leaving = set() if is_over else {*self._leaving, threading.current_thread()}
+            return self._step
 
     def begin_record(self, trains: bool) -> None:
         """Note that this thread is about to enter ``autograd.record()``."""

@@ -12,7 +12,7 @@ import mxnet as mx
 from gluon_syncbn.base.errors import SyncBatchNormError
 from gluon_syncbn.base.mxnet_private import device_of, device_of_handle, has_fresh_gradient, is_record, trains
 from gluon_syncbn.mxnet_engine import cpu_resources, failures
-from gluon_syncbn.step.abandon import abandon_step, leave_failed_step
+from gluon_syncbn.step.abandon import abandon_step, leave_failed_step, leave_record
 from gluon_syncbn.step.passes import Passes
 from gluon_syncbn.step.reached import take_fresh_gradient
 from gluon_syncbn.step.steps import LayerInStep, steps
@@ -59,6 +59,7 @@ def _abandon_broken_step(broken: Passes, device: mx.Context) -> None:
     what = f"SyncBatchNorm '{broken.name}': backward() of the last step was called for {started} only"
     _log.warning("%s, and is abandoned now. (Did an exception come in between?) Its gradients are undefined.", what)
     abandon_step()
+    steps.progress.begin_step()
     if in_next_step and device not in in_next_step:
         raise SyncBatchNormError(
             f"{what}. That step is abandoned, and so is this one, which {', '.join(map(str, in_next_step))} had begun. "
@@ -71,7 +72,7 @@ def noticing_end_of_record(leave, scope, kind, value, trace):
     leave(scope, kind, value, trace)
     if is_record(scope):
         if kind is not None and steps.layers.in_use():
-            abandon_step()
+            leave_record()
         steps.progress.end_record()
 
 

@@ -7,6 +7,7 @@ gradients and running statistics (`job`). Every process but the first makes bloc
 Gluon's names differ. Each process prints ``RIGHT WAY``.
 """
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -317,6 +318,42 @@ def skipped_in_a_row():
                 gluon_syncbn.abandon_step()
         assert trained == [0, 4, 7], trained
         job.check_same([net[0].weight.data().asnumpy()])
+    skipped_by_threads()
+
+
+def skipped_by_threads():
+    """Each device has a thread, and several of them abandon one step."""
+    devices = cpus(2)
+    net = sequential(lambda: nn.Conv2D(4, 1, in_channels=4), lambda: SyncBatchNorm(timeout=60))
+    net = initialized(net, devices, init=mx.init.Xavier())
+    for device in devices:
+        net(mx.nd.ones(SHAPE, ctx=device))
+    trainer = averaging_trainer(net)
+
+    def passes(device, raising):
+        with autograd.record():
+            loss = net(mx.nd.ones(SHAPE, ctx=device) * (1 + RANK)).sum()
+            if device in raising:
+                raise ValueError("a bad batch")
+        loss.backward()
+        loss.asnumpy()
+
+    trained = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for number in range(8):
+            raising = {1: devices, 2: devices[:1], 3: devices[1:], 5: devices}.get(number, []) if RANK == 0 else []
+            parts = [pool.submit(passes, device, raising) for device in devices]
+            errors = [error for error in (part.exception() for part in parts) if error is not None]
+            try:
+                if errors:
+                    raise errors[0]
+                trainer.step(2)
+                trained.append(number)
+            except (ValueError, mx.MXNetError) as error:
+                assert re.search("bad batch|process 0 abandoned the step|step was abandoned", str(error)), error
+                gluon_syncbn.abandon_step()
+    assert trained == [0, 4, 6, 7], trained
+    job.check_same([net[0].weight.data().asnumpy()])
 
 
 def abandoned_in_turns():
@@ -978,15 +1015,26 @@ def states_of_one_process():
         dtype = "float16" if "multi_precision" in options else "float32"
         weight = gluon.Parameter("weight", shape=(3,), dtype=dtype, init="ones")
         weight.initialize(ctx=devices)
-        trainer = gluon_syncbn.DistributedTrainer([weight], optimizer, {"learning_rate": 0.1, **options})
+        schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
+        told = {"learning_rate": 0.1, "lr_scheduler": schedule, **options}
+        other = gluon.Parameter("weight", shape=(2,), dtype=dtype, init="ones")  # MXNet allows another of the same name
+        other.initialize(ctx=devices)
+        trainer = gluon_syncbn.DistributedTrainer([weight, other], optimizer, told)
         trainer.broadcast_parameters()
 
-        def steps(count, weight=weight, trainer=trainer):
+        def steps(count, weight=weight, other=other, trainer=trainer):
             for number in range(count):
                 with autograd.record():
-                    losses = [(weight.data(device) ** 2).sum() * (number + 1) for device in devices]
+                    weights = ((weight.data(device), other.data(device)) for device in devices)
+                    losses = [(a**2).sum() * (number + 1) + (b**2).sum() for a, b in weights]
                 autograd.backward(losses)
                 trainer.step(2)
+
+        def check_same(weight=weight, other=other):
+            for parameter in (weight, other):
+                first, *others = (array.asnumpy() for array in parameter.list_data())
+                job.check_same([first])
+                assert all((array == first).all() for array in others)
 
         steps(3)
         file = f"{os.environ['JOB_FOLDER']}/{optimizer}-{RANK}"
@@ -994,13 +1042,14 @@ def states_of_one_process():
         steps(2)
         if RANK == 0:
             trainer.load_states(file)
-        with pytest.raises(ValueError, match="number of updates is 3 in process 0, and 5 in process 1.*broadcast_p"):
+        with pytest.raises(ValueError, match="the learning rate is 0.05 in process 0, and 0.025 in process 1"):
             steps(1)
         trainer.broadcast_parameters()
         steps(2)
-        first, *others = (array.asnumpy() for array in weight.list_data())
-        job.check_same([first])
-        assert all((other == first).all() for other in others)
+        check_same()
+        trainer.load_states(f"{os.environ['JOB_FOLDER']}/{optimizer}-0")  # which knows one device, of another number
+        steps(2)
+        check_same()
 
 
 def short_batch(net, trainer, devices):

@@ -248,8 +248,8 @@ EXPORTED void gluon_syncbn_state_of_processes(int64_t id, State* state) {
 }
 
 // Returns why the step is abandoned.
-EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way) {
-  return kept(entry(id).processes->abandon(is_under_way != 0));
+EXPORTED const char* gluon_syncbn_abandon(int64_t id, int is_under_way, int64_t step) {
+  return kept(entry(id).processes->abandon(is_under_way != 0, step));
 }
 
 // Returns when all processes have abandoned the step, or the error.

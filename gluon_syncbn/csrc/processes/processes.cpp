@@ -308,7 +308,7 @@ void Processes::end(const std::string& why) {
   lose_transport(why);
 }
 
-std::string Processes::abandon(bool is_under_way) {
+std::string Processes::abandon(bool is_under_way, int64_t step) {
   std::string why;
   locked([&] {
     const bool others_wait = !abandoned_[resumes_].empty() && !is_resuming();  // for this process to abandon it, too
@@ -317,6 +317,9 @@ std::string Processes::abandon(bool is_under_way) {
     failure_.clear();
     epoch_ += 1;
     end_waiting([](Waiting& waiting) { return waiting.is_resume ? "" : waiting.error("the step was abandoned"); });
+    const bool is_same = step != kNoNumber && step == last_step_;
+    last_step_ = step;
+    if (is_resuming() && is_same) return;
     int64_t number = resumes_;
     while (abandoned_[number].count(rank) > 0) number += 1;
     std::map<int, Message>& abandoned = abandoned_[number];

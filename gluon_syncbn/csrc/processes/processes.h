@@ -80,6 +80,7 @@ struct State {
 class Processes : public Watched, public std::enable_shared_from_this<Processes> {
  public:
   static constexpr int64_t kNext = 0;  // a round that is to be numbered
+  static constexpr int64_t kNoNumber = -1;
 
   // `outside` is the communicator; `can_resume` says whether it tells others of a step that is abandoned, and shows
   // which have come to a round; if not, it is asked. `advice` ends the error about a missing process. To be made by
@@ -116,9 +117,9 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   // The step has failed in this process.
   void fail(const std::string& error);
 
-  // Abandons the step, if it has failed or `is_under_way`. Returns why, or an empty text if there is nothing to
-  // abandon.
-  std::string abandon(bool is_under_way);
+  // Abandons the step, if it has failed or `is_under_way`. Several threads may abandon one step; it has a number then.
+  // Returns why, or an empty text if there is nothing to abandon.
+  std::string abandon(bool is_under_way, int64_t step = kNoNumber);
 
   // Calls back when all processes have abandoned the step; `what` begins the error if they do not.
   void resume(const std::string& what, double timeout_seconds, Then done);
@@ -218,6 +219,7 @@ class Processes : public Watched, public std::enable_shared_from_this<Processes>
   std::string lost_;  // why the communicator does not work any more
   std::atomic<uint64_t> epoch_{0};
   int64_t resumes_ = 0;              // that all have completed
+  int64_t last_step_ = kNoNumber;    // that this process has abandoned
   int64_t highest_abandoned_ = 0;    // the round up to which all belong to steps that were abandoned
   std::map<int64_t, int64_t> last_;  // round by key
   std::map<Address, OpenRound> places_;
