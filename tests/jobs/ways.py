@@ -300,23 +300,23 @@ def skipped_in_a_row():
         net(mx.nd.ones(SHAPE))
         trainer = averaging_trainer(net)
         x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
-        for number in range(8):
+        for number in range(5):
             try:
                 losses = []
                 with autograd.record():
                     for device in devices:
                         losses.append(net(x.as_in_context(device)).sum())
-                        if is_first and number_of_devices == 2 and number in (1, 2, 3, 5, 6):
+                        if is_first and number_of_devices == 2 and number in (1, 2):
                             raise ValueError("a bad batch")
                 autograd.backward(losses)
-                if is_first and number in (1, 2, 3, 5, 6):
+                if is_first and number in (1, 2):
                     raise ValueError("a bad batch")
                 trainer.step(2)
                 trained.append(number)
             except (ValueError, mx.MXNetError) as error:
                 assert re.search("bad batch|process 0 abandoned the step", str(error)), error
                 gluon_syncbn.abandon_step()
-        assert trained == [0, 4, 7], trained
+        assert trained == [0, 3, 4], trained
         job.check_same([net[0].weight.data().asnumpy()])
     skipped_by_threads()
 
@@ -340,8 +340,8 @@ def skipped_by_threads():
 
     trained = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for number in range(8):
-            raising = {1: devices, 2: devices[:1], 3: devices[1:], 5: devices}.get(number, []) if RANK == 0 else []
+        for number in range(5):
+            raising = {1: devices, 2: devices[:1]}.get(number, []) if RANK == 0 else []
             parts = [pool.submit(passes, device, raising) for device in devices]
             errors = [error for error in (part.exception() for part in parts) if error is not None]
             try:
@@ -352,7 +352,7 @@ def skipped_by_threads():
             except (ValueError, mx.MXNetError) as error:
                 assert re.search("bad batch|process 0 abandoned the step|step was abandoned", str(error)), error
                 gluon_syncbn.abandon_step()
-    assert trained == [0, 4, 6, 7], trained
+    assert trained == [0, 3, 4], trained
     job.check_same([net[0].weight.data().asnumpy()])
 
 
