@@ -12,7 +12,7 @@ from gluon_syncbn.block import SyncBatchNorm
 from gluon_syncbn.distributed.default import find, groups_in_use
 from gluon_syncbn.distributed.process_group import ProcessGroup
 from gluon_syncbn.meeting.active_set import active_sets
-from gluon_syncbn.meeting.processes import have_raised, processes_of
+from gluon_syncbn.meeting.processes import abandon_on_all_processes, have_raised, processes_of
 from gluon_syncbn.step.abandon import abandon_step
 from gluon_syncbn.step.steps import steps
 
@@ -94,10 +94,9 @@ def devices(ctx_list: Union[mx.Context, Sequence[mx.Context]], net: Optional[Blo
         clear_gradients()
     except BaseException:
         abandon_step()
-        if any(len(active) < group.size for group, active in ranks.items()):  # those without devices wait below
-            for group in ranks:
-                if not group.state.is_resuming:  # as it is if the step was abandoned
-                    group.abandon(is_under_way=True)
+        if any(len(active) < group.size for group, active in ranks.items()):
+            # Processes without devices wait below. Where the step has been abandoned, it has the same number.
+            abandon_on_all_processes(is_under_way=True, step=steps.progress.end_step(is_over=True))
         raise
     finally:
         steps.updates.before_update = outer

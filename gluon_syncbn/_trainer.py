@@ -24,7 +24,7 @@ from gluon_syncbn.layer.spec import Facts
 from gluon_syncbn.meeting import waiting
 from gluon_syncbn.meeting.processes import processes_of
 from gluon_syncbn.mxnet_engine import failures
-from gluon_syncbn.step.held import NUMBERS, counts_of
+from gluon_syncbn.step.held import counts_of, numbers_of
 from gluon_syncbn.step.steps import steps
 
 _T = TypeVar("_T")
@@ -122,7 +122,7 @@ class DistributedTrainer(gluon.Trainer):
             return
         values = [parameter.list_data()[0].asnumpy() for parameter in self._in_order]
         facts = {_parameter(i): f"{value.shape} {value.dtype}" for i, value in enumerate(values)}
-        progress = np.frombuffer(self._progress(), np.uint8).copy()
+        progress = np.frombuffer(self._progress(), np.uint8)
         size = np.array([progress.size])
 
         def broadcast() -> bytes:
@@ -144,7 +144,7 @@ class DistributedTrainer(gluon.Trainer):
     def _progress(self) -> bytes:
         """The optimizer's numbers, its schedule's state, and its counts and states by the numbers of parameters."""
         optimizer, updater, keys = optimizer_of(self), updaters_of(self)[0], self._keys()
-        numbers = {name: getattr(optimizer, name) for name in ("lr", *NUMBERS) if hasattr(optimizer, name)}
+        numbers = {"lr": optimizer.lr, **numbers_of(optimizer)}
         schedule = {} if optimizer.lr_scheduler is None else vars(optimizer.lr_scheduler)
         counts = max(counts_of(optimizer).values(), key=len)  # a device may have none
         states = {key: updater.sync_state_context(state, mx.cpu()) for key, state in updater.states.items()}

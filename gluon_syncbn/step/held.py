@@ -16,7 +16,7 @@ from gluon_syncbn.mxnet_engine import failures
 from gluon_syncbn.step.reached import take_fresh_gradient
 
 # Numbers that optimizers of MXNet's keep in Python: all, Nadam, and LARS.
-NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")
+_NUMBERS = ("num_update", "m_schedule", "last_lr", "cur_lr")
 
 
 class _Held(NamedTuple):
@@ -84,7 +84,7 @@ class Updates:
         """Remember the optimizer's numbers and states until these gates, one for each list of indices, have opened."""
         if optimizer is None:
             return
-        numbers = {name: getattr(optimizer, name) for name in NUMBERS if hasattr(optimizer, name)}
+        numbers = numbers_of(optimizer)
         counts = {device: dict(some) for device, some in counts_of(optimizer).items()}
         with self._lock:
             while self._held and all(self._held[0].opened()):
@@ -139,6 +139,10 @@ class Updates:
             for module in list(self.checked_modules):
                 for gradient in added_gradients_of_module(module):
                     gradient[:] = 0
+
+
+def numbers_of(optimizer: mx.optimizer.Optimizer) -> Dict[str, Any]:
+    return {name: getattr(optimizer, name) for name in _NUMBERS if hasattr(optimizer, name)}
 
 
 def counts_of(optimizer: mx.optimizer.Optimizer) -> Dict[int, Dict[Any, int]]:

@@ -265,28 +265,37 @@ def abandoned_in_another_group():
     train(layer, norm, cpus(1), 1)
 
 
+def check_skips(step, net, expected, words="bad batch|process 0 abandoned the step", all_abandon=True):
+    """Each process has trained the steps ``expected``, and left the others for one of these reasons. All stay alike."""
+    trained = []
+    for number in range(expected[-1] + 1):
+        try:
+            step(number)
+            trained.append(number)
+        except (ValueError, mx.MXNetError) as error:
+            assert re.search(words, str(error)), error
+            if all_abandon or RANK == 0:
+                gluon_syncbn.abandon_step()  # else they begin the next step
+    assert trained == expected, trained
+    job.check_same([net[0].weight.data().asnumpy()])
+
+
 def skipped_updates():
     """One process leaves a step before its update. All go on with the next, and stay alike."""
     net = sequential(lambda: nn.Conv2D(4, 1, in_channels=4), lambda: SyncBatchNorm(in_channels=4, timeout=60))
     net = initialized(net, 1, init=mx.init.Xavier())
-    trainer = gluon_syncbn.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    trainer.broadcast_parameters()
-    x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
-    for number in range(4):
-        try:
-            with autograd.record():
-                y = net(x)
-            y.backward(y)
-            if is_first and number == 1:
-                raise ValueError("a bad batch")
-            trainer.step(2)
-            trained.append(number)
-        except (ValueError, mx.MXNetError) as error:
-            assert re.search("bad batch|process 0 abandoned the step", str(error)), error
-            if is_first:
-                gluon_syncbn.abandon_step()  # the others begin the next step
-    assert trained == [0, 2, 3]
-    job.check_same([net[0].weight.data().asnumpy()])
+    trainer = averaging_trainer(net)
+    x = mx.nd.array(draw(0, SIZE)[0][RANK])
+
+    def step(number):
+        with autograd.record():
+            y = net(x)
+        y.backward(y)
+        if RANK == 0 and number == 1:
+            raise ValueError("a bad batch")
+        trainer.step(2)
+
+    check_skips(step, net, [0, 2, 3], all_abandon=False)
 
 
 def skipped_in_a_row():
@@ -299,25 +308,21 @@ def skipped_in_a_row():
         net = initialized(net, devices, init=mx.init.Xavier())
         net(mx.nd.ones(SHAPE))
         trainer = averaging_trainer(net)
-        x, is_first, trained = mx.nd.array(draw(0, SIZE)[0][RANK]), RANK == 0, []
-        for number in range(5):
-            try:
-                losses = []
-                with autograd.record():
-                    for device in devices:
-                        losses.append(net(x.as_in_context(device)).sum())
-                        if is_first and number_of_devices == 2 and number in (1, 2):
-                            raise ValueError("a bad batch")
-                autograd.backward(losses)
-                if is_first and number in (1, 2):
-                    raise ValueError("a bad batch")
-                trainer.step(2)
-                trained.append(number)
-            except (ValueError, mx.MXNetError) as error:
-                assert re.search("bad batch|process 0 abandoned the step", str(error)), error
-                gluon_syncbn.abandon_step()
-        assert trained == [0, 3, 4], trained
-        job.check_same([net[0].weight.data().asnumpy()])
+        x = mx.nd.array(draw(0, SIZE)[0][RANK])
+
+        def step(number, net=net, trainer=trainer, devices=devices, x=x):
+            losses, is_bad = [], RANK == 0 and number in (1, 2)
+            with autograd.record():
+                for device in devices:
+                    losses.append(net(x.as_in_context(device)).sum())
+                    if is_bad and len(devices) == 2:
+                        raise ValueError("a bad batch")
+            autograd.backward(losses)
+            if is_bad:
+                raise ValueError("a bad batch")
+            trainer.step(2)
+
+        check_skips(step, net, [0, 3, 4])
     skipped_by_threads()
 
 
@@ -338,22 +343,17 @@ def skipped_by_threads():
         loss.backward()
         loss.asnumpy()
 
-    trained = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for number in range(5):
+
+        def step(number):
             raising = {1: devices, 2: devices[:1]}.get(number, []) if RANK == 0 else []
             parts = [pool.submit(passes, device, raising) for device in devices]
             errors = [error for error in (part.exception() for part in parts) if error is not None]
-            try:
-                if errors:
-                    raise errors[0]
-                trainer.step(2)
-                trained.append(number)
-            except (ValueError, mx.MXNetError) as error:
-                assert re.search("bad batch|process 0 abandoned the step|step was abandoned", str(error)), error
-                gluon_syncbn.abandon_step()
-    assert trained == [0, 3, 4], trained
-    job.check_same([net[0].weight.data().asnumpy()])
+            if errors:
+                raise errors[0]
+            trainer.step(2)
+
+        check_skips(step, net, [0, 3, 4], "bad batch|process 0 abandoned the step|step was abandoned")
 
 
 def abandoned_in_turns():
